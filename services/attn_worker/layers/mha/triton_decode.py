@@ -81,6 +81,7 @@ def decode_attention(
     tiles: DecodeTiles,
     scores: ScoreOptions,
     pairs: RotaryPairs | None,  # None: whole heads, (d, d + head_dim / 2)
+    log_sums: torch.Tensor | None = None,  # float32 [num_tokens, num_heads], see `merge_parts`; None: not wanted
 ) -> None:
     """Runs all items: stores the new keys and values and writes the attention output of the items' rows."""
     num_kv_heads, _, block_size, head_dim = cache.shape[1:]
@@ -102,6 +103,7 @@ def decode_attention(
         workspace.counters,
         scores.slopes,
         scores.sinks,
+        log_sums,
         qkv.stride(0),
         out.stride(0),
         FORMAT=kv_format(cache),
@@ -144,6 +146,7 @@ def _decode_kernel(
     counters,
     slopes,
     sinks,
+    log_sums,  # None: not wanted
     qkv_stride,
     out_stride,
     FORMAT: tl.constexpr,
@@ -194,6 +197,9 @@ def _decode_kernel(
     mask_out = (offs_g < GROUP)[:, None] & mask_d[None, :]
     if num_items == 0:
         tl.store(out_rows, tl.zeros([NUM_QUERIES, HEAD_DIM_PADDED], dtype), mask=mask_out)
+        if log_sums is not None:
+            nothing = tl.full([NUM_QUERIES], float("-inf"), tl.float32)
+            tl.store(log_sums + row * (NUM_KV_HEADS * GROUP) + heads, nothing, mask=offs_g < GROUP)
         return
 
     table = block_tables + table_start
@@ -330,6 +336,9 @@ def _decode_kernel(
         acc = acc * value_scale
     if num_items == 1:
         tl.store(out_rows, acc.to(dtype), mask=mask_out)
+        if log_sums is not None:
+            own_sum = log_max + tl.log2(exp_sum)
+            tl.store(log_sums + row * (NUM_KV_HEADS * GROUP) + heads, own_sum, mask=offs_g < GROUP)
         return
 
     partial_row = item * (NUM_KV_HEADS * GROUP) + heads
@@ -343,7 +352,7 @@ def _decode_kernel(
         tl.store(counter, 0)
         offs_r = tl.arange(0, GROUP_PADDED)
         rows = first_item * (NUM_KV_HEADS * GROUP) + kv_head * GROUP
-        merged = _merge(
+        merged, merged_sum = _merge(
             partial_outputs + rows.to(tl.int64) * HEAD_DIM,
             partial_log_sums + rows,
             None if sinks is None else sinks + kv_head * GROUP,
@@ -358,6 +367,9 @@ def _decode_kernel(
         target = out + row.to(tl.int64) * out_stride
         target += (kv_head * GROUP + offs_r)[:, None] * HEAD_DIM + offs_d[None, :]
         tl.store(target, merged.to(dtype), mask=(offs_r < GROUP)[:, None] & mask_d[None, :])
+        if log_sums is not None:
+            own_heads = row * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + offs_r
+            tl.store(log_sums + own_heads, merged_sum, mask=offs_r < GROUP)
 
 
 @triton.jit
@@ -373,7 +385,10 @@ def _merge(
     HEAD_DIM_PADDED: tl.constexpr,
     MERGE_N: tl.constexpr,
 ):
-    """Sums partial outputs, weighted by their sums of exponentials: float32 [GROUP_PADDED, HEAD_DIM_PADDED]."""
+    """Sums partial outputs, weighted by their sums of exponentials: float32 [GROUP_PADDED, HEAD_DIM_PADDED].
+
+    And the log2 of the whole sum of exponentials, float32 [GROUP_PADDED].
+    """
     offs_s = tl.arange(0, MERGE_N)
     offs_r = tl.arange(0, GROUP_PADDED)
     offs_d, mask_d = padded_dims(HEAD_DIM, HEAD_DIM_PADDED)
@@ -397,4 +412,4 @@ def _merge(
         log_max = new_max
     if sinks is not None:
         total = total + sink_weight(sinks, offs_r, offs_r < GROUP, log_max)
-    return acc / total[:, None]
+    return acc / total[:, None], log_max + tl.log2(total)

@@ -83,8 +83,12 @@ def prefill_attention(
     tiles: PrefillTiles,
     scores: ScoreOptions,
     pairs: RotaryPairs | None,  # None: whole heads, (d, d + head_dim / 2)
+    log_sums: torch.Tensor | None = None,  # float32 [num_tokens, num_heads], see `merge_parts`; None: not wanted
 ) -> None:
-    """Computes the attention of all items' rows; their keys and values must already be in the cache."""
+    """Computes the attention of all items' rows; their keys and values must already be in the cache.
+
+    With `log_sums` the rows see no key from the fifth column of their item on: what is here may be a part of them.
+    """
     num_kv_heads, _, block_size, head_dim = cache.shape[1:]
     num_heads = out.shape[1] // head_dim
     _prefill_kernel[(items.shape[0], num_heads // tiles.num_heads)](
@@ -98,6 +102,7 @@ def prefill_attention(
         block_tables,
         scores.slopes,
         scores.sinks,
+        log_sums,
         qkv.stride(0),
         out.stride(0),
         FORMAT=kv_format(cache),
@@ -138,6 +143,7 @@ def _prefill_kernel(
     block_tables,
     slopes,
     sinks,
+    log_sums,  # None: not wanted
     qkv_stride,
     out_stride,
     FORMAT: tl.constexpr,
@@ -239,6 +245,10 @@ def _prefill_kernel(
         )  # fmt: skip
     # Tiles in [full_start, full_end) are visible to all rows and need no mask.
     full_end = (first_position + 1) // BLOCK_N * BLOCK_N
+    if log_sums is not None:
+        num_keys = tl.load(fields + 4)
+        full_end = tl.minimum(full_end, num_keys // BLOCK_N * BLOCK_N)
+        end = tl.minimum(end, num_keys)
     full_start = 0
     if WINDOW > 0:
         seen_by_first = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
@@ -262,6 +272,9 @@ def _prefill_kernel(
     target = out + rows.to(tl.int64)[:, None] * out_stride + first_dim + offs_d[None, :]
     if sinks is not None:
         exp_sum = exp_sum + sink_weight(sinks, tl.full([num_rows_padded], 0, tl.int32) + head, mask_m, log_max)
+    if log_sums is not None:
+        own_sums = log_sums + rows * (NUM_KV_HEADS * GROUP) + head
+        tl.store(own_sums, log_max + tl.log2(exp_sum), mask=mask_m)
     acc = acc / exp_sum[:, None]
     if FORMAT == "fp8":
         acc = acc * tl.load(scales + 1)
