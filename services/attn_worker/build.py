@@ -405,7 +405,7 @@ def _build_runner(
         return TurnLayerRunner([eager, *others], spec.num_layers, metrics.on_step), eager.storage
     from services.attn_worker.runner.cuda_layer_runner import CudaLayerRunner
 
-    make_backend = _capturable_backend(spec, is_deterministic)
+    make_backend = _capturable_backend(spec, is_deterministic, splits_context=section.split_context)
     most = {"max_num_seqs": limits.max_num_seqs, "max_num_tokens": limits.max_num_tokens}
 
     def make_runner(backend: CapturableAttention, priority: int = 0) -> CudaLayerRunner:
@@ -426,7 +426,13 @@ def _extra_rows_of(backend: AttentionBackend) -> TakeExtraRows | None:
     return backend.store_sources if isinstance(backend, CrossedAttention) else None
 
 
-def _capturable_backend(spec: KVCacheSpec, is_deterministic: bool) -> Callable[..., CapturableAttention]:
+def _capturable_backend(
+    spec: KVCacheSpec, is_deterministic: bool, *, splits_context: bool = False
+) -> Callable[..., CapturableAttention]:
+    if splits_context:
+        from services.attn_worker.split_context.parted_triton_attention import PartedTritonAttention  # needs triton
+
+        return PartedTritonAttention
     if is_deterministic:
         from services.attn_worker.layers.batch_invariant.triton_attention import (
             BatchInvariantTritonAttention,  # needs triton

@@ -20,7 +20,7 @@ def check_split_context(config: Config, model: ResolvedModel, *, is_dense: bool)
     """
     if not config.attention.split_context:
         return
-    obstacles = [*_of_config(config), *_of_device(model), *_of_model(config, model)]
+    obstacles = [*_of_config(config), *_of_model(config, model)]
     if is_dense and not has_several(config):
         obstacles.insert(0, ("there is one attention worker", "set attention.workers to 2 or more, or leave it out"))
     for obstacle, mend in obstacles:
@@ -34,11 +34,6 @@ def _of_config(config: Config) -> Iterator[tuple[str, str]]:
         yield f"there are {config.dense.num_ranks} ranks or stages", "leave one of both out"
     if config.scheduler.num_lanes > 1:
         yield f"scheduler.num_lanes is {config.scheduler.num_lanes}", "set it to 1"
-
-
-def _of_device(model: ResolvedModel) -> Iterator[tuple[str, str]]:
-    if model.device.type != "cpu":
-        yield f"a worker is on {model.device}, whose kernels give no log-sums", "only CPUs can have it so far"
 
 
 def _of_model(config: Config, model: ResolvedModel) -> Iterator[tuple[str, str]]:

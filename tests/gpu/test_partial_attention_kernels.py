@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from services.attn_worker.layers.mha.merge_parts import merge_parts
 from services.attn_worker.layers.mha.work_items import (
     NUM_FIELDS,
     ChunkRows,
@@ -14,9 +16,10 @@ from services.attn_worker.layers.mha.work_items import (
     fill_decode_items,
     prefill_items,
 )
+from services.dense_worker.attention_workers.split_context.shared_rows import SharedRows
 
 pytestmark = pytest.mark.timeout(900)  # for Triton's interpreter
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 6, 2, 32, 16, 24
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 12, 2, 32, 16, 24
 FIRST_LEN = 9 * BLOCK_SIZE  # tokens in the first cache: it is full
 TOLERANCE = 1e-5  # float32, other orders of addition
 
@@ -73,6 +76,13 @@ def no_rotation(device: torch.device) -> torch.Tensor:
     return torch.cat([torch.ones(1, HEAD_DIM // 2), torch.zeros(1, HEAD_DIM // 2)], dim=1).to(device)
 
 
+def merge(outputs: list[torch.Tensor], log_sums: list[torch.Tensor]) -> torch.Tensor:
+    """What all parts give of the same rows; log_sums: to base 2."""
+    parts = [(out.cpu(), sums.cpu() * math.log(2.0)) for out, sums in zip(outputs, log_sums, strict=True)]
+    rows = torch.arange(len(outputs[0]))
+    return SharedRows([rows] * len(parts), len(rows)).merge(parts)
+
+
 @pytest.mark.parametrize("num_pieces", [1, 5])
 def test_a_decode_row_is_attended_in_both_caches(kernel_device: torch.device, num_pieces: int) -> None:
     triton_decode = pytest.importorskip("services.attn_worker.layers.mha.triton_decode", reason="needs triton")
@@ -94,21 +104,24 @@ def test_a_decode_row_is_attended_in_both_caches(kernel_device: torch.device, nu
         )
         out = torch.empty(1, NUM_HEADS * HEAD_DIM, device=kernel_device)
         sums = torch.empty(1, NUM_HEADS, device=kernel_device)
-        tiles = triton_decode.choose_decode_tiles(torch.float32, torch.float32, 3, HEAD_DIM, 1.0)
+        tiles = triton_decode.choose_decode_tiles(torch.float32, torch.float32, 6, HEAD_DIM, 1.0)
         triton_decode.decode_attention(
             qkv, out, split.caches[part], None, no_rotation(kernel_device), torch.from_numpy(items).to(kernel_device),
             split.tables[part], workspace, tiles, ScoreOptions(HEAD_DIM**-0.5), None, sums,
         )  # fmt: skip
         outputs.append(out)
         log_sums.append(sums)
-    merged = merge_parts(outputs, log_sums).cpu().view(1, NUM_HEADS, HEAD_DIM)
+    merged = merge(outputs, log_sums).view(1, NUM_HEADS, HEAD_DIM)
     assert (merged - split.reference(query, range(position, length))).abs().max() < TOLERANCE
     block, place = divmod(split.slot(position), BLOCK_SIZE)
     assert torch.equal(split.caches[1][block, :, 0, place].cpu(), split.keys[position])
 
 
+@pytest.mark.parametrize("heads_of_a_program", [1, 2])
 @pytest.mark.parametrize("first", [FIRST_LEN, FIRST_LEN + 21])
-def test_a_chunk_behind_a_full_cache_is_attended_in_both(kernel_device: torch.device, first: int) -> None:
+def test_a_chunk_behind_a_full_cache_is_attended_in_both(
+    kernel_device: torch.device, first: int, heads_of_a_program: int
+) -> None:
     triton_prefill = pytest.importorskip("services.attn_worker.layers.mha.triton_prefill", reason="needs triton")
     from services.attn_worker.layers.mha.triton_scores import ScoreOptions
 
@@ -119,7 +132,8 @@ def test_a_chunk_behind_a_full_cache_is_attended_in_both(kernel_device: torch.de
     qkv, query = make_rows(split, range(first, length))
     outputs, log_sums = [], []
     for part, num_keys in enumerate([FIRST_LEN, length - FIRST_LEN]):
-        tiles = triton_prefill.choose_prefill_tiles(HEAD_DIM, torch.float32, torch.float32, 100)
+        tiles = triton_prefill.choose_prefill_tiles(HEAD_DIM, torch.float32, torch.float32, 6, 100, False)
+        tiles = replace(tiles, num_heads=heads_of_a_program)
         # In the first cache all rows see all keys; in the second one they begin behind those that are there.
         context_len = length if part == 0 else length - FIRST_LEN
         chunk = ChunkRows(*(np.array([value]) for value in (0, num_rows, context_len, 0)))
@@ -134,5 +148,5 @@ def test_a_chunk_behind_a_full_cache_is_attended_in_both(kernel_device: torch.de
         )  # fmt: skip
         outputs.append(out)
         log_sums.append(sums)
-    merged = merge_parts(outputs, log_sums).cpu().view(num_rows, NUM_HEADS, HEAD_DIM)
+    merged = merge(outputs, log_sums).view(num_rows, NUM_HEADS, HEAD_DIM)
     assert (merged - split.reference(query, range(first, length))).abs().max() < TOLERANCE

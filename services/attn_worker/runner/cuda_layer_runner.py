@@ -118,7 +118,7 @@ class CudaLayerRunner:
                 graph.replay()
             else:
                 self._backend.begin_step(step)
-                run_layers(self._backend, channel, range(self._num_layers), len(step.positions))
+                run_layers(self._backend, channel, range(self._num_layers), step.num_rows)
             event = torch.cuda.Event()
             event.record()
         return _Launched(event, channel)

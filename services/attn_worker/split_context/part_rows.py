@@ -16,6 +16,16 @@ class PartRows:
     tokens: range  # of which keys and values are here
     block_ids: np.ndarray  # int64, the blocks of these tokens, in order
 
+    @property
+    def rows(self) -> np.ndarray:
+        """Indices of the rows, int64."""
+        return self.first_row + np.arange(len(self.positions))
+
+    @property
+    def num_keys(self) -> int:
+        """How many keys of this part some row sees."""
+        return min(max(self.positions.stop - self.tokens.start, 0), len(self.tokens))
+
 
 @dataclass(frozen=True, slots=True)
 class RowsOfParts:

@@ -65,15 +65,14 @@ class PartedTorchAttention(TorchAttention):
 
     def _prepare_split(self, part: PartRows) -> _Part:
         positions, tokens, block_size = part.positions, part.tokens, self._block_size
-        num_keys = min(max(positions.stop - tokens.start, 0), len(tokens))
         kept = range(max(positions.start, tokens.start), min(positions.stop, tokens.stop))
         places = np.arange(kept.start, max(kept.start, kept.stop)) - tokens.start
         first = min(max(kept.start - positions.start, 0), len(positions))
         own = self._to_device(np.arange(positions.start, positions.stop))
         return _Part(
             rows=slice(part.first_row, part.first_row + len(positions)),
-            num_keys=num_keys,
-            blocks=self._to_device(part.block_ids[: -(-num_keys // block_size)]),
+            num_keys=part.num_keys,
+            blocks=self._to_device(part.block_ids[: -(-part.num_keys // block_size)]),
             stored=slice(first, first + len(places)),
             slots=self._to_device(part.block_ids[places // block_size] * block_size + places % block_size),
             last_keys=own - tokens.start,

@@ -308,9 +308,11 @@ class AttentionWorkersClient(AttentionClient):
         if self._options.device.type == "cpu":
             return JoinedChannel(*arguments)
         from services.dense_worker.attention_workers.cuda_joined_channel import CudaJoinedChannel  # needs triton
+        from services.dense_worker.attention_workers.split_context.cuda_shared_channel import CudaSharedChannel
 
+        make_channel = CudaSharedChannel if self._options.splits_context else CudaJoinedChannel
         with torch.cuda.device(self._options.device):
-            return CudaJoinedChannel(*arguments, self._options.device)
+            return make_channel(*arguments, self._options.device)
 
     async def _ready_workers(self) -> list[_Worker]:
         """Asks all at once, so that one that hangs holds up nobody else for longer than `peers.rpc_timeout_s`.

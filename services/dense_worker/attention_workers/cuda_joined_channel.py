@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from services.channel import ChannelAborted, ChannelSpec, Flag, rows_of_layer
@@ -40,7 +41,7 @@ class CudaJoinedChannel(JoinedSeams[CudaIpcChannel]):
         self._table = torch.zeros(NUM_SLOTS, WORDS_PER_SLOT, dtype=torch.int64, device=device)
         self._host_table = torch.zeros(NUM_SLOTS, WORDS_PER_SLOT, dtype=torch.int64)
         # Of a step: rows of each slot, then the slot of each row, then each row's place in its region.
-        size = NUM_SLOTS + 2 * spec.max_tokens
+        size = self._num_inputs(spec.max_tokens)
         self._inputs = torch.zeros(size, dtype=torch.int32, device=device)
         self._stages = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(_NUM_STAGES)]
         self._num_begun = 0
@@ -72,17 +73,26 @@ class CudaJoinedChannel(JoinedSeams[CudaIpcChannel]):
         dealt = self._take_expected(step_id)
         stage = self._stages[self._num_begun % _NUM_STAGES]
         self._num_begun += 1
+        slots = {self._slots[each]: rows for each, rows in dealt.items() if each in self._slots}
+        used = self._write_inputs(stage, num_rows, slots)
+        self._inputs[:used].copy_(stage[:used], non_blocking=True)
+
+    def _num_inputs(self, max_rows: int) -> int:
+        """The most elements that `_write_inputs` writes."""
+        return NUM_SLOTS + 2 * max_rows
+
+    def _write_inputs(self, stage: torch.Tensor, num_rows: int, rows_by_slot: Mapping[int, np.ndarray]) -> int:
+        """Writes the tables of a step to `stage`, the rows of each slot first, and returns how many elements it took.
+        """
         counts, owners, places = _unpack(stage, num_rows)
         counts.zero_()
         owners.fill_(-1)
-        for cache_id, rows in dealt.items():
-            if cache_id in self._slots:
-                slot, index = self._slots[cache_id], torch.from_numpy(rows)
-                counts[slot] = len(rows)
-                owners[index] = slot
-                places[index] = torch.arange(len(rows), dtype=torch.int32)
-        used = NUM_SLOTS + 2 * num_rows
-        self._inputs[:used].copy_(stage[:used], non_blocking=True)
+        for slot, rows in rows_by_slot.items():
+            index = torch.from_numpy(rows)
+            counts[slot] = len(rows)
+            owners[index] = slot
+            places[index] = torch.arange(len(rows), dtype=torch.int32)
+        return NUM_SLOTS + 2 * num_rows
 
     def _forget_lost(self) -> None:
         """Frees the slots of those that are gone, too."""
@@ -95,25 +105,33 @@ class CudaJoinedChannel(JoinedSeams[CudaIpcChannel]):
 
     def signal(self, flag: Flag) -> None:
         """Enqueues giving each worker its rows of qkv, and its flag."""
-        self._copy(self.qkv, self._layers[self._layer].qkv, QKV, gives=True)
+        self._give(rows_of_layer(self.qkv[: self._num_rows], self._layers[self._layer].qkv))
         self._flags.signal()
 
     def wait(self, flag: Flag) -> None:
         """Enqueues waiting for all workers that have rows, and taking their outputs."""
         self._flags.wait()
-        self._copy(self.attn_out, self._layers[self._layer].attn_out, ATTN_OUT, gives=False)
+        sizes = self._layers[self._layer]
+        self._take(rows_of_layer(self.attn_out[: self._num_rows], sizes.attn_out), sizes)
         self._layer += 1
 
-    def _copy(self, tensor: torch.Tensor, width: int, column: int, *, gives: bool) -> None:
-        _, owners, places = _unpack(self._inputs, self._num_rows)
-        copy_rows(rows_of_layer(tensor[: self._num_rows], width), self._table, owners, places, column, gives=gives)
+    def _give(self, qkv: torch.Tensor) -> None:
+        """Enqueues copying rows of qkv, [n, width], to their places."""
+        _, owners, places = _unpack(self._inputs, len(qkv))
+        copy_rows(qkv, self._table, owners, places, QKV, gives=True)
+
+    def _take(self, attn_out: torch.Tensor, sizes: LayerSizes) -> None:
+        """Enqueues copying rows of attn_out, [n, width], from there."""
+        _, owners, places = _unpack(self._inputs, len(attn_out))
+        copy_rows(attn_out, self._table, owners, places, ATTN_OUT, gives=False)
 
     def _compile(self) -> None:
-        """Compiles the kernels of all widths, which a capture could not."""
-        for layer in sorted({(each.qkv, each.attn_out) for each in self._layers}):
-            own = torch.full((1,), -1, dtype=torch.int32, device=self.qkv.device)
-            copy_rows(rows_of_layer(self.qkv[:1], layer[0]), self._table, own, own, QKV, gives=True)
-            copy_rows(rows_of_layer(self.attn_out[:1], layer[1]), self._table, own, own, ATTN_OUT, gives=False)
+        """Compiles the kernels of all widths, which a capture could not, by a row of nobody."""
+        used = self._write_inputs(self._stages[0], 1, {})
+        self._inputs[:used].copy_(self._stages[0][:used])
+        for sizes in sorted(set(self._layers)):
+            self._give(rows_of_layer(self.qkv[:1], sizes.qkv))
+            self._take(rows_of_layer(self.attn_out[:1], sizes.attn_out), sizes)
 
 
 def _unpack(packed: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

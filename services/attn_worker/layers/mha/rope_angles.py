@@ -66,11 +66,11 @@ class RopeAngles:
         """Fills the rows that belong to tokens of the step."""
         if self._inputs is not None:
             positions, rope_lens = self._inputs.long()
-            self._fill(self.table[: len(positions)], *self._rope(positions, rope_lens))
+            fill_angles(self.table[: len(positions)], *self._rope(positions, rope_lens))
         if self._on_axes is not None:
             positions = self._on_axes.long()
             rows = self.table[self._max_model_len : self._max_model_len + positions.shape[1]]
-            self._fill(rows, *self._rope(positions, positions[0]))
+            fill_angles(rows, *self._rope(positions, positions[0]))
 
     def _make_table(
         self, rope: RopeConfig | None, head_dim: int, num_rows: int, device: torch.device
@@ -84,10 +84,12 @@ class RopeAngles:
         beyond = length_dependent_beyond(rope) or 0
         blocks = table.split(self._max_model_len)
         for block, length in zip(blocks, (0,) if self._beyond is None else (0, beyond + 1), strict=False):
-            self._fill(block, *embedding(positions, torch.full_like(positions, length)))
+            fill_angles(block, *embedding(positions, torch.full_like(positions, length)))
         return table
 
-    def _fill(self, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        half, num_pairs = rows.shape[1] // 2, cos.shape[1]
-        rows[:, :num_pairs] = cos
-        rows[:, half : half + num_pairs] = sin
+
+def fill_angles(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Writes cosines and sines [n, rotary_dim / 2] to rows [n, head_dim] of a table; others of their halves stay."""
+    half, num_pairs = rows.shape[1] // 2, cos.shape[1]
+    rows[:, :num_pairs] = cos
+    rows[:, half : half + num_pairs] = sin

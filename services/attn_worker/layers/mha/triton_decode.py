@@ -81,9 +81,13 @@ def decode_attention(
     tiles: DecodeTiles,
     scores: ScoreOptions,
     pairs: RotaryPairs | None,  # None: whole heads, (d, d + head_dim / 2)
-    log_sums: torch.Tensor | None = None,  # float32 [num_tokens, num_heads], see `merge_parts`; None: not wanted
+    log_sums: torch.Tensor | None = None,  # float32 [num_tokens, num_heads], written to; None: not wanted
 ) -> None:
-    """Runs all items: stores the new keys and values and writes the attention output of the items' rows."""
+    """Runs all items: stores the new keys and values and writes the attention output of the items' rows.
+
+    `log_sums`: log2 of the sum of exponentials of each row and head, with which attention over parts of the keys can be
+    merged.
+    """
     num_kv_heads, _, block_size, head_dim = cache.shape[1:]
     group = out.shape[1] // (num_kv_heads * head_dim)
     head_dim_padded = max(16, triton.next_power_of_2(head_dim))

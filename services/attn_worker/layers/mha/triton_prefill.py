@@ -83,11 +83,12 @@ def prefill_attention(
     tiles: PrefillTiles,
     scores: ScoreOptions,
     pairs: RotaryPairs | None,  # None: whole heads, (d, d + head_dim / 2)
-    log_sums: torch.Tensor | None = None,  # float32 [num_tokens, num_heads], see `merge_parts`; None: not wanted
+    log_sums: torch.Tensor | None = None,  # float32 [num_tokens, num_heads], written to; None: not wanted
 ) -> None:
     """Computes the attention of all items' rows; their keys and values must already be in the cache.
 
-    With `log_sums` the rows see no key from the fifth column of their item on: what is here may be a part of them.
+    `log_sums`: as in `decode_attention`. With it the rows see no key from the fifth column of their item on: what is
+    here may be a part of their keys.
     """
     num_kv_heads, _, block_size, head_dim = cache.shape[1:]
     num_heads = out.shape[1] // head_dim
@@ -247,6 +248,7 @@ def _prefill_kernel(
     full_end = (first_position + 1) // BLOCK_N * BLOCK_N
     if log_sums is not None:
         num_keys = tl.load(fields + 4)
+        positions = tl.minimum(positions, num_keys - 1)
         full_end = tl.minimum(full_end, num_keys // BLOCK_N * BLOCK_N)
         end = tl.minimum(end, num_keys)
     full_start = 0

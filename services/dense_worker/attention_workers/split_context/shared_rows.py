@@ -28,7 +28,7 @@ class SharedRows:
         """The attention of the shared rows, [num_shared, attn_size]; zeros for rows that see no key.
 
         parts: of each worker the outputs of all its rows, [n, attn_size], and their log-sums, float32 [n, num_heads],
-        -inf where a row sees no key; None if it is gone
+        -inf where a row sees no key, whose output then has no meaning; None if it is gone
         """
         present = [each for each in zip(parts, self._own, self._places, strict=True) if each[0] is not None]
         if not present:
@@ -40,5 +40,6 @@ class SharedRows:
         for index, ((output, sums), own, places) in enumerate(present):
             all_sums[index, places] = sums[own]
             all_outputs[index, places] = output[own].float().unflatten(1, (num_heads, -1))
-        weights = torch.nan_to_num(torch.softmax(all_sums, dim=0), 0.0)
-        return (weights[..., None] * all_outputs).sum(dim=0).flatten(1).to(outputs.dtype)
+        weights = torch.nan_to_num(torch.softmax(all_sums, dim=0), 0.0)[..., None]
+        all_outputs.masked_fill_(weights == 0.0, 0.0)
+        return (weights * all_outputs).sum(dim=0).flatten(1).to(outputs.dtype)
