@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from services.attn_worker.layers.mha.work_items import (
 )
 from services.attn_worker.layers.step_upload import StepUpload
 from services.attn_worker.layers.triton_attention import TritonAttention
-from services.attn_worker.runner.step_metadata import StepMetadata
+from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.attn_worker.split_context.part_rows import PartRows, RowsOfParts
 from services.channel.log_sums import log_sums_of
 from services.common.attention.rope import UnboundedRotaryEmbedding
@@ -208,14 +208,17 @@ class PartedTritonAttention(TritonAttention):
 
     @torch.inference_mode()
     def _compile_parts(self) -> None:
-        """Runs the kernels on a part in the null block, so that no request waits for the compiler."""
-        most, device = self._max_num_tokens, self._caches[0].device
+        """Runs the kernels on a part and another row, in the null block, so that no request waits for the compiler."""
+        most, device, null_block = self._max_num_tokens, self._caches[0].device, self._spec.num_blocks
+        one = np.ones(1, np.int64)
+        other = build_step_metadata(one, 0 * one, one, np.full((1, 1), null_block, np.int32), self._block_size)
         for num_tokens in {1, min(_MAX_FEW_ROWS + 1, most), min(MAX_CAPTURED_PROMPT_ROWS + 1, most)}:
-            blocks = np.full(-(-num_tokens // self._block_size), self._spec.num_blocks)
+            blocks = np.full(-(-num_tokens // self._block_size), null_block)
             part = PartRows(0, range(num_tokens), range(num_tokens), blocks)
-            self._split = self._prepare_split(RowsOfParts((part,)), num_tokens)
-            qkv = torch.zeros(num_tokens, self._config.qkv_size, dtype=self._dtype, device=device)
-            out = torch.empty(num_tokens, self._config.attn_size, dtype=self._dtype, device=device)
+            step = replace(other.with_other(RowsOfParts((part,))), num_other_rows=num_tokens)
+            qkv = torch.zeros(step.num_rows, self._config.qkv_size, dtype=self._dtype, device=device)
+            out = torch.empty(step.num_rows, self._config.attn_size, dtype=self._dtype, device=device)
+            self.begin_step(step)
             for layer in self.layers_to_compile:
                 self.forward(layer, qkv, out)
         torch.cuda.synchronize()  # steps run on another stream
