@@ -20,7 +20,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from services.common.errors import CapacityError, QueueTimeout
 from services.common.fairness.kept_room import may_wait, refusal
@@ -29,6 +29,7 @@ from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.features.sequence_feature import ResourceKey
 
 EXPECTED_OUTPUT_TOKENS = 256  # of a sequence that may get more; the real number is charged when it ends
+_MOST_PASSED_BY = 64  # of a client, which wait for more than is there; each plan looks at so many
 CHECK_INTERVAL_S = 0.25  # checking 10,000 sequences takes about 1 ms
 
 
@@ -210,17 +211,21 @@ class WaitingQueue:
             sequence.get_flow().charge(sequence.num_rows * num_outputs)
             sequence.num_paid_outputs = 0
 
-    def heads(self, preferred_seq_ids: Collection[int]) -> Iterator[Sequence]:
+    def heads(
+        self, preferred_seq_ids: Collection[int], can_go: Callable[[Sequence], bool] = lambda _: True
+    ) -> Iterator[Sequence]:
         """The first sequence of each client, in the order of their turns. The priority whose turn it is counts.
 
-        If preferred sequences wait, only the first of them.
+        If preferred sequences wait, only the first of them. Those that `can_go` denies are passed by, up to
+        `_MOST_PASSED_BY` of each client.
         """
         preferred = (each for each in self._sequences if each.seq_id in preferred_seq_ids)
         if preferred_seq_ids and (first := next(preferred, None)) is not None:
-            yield first
+            if can_go(first):
+                yield first
         elif self._sequences:
             for client in self._tenants[self._class_of(self._sequences[0])].waiting_clients():
-                yield self._of_client[client][0]
+                yield from itertools.islice(filter(can_go, self._of_client[client][:_MOST_PASSED_BY]), 1)
 
     def first(self, preferred_seq_ids: Collection[int]) -> Sequence:
         """The first of these. The queue must not be empty."""

@@ -175,16 +175,16 @@ class Admission:
     def _ready_heads(self) -> Iterator[Sequence]:
         """The first sequence of each waiting client, in the order of their turns.
 
-        Without those that are leaving, and without those that wait for a KV cache to come back.
+        Without those that are leaving. Sequences that wait for a KV cache to come back are passed by.
         """
-        session = self._session
-        for sequence in filter(self.has_left, self._waiting.heads(session.orphaned_blocks)):
-            num_blocks = self._most_blocks(sequence)
-            if (
-                num_blocks <= session.ledger.num_blocks
-                or num_blocks <= self._placement.room_for(sequence, session.ledgers).num_blocks
-            ):
-                yield sequence
+        return filter(self.has_left, self._waiting.heads(self._session.orphaned_blocks, self._may_have_room))
+
+    def _may_have_room(self, sequence: Sequence) -> bool:
+        """Whether the KV caches that are there have room for it when they are empty."""
+        session, num_blocks = self._session, self._most_blocks(sequence)
+        if num_blocks <= session.ledger.num_blocks:
+            return True
+        return num_blocks <= self._placement.room_for(sequence, session.ledgers).num_blocks
 
     def _lacks_caches(self) -> bool:
         """Whether a head waits for a KV cache to come back. Whoever has none that is ready asks."""

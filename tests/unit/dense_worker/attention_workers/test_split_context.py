@@ -171,12 +171,13 @@ def test_a_part_that_is_opened_while_another_one_is_lost_is_closed(lost: int, is
     assert large.output_token_ids == expected_output(large)
 
 
-def test_others_do_not_wait_behind_a_sequence_that_waits_for_a_worker() -> None:
+@pytest.mark.parametrize("client", [0, 1])
+def test_others_do_not_wait_behind_a_sequence_that_waits_for_a_worker(client: int) -> None:
     workers = PartedWorkers(2)
     large, small = make_sequence(1, 30, 10), make_sequence(2, 6, 10)
     workers.scheduler.add(large)
     workers.lose(1)
-    ask(small, client=1)
+    ask(small, client=client)  # 0: the same one
     workers.scheduler.add(small)
     run(workers, 20)
     assert small.output_token_ids == expected_output(small)
