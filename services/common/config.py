@@ -268,7 +268,7 @@ class AttentionSection(Section):
     workers: Annotated[int, Field(ge=1, le=MAX_ATTENTION_WORKERS)] = 1
     elastic: bool = False  # whether more may be added while clients are served; with several workers they may anyway
     # whether a sequence larger than the KV cache of one worker is split along its context over several, so that the
-    # longest one grows with their number; on CPUs, see docs/several-gpus.md
+    # longest one grows with their number; see docs/several-gpus.md
     split_context: bool = False
     # where several attention workers are that others than this launcher have started; in the dense worker's config.
     # With a *, such as unix:/run/twostroke/attention-*.sock: those that are there, and those that come later. Empty:
