@@ -108,7 +108,8 @@ class PartedTritonAttention(TritonAttention):
     def _prepare_split(self, split: RowsOfParts, num_rows: int) -> _SplitStep:
         self._part_upload.begin()
         part_rows = np.concatenate([each.rows for each in split.parts])
-        by_row, on_device = self._part_upload.reserve((4, num_rows))
+        # Each is reserved by itself, so that kernels are compiled for one alignment.
+        by_row, on_device = zip(*(self._part_upload.reserve((num_rows,)) for _ in range(4)), strict=True)
         order, slots, angle_rows, positions = by_row
         order[: len(part_rows)] = part_rows
         order[len(part_rows) :] = np.setdiff1d(np.arange(num_rows), part_rows)

@@ -126,12 +126,11 @@ class CudaJoinedChannel(JoinedSeams[CudaIpcChannel]):
         copy_rows(attn_out, self._table, owners, places, ATTN_OUT, gives=False)
 
     def _compile(self) -> None:
-        """Compiles the kernels of all widths, which a capture could not, by a row of nobody."""
-        used = self._write_inputs(self._stages[0], 1, {})
-        self._inputs[:used].copy_(self._stages[0][:used])
-        for sizes in sorted(set(self._layers)):
-            self._give(rows_of_layer(self.qkv[:1], sizes.qkv))
-            self._take(rows_of_layer(self.attn_out[:1], sizes.attn_out), sizes)
+        """Compiles the kernels of all widths, which a capture could not."""
+        for layer in sorted({(each.qkv, each.attn_out) for each in self._layers}):
+            own = torch.full((1,), -1, dtype=torch.int32, device=self.qkv.device)
+            copy_rows(rows_of_layer(self.qkv[:1], layer[0]), self._table, own, own, QKV, gives=True)
+            copy_rows(rows_of_layer(self.attn_out[:1], layer[1]), self._table, own, own, ATTN_OUT, gives=False)
 
 
 def _unpack(packed: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

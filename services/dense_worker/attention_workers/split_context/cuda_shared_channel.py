@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from services.channel import rows_of_layer
 from services.channel.cuda_slots import NUM_SLOTS
 from services.dense_worker.attention_workers.cuda_joined_channel import CudaJoinedChannel
 from services.dense_worker.attention_workers.joined_channel import LayerSizes
@@ -40,6 +41,12 @@ class CudaSharedChannel(CudaJoinedChannel):
     def _take(self, attn_out: torch.Tensor, sizes: LayerSizes) -> None:
         _, starts, shares = _unpack(self._inputs, len(attn_out))
         take_rows(attn_out, self._table, starts, shares, sizes.num_heads, sizes.qkv)
+
+    def _compile(self) -> None:
+        self._inputs.zero_()  # rows of nobody
+        for sizes in sorted(set(self._layers)):
+            self._give(rows_of_layer(self.qkv[:1], sizes.qkv))
+            self._take(rows_of_layer(self.attn_out[:1], sizes.attn_out), sizes)
 
 
 def _unpack(packed: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

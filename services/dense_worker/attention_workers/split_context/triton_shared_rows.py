@@ -55,7 +55,7 @@ def take_rows(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["shares"])  # it begins anywhere
 def _give_rows(
     qkv, table, starts, shares, width, WORDS: tl.constexpr, COLUMN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -69,7 +69,7 @@ def _give_rows(
         tl.store(region + place.to(tl.int64) * width + offsets, values, mask=is_in)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["shares"])  # it begins anywhere
 def _take_rows(
     attn_out,
     table,
