@@ -23,7 +23,7 @@ from services.step import StepPlan
 @dataclass(frozen=True, slots=True)
 class _Part:
     tokens: range
-    block_ids: list[int]
+    block_ids: np.ndarray  # int64
 
 
 class PartedKVCache(KVCache):
@@ -46,7 +46,7 @@ class PartedKVCache(KVCache):
             )
         num_freed = self.close_sequences([seq_id])
         block_ids = self._main.pool.allocate(-(-len(tokens) // self.block_size))
-        self._parts[seq_id] = _Part(tokens, block_ids)
+        self._parts[seq_id] = _Part(tokens, np.array(block_ids))
         return OpenResult(0, len(block_ids), len(block_ids), num_freed)
 
     def plan_step(self, plan: StepPlan) -> PlannedStep:
@@ -59,7 +59,7 @@ class PartedKVCache(KVCache):
         for index in np.flatnonzero(has_part).tolist():
             entry, part = entries[index], self._parts[entries.seq_ids.item(index)]
             positions = range(entry.position, entry.position + entry.num_tokens)
-            parts.append(PartRows(first_rows.item(index), positions, part.tokens, np.array(part.block_ids)))
+            parts.append(PartRows(first_rows.item(index), positions, part.tokens, part.block_ids))
         is_part = np.repeat(has_part, entries.num_tokens)
         step = super().plan_step(replace(plan, entries=entries.where(~has_part)))
         rows = RowsOfParts(tuple(parts), np.flatnonzero(~is_part))
@@ -75,4 +75,4 @@ class PartedKVCache(KVCache):
 
     def _drop_parts(self, seq_ids: Iterable[int]) -> int:
         parts = (part for seq_id in seq_ids if (part := self._parts.pop(seq_id, None)) is not None)
-        return sum(self._main.pool.release(part.block_ids) for part in parts)
+        return sum(self._main.pool.release(part.block_ids.tolist()) for part in parts)
