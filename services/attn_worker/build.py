@@ -405,7 +405,7 @@ def _build_runner(
         return TurnLayerRunner([eager, *others], spec.num_layers, metrics.on_step), eager.storage
     from services.attn_worker.runner.cuda_layer_runner import CudaLayerRunner
 
-    make_backend = _capturable_backend(spec, is_deterministic, splits_context=section.split_context)
+    make_backend = _capturable_backend(spec, is_deterministic, section.split_context)
     most = {"max_num_seqs": limits.max_num_seqs, "max_num_tokens": limits.max_num_tokens}
 
     def make_runner(backend: CapturableAttention, priority: int = 0) -> CudaLayerRunner:
@@ -427,7 +427,7 @@ def _extra_rows_of(backend: AttentionBackend) -> TakeExtraRows | None:
 
 
 def _capturable_backend(
-    spec: KVCacheSpec, is_deterministic: bool, *, splits_context: bool = False
+    spec: KVCacheSpec, is_deterministic: bool, splits_context: bool = False
 ) -> Callable[..., CapturableAttention]:
     if splits_context:
         from services.attn_worker.split_context.parted_triton_attention import PartedTritonAttention  # needs triton
