@@ -12,7 +12,7 @@ from services.common.families.shape import NormKind
 from services.common.vision.blip2 import Blip2Tower
 from services.common.vision.vision_config import PixelScale
 from services.dense_worker.encoders.packed_attention import PackedSequences, attend
-from services.dense_worker.encoders.vision.layer import VisionLayer, multiply
+from services.dense_worker.encoders.vision.layer import LayerEnd, LayerStart, PatchEmbedding, VisionLayer, multiply
 from services.dense_worker.encoders.vision.operations import TowerOperations
 from services.dense_worker.encoders.vision.patch_tower import PatchEncoder, convolution
 from services.dense_worker.encoders.vision.picture import Picture
@@ -155,22 +155,26 @@ def _build_encoder(config: Blip2Tower, allocator: WeightAllocator) -> PatchEncod
 
     def layer(index: int) -> VisionLayer:
         block = f"{_TOWER}.encoder.layers.{index}"
-        return VisionLayer(
+        start = LayerStart(
             norm("norm1", f"encoder.layers.{index}.layer_norm1"),
             linear("qkv", hidden, 3 * hidden, f"{block}.self_attn.qkv", config.has_qkv_bias),
+        )
+        end = LayerEnd(
             linear("o", hidden, hidden, f"{block}.self_attn.projection"),
             norm("norm2", f"encoder.layers.{index}.layer_norm2"),
             linear("mlp_in", hidden, inner, f"{block}.mlp.fc1"),
             linear("down", inner, hidden, f"{block}.mlp.fc2"),
-            patches.num_heads,
             MlpActivation(patches.activation, is_gated=False),
         )
+        return VisionLayer(start, end, patches.num_heads)
 
     bias = (Source(f"{rows}.patch_embedding.bias", hidden),)
     return PatchEncoder(
         patches,
-        convolution(f"{rows}.patch_embedding.weight", hidden, patches.patch_size, allocator),
-        allocator.parameter("patch_bias", hidden, sources=bias),
+        PatchEmbedding(
+            convolution(f"{rows}.patch_embedding.weight", hidden, patches.patch_size, allocator),
+            allocator.parameter("patch_bias", hidden, sources=bias),
+        ),
         _vectors("class_token", f"{rows}.class_embedding", 1, hidden, allocator),
         _vectors("positions", f"{rows}.position_embedding", patches.num_rows, hidden, allocator),
         None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch.nn import functional as F
@@ -15,10 +16,28 @@ from services.dense_worker.encoders.vision.layer import PROJECTOR
 from services.dense_worker.encoders.vision.operations import TowerOperations
 from services.dense_worker.encoders.vision.patch_tower import PatchEncoder, build_patch_encoder
 from services.dense_worker.encoders.vision.picture import Picture
+from services.dense_worker.encoders.vision.row_part import RowPart
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.parameters import Conversion, Loaded, Parameter, Source, StoredTensor
+
+
+@dataclass(frozen=True, slots=True)
+class SoftProjection(RowPart):
+    """The norm and the matrix behind the averages."""
+
+    norm: Norm
+    matrix: Parameter  # [width, hidden]
+    segment: ClassVar[str] = "project"
+
+    @property
+    def row_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"x": (self.matrix.data.shape[1],)}
+
+    def forward(self, operations: TowerOperations, x: torch.Tensor) -> torch.Tensor:
+        """x [n, hidden] -> [n, width]"""
+        return F.linear(self.norm.normalize(x), self.matrix.data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +46,7 @@ class Gemma3VisionTower:
 
     config: Gemma3Tower
     encoder: PatchEncoder
-    norm: Norm
-    projection: Parameter  # [width, hidden]
+    projection: SoftProjection
 
     def parts(
         self, pictures: Sequence[Picture], pixels: PixelScale, operations: TowerOperations
@@ -37,8 +55,8 @@ class Gemma3VisionTower:
         rows = yield from self.encoder.parts(pictures, pixels, operations)
         size = self.config.patches.num_columns // self.config.num_columns
         squares = rows.unflatten(1, (self.config.num_columns, size, self.config.num_columns, size))
-        averages = squares.mean(dim=(2, 4)).flatten(1, 2)
-        return list(F.linear(self.norm.normalize(averages), self.projection.data))
+        averages = squares.mean(dim=(2, 4)).flatten(0, 2)
+        return list(operations.run(self.projection, averages).unflatten(0, (len(rows), -1)))
 
 
 def build_gemma3_tower(config: Gemma3Tower, allocator: WeightAllocator) -> Gemma3VisionTower:
@@ -53,6 +71,5 @@ def build_gemma3_tower(config: Gemma3Tower, allocator: WeightAllocator) -> Gemma
         return given.tensor.t()
 
     source = Source(name, config.width, Conversion((stored,), transpose))
-    return Gemma3VisionTower(
-        config, encoder, norm, allocator.parameter("projection", config.width, hidden, sources=(source,))
-    )
+    matrix = allocator.parameter("projection", config.width, hidden, sources=(source,))
+    return Gemma3VisionTower(config, encoder, SoftProjection(norm, matrix))

@@ -10,8 +10,15 @@ import torch
 from services.common.families.shape import NormKind
 from services.common.vision.internvl import InternVLTower
 from services.common.vision.vision_config import PixelScale
-from services.dense_worker.encoders.packed_attention import PackedSequences, attend
-from services.dense_worker.encoders.vision.layer import PROJECTOR, Projector, build_projector, multiply
+from services.dense_worker.encoders.vision.layer import (
+    PROJECTOR,
+    LayerEnd,
+    LayerStart,
+    PatchEmbedding,
+    Projector,
+    VisionLayer,
+    build_projector,
+)
 from services.dense_worker.encoders.vision.operations import TowerOperations
 from services.dense_worker.encoders.vision.patch_tower import PatchEncoder, convolution
 from services.dense_worker.encoders.vision.picture import Picture
@@ -27,40 +34,11 @@ _QK_NORM_EPS, _PROJECTOR_NORM_EPS = 1e-6, 1e-5  # which transformers' classes ha
 
 
 @dataclass(frozen=True, slots=True)
-class InternVLLayer:
-    """x + scale * o(attention(norm(x))), then the same with an MLP. Queries and keys may have norms over all heads."""
-
-    attention_norm: Norm
-    qkv: Linear
-    qk_norms: tuple[Norm, ...]  # of q and of k; empty: none
-    o: Linear
-    attention_scale: Parameter  # [hidden]
-    mlp_norm: Norm
-    up: Linear
-    down: Linear
-    mlp_scale: Parameter  # [hidden]
-    num_heads: int
-    activation: MlpActivation
-
-    def forward(self, x: torch.Tensor, sequences: PackedSequences, operations: TowerOperations) -> torch.Tensor:
-        """x [num_tokens, hidden] of sequences that see themselves, which may be overwritten -> the same shape."""
-        q, k, v = multiply(self.qkv, operations.norm(x, self.attention_norm)).chunk(3, dim=1)
-        if self.qk_norms:
-            q, k = (norm.normalize(each) for norm, each in zip(self.qk_norms, (q, k), strict=True))
-        heads = (each.unflatten(1, (self.num_heads, -1)) for each in (q, k, v))
-        attended = multiply(self.o, attend(*heads, sequences).flatten(1))
-        x, normed = operations.add_norm(x, attended * self.attention_scale.data, self.mlp_norm)
-        inner = operations.activate(multiply(self.up, normed), self.activation)
-        return x + multiply(self.down, inner) * self.mlp_scale.data
-
-
-@dataclass(frozen=True, slots=True)
 class InternVLVisionTower:
     """Each tile is a picture of its own to the layers."""
 
     config: InternVLTower
     encoder: PatchEncoder
-    norm: Norm
     projector: Projector
 
     def parts(
@@ -70,20 +48,17 @@ class InternVLVisionTower:
         rows = yield from self.encoder.parts(pictures, pixels, operations)
         size = self.config.square
         squares = rows[:, 1:].unflatten(1, (-1, size, self.config.patches.num_columns // size, size))
-        merged = self.norm.normalize(squares.transpose(2, 3).flatten(3).flatten(1, 2))
-        outputs = self.projector.forward(merged)
+        merged = squares.transpose(2, 3).flatten(3).flatten(0, 2)
+        outputs = operations.run(self.projector, merged).unflatten(0, (len(rows), -1))
         return [each.flatten(0, 1) for each in outputs.split([each.shape.num_tiles for each in pictures])]
 
 
 def build_internvl_tower(config: InternVLTower, allocator: WeightAllocator) -> InternVLVisionTower:
     """The tower, uninitialised, with the names of its tensors in checkpoints."""
     merged = config.patches.hidden_size * config.square**2
-    return InternVLVisionTower(
-        config,
-        _build_encoder(config, allocator),
-        allocator.norm("merged_norm", f"{PROJECTOR}.layer_norm", merged, _PROJECTOR_NORM_EPS, NormKind.LAYER),
-        build_projector(merged, config.width, config.activation, True, allocator),
-    )
+    norm = allocator.norm("merged_norm", f"{PROJECTOR}.layer_norm", merged, _PROJECTOR_NORM_EPS, NormKind.LAYER)
+    projector = build_projector(merged, config.width, config.activation, True, allocator, norm)
+    return InternVLVisionTower(config, _build_encoder(config, allocator), projector)
 
 
 def _build_encoder(config: InternVLTower, allocator: WeightAllocator) -> PatchEncoder:
@@ -96,39 +71,38 @@ def _build_encoder(config: InternVLTower, allocator: WeightAllocator) -> PatchEn
     def vector(name: str, stored: str) -> Parameter:
         return allocator.parameter(name, hidden, sources=(Source(stored, hidden),))
 
-    def layer(index: int) -> InternVLLayer:
+    def layer(index: int) -> VisionLayer:
         block = f"{_TOWER}.encoder.layer.{index}"
 
         def norm(name: str, stored: str, eps: float, kind: NormKind) -> Norm:
             return allocator.norm(name, f"{block}.{stored}", hidden, eps, kind)
 
         of_qk = [norm(f"{each}_norm", f"attention.{each}_norm", _QK_NORM_EPS, NormKind.RMS) for each in "qk"]
-        return InternVLLayer(
+        qkv = (Projection(f"{block}.attention.{each}_proj", hidden) for each in "qkv")
+        start = LayerStart(
             norm("norm1", "layernorm_before", patches.norm_eps, config.norm),
-            linear(
-                "qkv",
-                hidden,
-                *(Projection(f"{block}.attention.{each}_proj", hidden) for each in "qkv"),
-                has_bias=config.has_qkv_bias,
-            ),
+            linear("qkv", hidden, *qkv, has_bias=config.has_qkv_bias),
             tuple(of_qk) if config.has_qk_norms else (),
-            linear("o", hidden, Projection(f"{block}.attention.projection_layer", hidden)),
-            vector("attention_scale", f"{block}.lambda_1"),
-            norm("norm2", "layernorm_after", patches.norm_eps, config.norm),
-            linear("up", hidden, Projection(f"{block}.mlp.fc1", inner)),
-            linear("down", inner, Projection(f"{block}.mlp.fc2", hidden)),
-            vector("mlp_scale", f"{block}.lambda_2"),
-            patches.num_heads,
-            MlpActivation(patches.activation, is_gated=False),
         )
+        end = LayerEnd(
+            linear("o", hidden, Projection(f"{block}.attention.projection_layer", hidden)),
+            norm("norm2", "layernorm_after", patches.norm_eps, config.norm),
+            linear("mlp_in", hidden, Projection(f"{block}.mlp.fc1", inner)),
+            linear("down", inner, Projection(f"{block}.mlp.fc2", hidden)),
+            MlpActivation(patches.activation, is_gated=False),
+            (vector("attention_scale", f"{block}.lambda_1"), vector("mlp_scale", f"{block}.lambda_2")),
+        )
+        return VisionLayer(start, end, patches.num_heads)
 
     norm_after = None
     if patches.has_final_norm:
         norm_after = allocator.norm("after_norm", f"{_TOWER}.layernorm", hidden, patches.norm_eps, NormKind.LAYER)
     return PatchEncoder(
         patches,
-        convolution(f"{embeddings}.patch_embeddings.projection.weight", hidden, patches.patch_size, allocator),
-        vector("patch_bias", f"{embeddings}.patch_embeddings.projection.bias"),
+        PatchEmbedding(
+            convolution(f"{embeddings}.patch_embeddings.projection.weight", hidden, patches.patch_size, allocator),
+            vector("patch_bias", f"{embeddings}.patch_embeddings.projection.bias"),
+        ),
         _table("class_token", f"{embeddings}.cls_token", 1, hidden, allocator),
         _table("positions", f"{embeddings}.position_embeddings", patches.num_rows, hidden, allocator),
         None,

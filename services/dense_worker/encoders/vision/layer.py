@@ -1,37 +1,102 @@
-"""`VisionLayer`: a layer of a tower, of which most families have the same: attention and an MLP, each behind a norm.
+"""`VisionLayer`: a layer of a tower, which all families have: attention and an MLP, each behind a norm.
 
-`Projector`: the two matrices that make rows of the prompt of a tower's.
+`PatchEmbedding` makes rows of patches, and `Projector` makes rows of the prompt of a tower's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
+from torch.nn import functional as F
 
 from services.common.families.kinds import Activation
 from services.dense_worker.encoders.packed_attention import PackedSequences, attend
 from services.dense_worker.encoders.vision.operations import Rotation, TowerOperations
+from services.dense_worker.encoders.vision.row_part import RowPart
 from services.dense_worker.kernels.linear.activation import ACTIVATIONS, MlpActivation
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.model.allocator import WeightAllocator
+from services.dense_worker.parameters import Parameter
 
 PROJECTOR = "multi_modal_projector"  # in checkpoints
 
 
 @dataclass(frozen=True, slots=True)
-class VisionLayer:
-    """x + o(attention(norm(x))), then the same with an MLP: of two matrices, or of three with a gate."""
+class PatchEmbedding(RowPart):
+    """A convolution over patches that do not overlap, as a matrix."""
 
-    attention_norm: Norm
-    qkv: Linear
+    matrix: Parameter  # [hidden, numbers of a patch]
+    bias: Parameter | None  # [hidden]
+    segment: ClassVar[str] = "embed"
+
+    @property
+    def row_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"patches": (self.matrix.data.shape[1],)}
+
+    def forward(self, operations: TowerOperations, patches: torch.Tensor) -> torch.Tensor:
+        """patches [n, numbers of a patch] -> [n, hidden]"""
+        return F.linear(patches, self.matrix.data, None if self.bias is None else self.bias.data)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStart(RowPart):
+    """What precedes attention: a norm and the merged projection. Queries and keys may have norms over all heads."""
+
+    norm: Norm
+    qkv: Linear  # q rows, then k, then v
+    qk_norms: tuple[Norm, ...] = ()  # of q and of k; empty: none
+    segment: ClassVar[str] = "start"
+
+    @property
+    def row_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"x": (self.qkv.in_features,)}
+
+    def forward(self, operations: TowerOperations, x: torch.Tensor) -> torch.Tensor:
+        """x [n, hidden] -> [n, 3 * hidden]"""
+        qkv = multiply(self.qkv, operations.norm(x, self.norm))
+        if not self.qk_norms:
+            return qkv
+        q, k, v = qkv.split(self.qkv.out_features // 3, dim=1)
+        normed = (norm.normalize(each) for norm, each in zip(self.qk_norms, (q, k), strict=True))
+        return torch.cat((*normed, v), dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerEnd(RowPart):
+    """What follows attention: x + scale * o(attended), then the same with an MLP of two matrices, or of three."""
+
     o: Linear
-    mlp_norm: Norm
+    norm: Norm
     mlp_in: Linear  # gate rows, then up rows; without a gate up alone
     down: Linear
-    num_heads: int
     activation: MlpActivation
+    scales: tuple[Parameter, ...] = ()  # [hidden], of attention and of the MLP; empty: none
+    segment: ClassVar[str] = "end"
+
+    @property
+    def row_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"x": (self.o.out_features,), "attended": (self.o.in_features,)}
+
+    def forward(self, operations: TowerOperations, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """x [n, hidden], attended [n, hidden] -> [n, hidden]"""
+        x, normed = operations.add_norm(x, self._scale(multiply(self.o, attended), 0), self.norm)
+        inner = operations.activate(multiply(self.mlp_in, normed), self.activation)
+        return x + self._scale(multiply(self.down, inner), 1)
+
+    def _scale(self, delta: torch.Tensor, index: int) -> torch.Tensor:
+        return delta * self.scales[index].data if self.scales else delta
+
+
+@dataclass(frozen=True, slots=True)
+class VisionLayer:
+    """The parts before and after the attention of each sequence to itself."""
+
+    start: LayerStart
+    end: LayerEnd
+    num_heads: int
 
     def forward(
         self,
@@ -41,32 +106,44 @@ class VisionLayer:
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
         """x [num_tokens, hidden] of sequences that see themselves, which may be overwritten -> the same shape."""
-        heads = multiply(self.qkv, operations.norm(x, self.attention_norm)).view(len(x), 3, self.num_heads, -1)
+        heads = operations.run(self.start, x).view(len(x), 3, self.num_heads, -1)
         q, k, v = heads.unbind(1) if rotation is None else operations.rotate(heads, rotation)
-        attended = multiply(self.o, attend(q, k, v, sequences).flatten(1))
-        x, normed = operations.add_norm(x, attended, self.mlp_norm)
-        return x + multiply(self.down, operations.activate(multiply(self.mlp_in, normed), self.activation))
+        return operations.run(self.end, x, attend(q, k, v, sequences).flatten(1))
 
 
 @dataclass(frozen=True, slots=True)
-class Projector:
-    """second · activation(first · x)"""
+class Projector(RowPart):
+    """second · activation(first · norm(x))"""
 
+    norm: Norm | None
     first: Linear
     second: Linear
     activation: Activation
+    segment: ClassVar[str] = "project"
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., hidden] -> [..., width]"""
+    @property
+    def row_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"x": (self.first.in_features,)}
+
+    def forward(self, operations: TowerOperations, x: torch.Tensor) -> torch.Tensor:
+        """x [n, hidden] -> [n, width]"""
+        if self.norm is not None:
+            x = self.norm.normalize(x)
         return multiply(self.second, ACTIVATIONS[self.activation](multiply(self.first, x)))
 
 
 def build_projector(
-    in_features: int, width: int, activation: Activation, has_bias: bool, allocator: WeightAllocator
+    in_features: int,
+    width: int,
+    activation: Activation,
+    has_bias: bool,
+    allocator: WeightAllocator,
+    norm: Norm | None = None,
 ) -> Projector:
     """The matrices, uninitialised, with the names of their tensors in checkpoints."""
     first, second = (Projection(f"{PROJECTOR}.linear_{number}", width) for number in (1, 2))
     return Projector(
+        norm,
         allocator.linear("first", in_features, (first,), Cut.OUT, has_bias),
         allocator.linear("second", width, (second,), Cut.OUT, has_bias),
         activation,

@@ -42,7 +42,7 @@ class LlavaVisionTower:
         rows = yield from self.encoder.parts(pictures, pixels, operations)
         if self.config.drops_class_token:
             rows = rows[:, 1:]
-        return self.projector.forward(rows)
+        return operations.run(self.projector, rows.flatten(0, 1)).unflatten(0, rows.shape[:2])
 
 
 def build_any_llava_tower(

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from services.dense_worker.encoders.vision.row_part import RowPart
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.norm.norm import Norm
 
@@ -33,6 +34,9 @@ class Rotation:
 class TowerOperations(Protocol):
     """Used on the engine thread."""
 
+    def run(self, part: RowPart, *inputs: torch.Tensor) -> torch.Tensor:
+        """What `part` makes of its inputs, which may be overwritten."""
+
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """x [n, hidden] -> its norm."""
 
@@ -47,7 +51,10 @@ class TowerOperations(Protocol):
 
 
 class TorchTowerOperations:
-    """The reference for kernels."""
+    """The reference for kernels, and what torch.export records."""
+
+    def run(self, part: RowPart, *inputs: torch.Tensor) -> torch.Tensor:
+        return part.forward(self, *inputs)
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return norm.normalize(x)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from torch.nn import functional as F
 
 from services.common.families.shape import NormKind
 from services.common.vision.patch_tower import PatchTower
 from services.common.vision.vision_config import PixelScale
 from services.dense_worker.encoders.packed_attention import PackedSequences
-from services.dense_worker.encoders.vision.layer import VisionLayer
+from services.dense_worker.encoders.vision.layer import LayerEnd, LayerStart, PatchEmbedding, VisionLayer
 from services.dense_worker.encoders.vision.operations import TowerOperations
 from services.dense_worker.encoders.vision.picture import Picture, patches_of, scale_pixels
 from services.dense_worker.kernels.linear.activation import MlpActivation
@@ -26,34 +24,26 @@ from services.dense_worker.parameters import Conversion, Loaded, Parameter, Sour
 _NAME = "vision_tower"
 
 
-class PatchLayer(Protocol):
-    """A layer of such a tower."""
-
-    def forward(self, x: torch.Tensor, sequences: PackedSequences, operations: TowerOperations) -> torch.Tensor:
-        """x [num_tokens, hidden] of sequences that see themselves, which may be overwritten -> the same shape."""
-
-
 @dataclass(frozen=True, slots=True)
 class PatchEncoder:
     """The parts of such a tower."""
 
     config: PatchTower
-    patch_embedding: Parameter  # [hidden, 3 * patch_size ** 2]
-    patch_bias: Parameter | None  # [hidden]
+    embedding: PatchEmbedding
     class_token: Parameter | None  # [hidden], or with a dimension of 1 before it
     positions: Parameter  # [num_rows, hidden]
     norm_before: Norm | None
-    layers: tuple[PatchLayer, ...]
+    layers: tuple[VisionLayer, ...]
     norm_after: Norm | None
 
     def parts(
         self, pictures: Sequence[Picture], pixels: PixelScale, operations: TowerOperations
     ) -> Generator[None, None, torch.Tensor]:
         """The rows of all tiles of all pictures, [num_tiles, num_rows, hidden]; yields after each layer."""
-        table = self.patch_embedding.data
+        table = self.embedding.matrix.data
         tiles = [scale_pixels(each, pixels, table.device, table.dtype) for each in pictures]
         patches = patches_of(torch.cat(tiles), self.config.patch_size).flatten(3).flatten(1, 2)
-        x = F.linear(patches, table, None if self.patch_bias is None else self.patch_bias.data)
+        x = operations.run(self.embedding, patches.flatten(0, 1)).unflatten(0, patches.shape[:2])
         if self.class_token is not None:
             x = torch.cat((self.class_token.data.expand(len(x), 1, -1), x), dim=1)
         x = x + self.positions.data
@@ -83,23 +73,27 @@ def build_patch_encoder(config: PatchTower, allocator: WeightAllocator) -> Patch
 
     def layer(index: int) -> VisionLayer:
         block = f"{_NAME}.encoder.layers.{index}"
-        return VisionLayer(
+        start = LayerStart(
             norm("norm1", f"encoder.layers.{index}.layer_norm1"),
             linear("qkv", hidden, *(Projection(f"{block}.self_attn.{each}_proj", hidden) for each in "qkv")),
+        )
+        end = LayerEnd(
             linear("o", hidden, Projection(f"{block}.self_attn.out_proj", hidden)),
             norm("norm2", f"encoder.layers.{index}.layer_norm2"),
             linear("mlp_in", hidden, Projection(f"{block}.mlp.fc1", inner)),
             linear("down", inner, Projection(f"{block}.mlp.fc2", hidden)),
-            config.num_heads,
             MlpActivation(config.activation, is_gated=False),
         )
+        return VisionLayer(start, end, config.num_heads)
 
     positions = Source(f"{_NAME}.embeddings.position_embedding.weight", config.num_rows)
     has_class = config.has_class_token
     return PatchEncoder(
         config,
-        convolution(f"{_NAME}.embeddings.patch_embedding.weight", hidden, config.patch_size, allocator),
-        None if has_class else vector("patch_bias", "patch_embedding.bias"),
+        PatchEmbedding(
+            convolution(f"{_NAME}.embeddings.patch_embedding.weight", hidden, config.patch_size, allocator),
+            None if has_class else vector("patch_bias", "patch_embedding.bias"),
+        ),
         vector("class_token", "class_embedding") if has_class else None,
         allocator.parameter("positions", config.num_rows, hidden, sources=(positions,)),
         norm("before_norm", "pre_layrnorm") if has_class else None,

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-from torch.nn import functional as F
 
 from services.common.families.shape import NormKind
 from services.common.vision.pixtral import PixtralTower
 from services.common.vision.vision_config import PixelScale
 from services.dense_worker.encoders.packed_attention import PackedSequences
-from services.dense_worker.encoders.vision.layer import PROJECTOR, Projector, VisionLayer, build_projector, multiply
+from services.dense_worker.encoders.vision.layer import (
+    PROJECTOR,
+    LayerEnd,
+    LayerStart,
+    PatchEmbedding,
+    Projector,
+    VisionLayer,
+    build_projector,
+    multiply,
+)
 from services.dense_worker.encoders.vision.operations import Rotation, TowerOperations
 from services.dense_worker.encoders.vision.patch_tower import convolution
 from services.dense_worker.encoders.vision.picture import Picture, patches_of, scale_pixels
+from services.dense_worker.encoders.vision.row_part import RowPart
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.model.allocator import WeightAllocator
-from services.dense_worker.parameters import Parameter
 from services.dense_worker.sampling.upload import upload
 
 _TOWER = "vision_tower"
@@ -32,7 +41,7 @@ class PixtralEncoder:
     """Pictures of any size, each of which sees itself alone."""
 
     config: PixtralTower
-    patch_embedding: Parameter  # [hidden, 3 * patch_size ** 2]
+    embedding: PatchEmbedding
     norm_before: Norm
     layers: tuple[VisionLayer, ...]
 
@@ -40,14 +49,14 @@ class PixtralEncoder:
         self, pictures: Sequence[Picture], pixels: PixelScale, operations: TowerOperations
     ) -> Generator[None, None, torch.Tensor]:
         """The rows of all patches of all pictures, [num_patches, hidden]; yields after each layer."""
-        config, table = self.config, self.patch_embedding.data
+        config, table = self.config, self.embedding.matrix.data
         patches, positions = [], []
         for picture in pictures:
             image = scale_pixels(picture, pixels, table.device, table.dtype)[0]
             patches.append(patches_of(image, config.patch_size).flatten(2).flatten(0, 1))
             rows, columns = config.grid(picture.shape)
             positions.append(torch.cartesian_prod(torch.arange(rows), torch.arange(columns)))
-        x = self.norm_before.normalize(F.linear(torch.cat(patches), table))
+        x = self.norm_before.normalize(operations.run(self.embedding, torch.cat(patches)))
         rotation = Rotation.of(upload(self._angles(torch.cat(positions)).numpy(), table.device))
         sequences = PackedSequences([config.num_patches(each.shape) for each in pictures], table.device)
         for layer in self.layers:
@@ -77,11 +86,30 @@ class PixtralVisionTower:
     ) -> Generator[None, None, list[torch.Tensor]]:
         """Rows [num_outputs, width] of each picture."""
         rows = yield from self.encoder.parts(pictures, pixels, operations)
-        return self.project(rows, pictures)
+        return self.project(rows, pictures, operations)
 
-    def project(self, rows: torch.Tensor, pictures: Sequence[Picture]) -> list[torch.Tensor]:
+    def project(
+        self, rows: torch.Tensor, pictures: Sequence[Picture], operations: TowerOperations
+    ) -> list[torch.Tensor]:
         """rows [n, hidden] of all pictures -> [num_outputs, width] of each"""
-        return list(self.projector.forward(rows).split([self.config.num_outputs(each.shape) for each in pictures]))
+        projected = operations.run(self.projector, rows)
+        return list(projected.split([self.config.num_outputs(each.shape) for each in pictures]))
+
+
+@dataclass(frozen=True, slots=True)
+class SquareMerge(RowPart):
+    """A matrix that makes one row of a square's."""
+
+    matrix: Linear  # of a square: all numbers of its first channel, then of the second, ...
+    segment: ClassVar[str] = "merge"
+
+    @property
+    def row_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"x": (self.matrix.in_features,)}
+
+    def forward(self, operations: TowerOperations, x: torch.Tensor) -> torch.Tensor:
+        """x [n, hidden * merge_size ** 2] -> [n, hidden]"""
+        return multiply(self.matrix, x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +119,7 @@ class Mistral3VisionTower:
     config: PixtralTower
     tower: PixtralVisionTower
     norm: Norm
-    merge: Linear  # of a square: all numbers of its first channel, then of the second, ...
+    merge: SquareMerge
 
     def parts(
         self, pictures: Sequence[Picture], pixels: PixelScale, operations: TowerOperations
@@ -100,8 +128,8 @@ class Mistral3VisionTower:
         rows = yield from self.tower.encoder.parts(pictures, pixels, operations)
         lengths = [self.config.num_patches(each.shape) for each in pictures]
         grids = zip(self.norm.normalize(rows).split(lengths), pictures, strict=True)
-        merged = multiply(self.merge, torch.cat([self._squares(own, picture) for own, picture in grids]))
-        return self.tower.project(merged, pictures)
+        merged = operations.run(self.merge, torch.cat([self._squares(own, picture) for own, picture in grids]))
+        return self.tower.project(merged, pictures, operations)
 
     def _squares(self, x: torch.Tensor, picture: Picture) -> torch.Tensor:
         """x [num_patches, hidden] -> [num_squares, hidden * merge_size ** 2]"""
@@ -118,7 +146,7 @@ def build_mistral3_tower(config: PixtralTower, allocator: WeightAllocator) -> Mi
         config,
         build_pixtral_tower(config, allocator),
         allocator.norm("after_norm", f"{PROJECTOR}.norm", hidden, config.text_norm_eps, NormKind.RMS),
-        allocator.linear("merge", hidden * config.merge_size**2, merging, Cut.OUT, has_bias=False),
+        SquareMerge(allocator.linear("merge", hidden * config.merge_size**2, merging, Cut.OUT, has_bias=False)),
     )
 
 
@@ -143,20 +171,22 @@ def _build_encoder(config: PixtralTower, allocator: WeightAllocator) -> PixtralE
 
     def layer(index: int) -> VisionLayer:
         block = f"{_TOWER}.transformer.layers.{index}"
-        return VisionLayer(
+        start = LayerStart(
             norm("norm1", f"{block}.attention_norm"),
             linear("qkv", hidden, *(Projection(f"{block}.attention.{each}_proj", hidden) for each in "qkv")),
+        )
+        end = LayerEnd(
             linear("o", hidden, Projection(f"{block}.attention.o_proj", hidden)),
             norm("norm2", f"{block}.ffn_norm"),
             linear("mlp_in", hidden, *(Projection(f"{block}.feed_forward.{e}_proj", inner) for e in ("gate", "up"))),
             linear("down", inner, Projection(f"{block}.feed_forward.down_proj", hidden)),
-            config.num_heads,
             MlpActivation(config.activation, is_gated=True),
         )
+        return VisionLayer(start, end, config.num_heads)
 
     return PixtralEncoder(
         config,
-        convolution(f"{_TOWER}.patch_conv.weight", hidden, config.patch_size, allocator),
+        PatchEmbedding(convolution(f"{_TOWER}.patch_conv.weight", hidden, config.patch_size, allocator), None),
         norm("before_norm", f"{_TOWER}.ln_pre"),
         tuple(map(layer, range(config.num_layers))),
     )

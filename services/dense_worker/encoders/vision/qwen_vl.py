@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar, TypeVar
 
 import torch
 from torch.nn import functional as F
@@ -18,9 +19,10 @@ from services.common.families.shape import NormKind
 from services.common.vision.qwen_vl import QwenTower
 from services.common.vision.vision_config import PixelScale
 from services.dense_worker.encoders.packed_attention import PackedSequences
-from services.dense_worker.encoders.vision.layer import VisionLayer, multiply
+from services.dense_worker.encoders.vision.layer import LayerEnd, LayerStart, PatchEmbedding, VisionLayer, multiply
 from services.dense_worker.encoders.vision.operations import Rotation, TowerOperations
 from services.dense_worker.encoders.vision.picture import Picture, patches_of, scale_pixels
+from services.dense_worker.encoders.vision.row_part import RowPart
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS
@@ -34,6 +36,7 @@ _ROPE_THETA = 1e4
 _ALL = 2**30  # as the side of a window
 # Of the size of an MLP. For rows of 3420 cuBLAS takes an older kernel, which takes 3.7 times as long on an H100.
 _MLP_MULTIPLE = 8
+Kind = TypeVar("Kind", bound="Merger")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +50,36 @@ class _Grids:
 
 
 @dataclass(frozen=True, slots=True)
-class Merger:
+class Merger(RowPart):
     """Makes a row of the output of each square of patches."""
 
     norm: Norm  # of a patch, or of a square
     first: Linear
     second: Linear
     square: int  # patches in a square
-    normalizes_squares: bool = False
+    segment: ClassVar[str] = "merge"
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [num_patches, hidden], square by square -> [num_squares, out_hidden]"""
-        shape = (len(x) // self.square, -1)
-        merged = self.norm.normalize(x.view(shape)) if self.normalizes_squares else self.norm.normalize(x).view(shape)
+    @property
+    def row_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"x": (self.square, self.first.in_features // self.square)}
+
+    def forward(self, operations: TowerOperations, x: torch.Tensor) -> torch.Tensor:
+        """x [num_squares, square, hidden] -> [num_squares, out_hidden]"""
+        return self._multiply(self.norm.normalize(x).view(-1, self.first.in_features))
+
+    def _multiply(self, merged: torch.Tensor) -> torch.Tensor:
         return multiply(self.second, F.gelu(multiply(self.first, merged)))
+
+
+@dataclass(frozen=True, slots=True)
+class DeepMerger(Merger):
+    """That of a layer before the last: a square is normalised as one row."""
+
+    segment: ClassVar[str] = "merge_deep"
+
+    def forward(self, operations: TowerOperations, x: torch.Tensor) -> torch.Tensor:
+        """x [num_squares, square, hidden] -> [num_squares, out_hidden]"""
+        return self._multiply(self.norm.normalize(x.view(-1, self.first.in_features)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +87,11 @@ class QwenVisionTower:
     """Computes rows of the prompt from pictures of any size."""
 
     config: QwenTower
-    patch_embedding: Parameter  # [hidden, patch_dim]
-    patch_bias: Parameter | None  # [hidden]
+    embedding: PatchEmbedding
     positions: Parameter | None  # [num_position_columns ** 2, hidden]
     layers: tuple[VisionLayer, ...]
     merger: Merger
-    deep_mergers: tuple[Merger, ...]  # for each of the deep layers
+    deep_mergers: tuple[DeepMerger, ...]  # for each of the deep layers
 
     def parts(
         self, pictures: Sequence[Picture], pixels: PixelScale, operations: TowerOperations
@@ -82,21 +100,20 @@ class QwenVisionTower:
 
         Yields after each layer.
         """
-        config, table = self.config, self.patch_embedding.data
-        bias = None if self.patch_bias is None else self.patch_bias.data
-        x = F.linear(torch.cat([self._patches(each, pixels) for each in pictures]), table, bias)
+        config, square = self.config, self.config.merge_size**2
+        x = operations.run(self.embedding, torch.cat([self._patches(each, pixels) for each in pictures]))
         if self.positions is not None:
             x = x + torch.cat([self._positions_of(each) for each in pictures])
-        grids = self._lay_out(pictures, table.device)
-        x = x.unflatten(0, (-1, config.merge_size**2))[grids.order].flatten(0, 1)
+        grids = self._lay_out(pictures, x.device)
+        x = x.unflatten(0, (-1, square))[grids.order].flatten(0, 1)
         deep = []
         for index, layer in enumerate(self.layers):
             sees_all = not config.window_size or index in config.full_layers
             x = layer.forward(x, grids.pictures if sees_all else grids.windows, operations, grids.rotation)
             if index in config.deep_layers:
-                deep.append(self.deep_mergers[len(deep)].forward(x))
+                deep.append(operations.run(self.deep_mergers[len(deep)], x.unflatten(0, (-1, square))))
             yield
-        rows = torch.cat((self.merger.forward(x), *deep), dim=-1)
+        rows = torch.cat((operations.run(self.merger, x.unflatten(0, (-1, square))), *deep), dim=-1)
         in_place = torch.empty_like(rows)
         in_place[grids.order] = rows
         return list(in_place.split([each.shape.num_tokens for each in pictures]))
@@ -118,7 +135,7 @@ class QwenVisionTower:
 
     def _patches(self, picture: Picture, pixels: PixelScale) -> torch.Tensor:
         """[num_patches, patch_dim], square by square; each patch is a film of equal frames."""
-        config, table = self.config, self.patch_embedding.data
+        config, table = self.config, self.embedding.matrix.data
         image = scale_pixels(picture, pixels, table.device, table.dtype)[0]
         patches = patches_of(image, config.patch_size)  # [rows, columns, 3, size, size]
         squares = patches.unflatten(1, (-1, config.merge_size)).unflatten(0, (-1, config.merge_size)).transpose(1, 2)
@@ -183,16 +200,18 @@ def build_qwen2_5_tower(config: QwenTower, allocator: WeightAllocator) -> QwenVi
     def layer(index: int) -> VisionLayer:
         block = f"visual.blocks.{index}"
         gate_up = [Projection(f"{block}.mlp.{each}_proj", inner, Padded(padding)) for each in ("gate", "up")]
-        return VisionLayer(
+        start = LayerStart(
             allocator.norm("norm1", f"{block}.norm1", hidden, config.norm_eps, NormKind.RMS),
             linear("qkv", hidden, Projection(f"{block}.attn.qkv", 3 * hidden)),
+        )
+        end = LayerEnd(
             linear("o", hidden, Projection(f"{block}.attn.proj", hidden)),
             allocator.norm("norm2", f"{block}.norm2", hidden, config.norm_eps, NormKind.RMS),
             linear("mlp_in", hidden, *gate_up),
             linear("down", inner, Projection(f"{block}.mlp.down_proj", hidden, Padded(num_columns=padding))),
-            config.num_heads,
             MlpActivation(config.activation, is_gated=True),
         )
+        return VisionLayer(start, end, config.num_heads)
 
     merged = square * hidden
     merger = Merger(
@@ -202,7 +221,7 @@ def build_qwen2_5_tower(config: QwenTower, allocator: WeightAllocator) -> QwenVi
         square,
     )
     layers = tuple(map(layer, range(config.num_layers)))
-    return QwenVisionTower(config, patch_embedding(config, allocator), None, None, layers, merger, ())
+    return QwenVisionTower(config, PatchEmbedding(convolution(config, allocator), None), None, layers, merger, ())
 
 
 def build_qwen3_tower(config: QwenTower, allocator: WeightAllocator) -> QwenVisionTower:
@@ -218,40 +237,39 @@ def build_qwen3_tower(config: QwenTower, allocator: WeightAllocator) -> QwenVisi
 
     def layer(index: int) -> VisionLayer:
         block, inner = f"blocks.{index}", config.intermediate_size
-        return VisionLayer(
-            norm("norm1", f"{block}.norm1"),
-            linear("qkv", hidden, f"{block}.attn.qkv", 3 * hidden),
+        start = LayerStart(norm("norm1", f"{block}.norm1"), linear("qkv", hidden, f"{block}.attn.qkv", 3 * hidden))
+        end = LayerEnd(
             linear("o", hidden, f"{block}.attn.proj", hidden),
             norm("norm2", f"{block}.norm2"),
             linear("mlp_in", hidden, f"{block}.mlp.linear_fc1", inner),
             linear("down", inner, f"{block}.mlp.linear_fc2", hidden),
-            config.num_heads,
             MlpActivation(config.activation, is_gated=False),
         )
+        return VisionLayer(start, end, config.num_heads)
 
-    def merger(stored: str, *, normalizes_squares: bool) -> Merger:
-        return Merger(
-            norm("merge_norm", f"{stored}.norm", merged if normalizes_squares else hidden),
+    def merger(kind: type[Kind], stored: str, norm_size: int) -> Kind:
+        return kind(
+            norm("merge_norm", f"{stored}.norm", norm_size),
             linear("merge_in", merged, f"{stored}.linear_fc1", merged),
             linear("merge_out", merged, f"{stored}.linear_fc2", config.out_hidden_size),
             config.merge_size**2,
-            normalizes_squares,
         )
 
     num_positions = config.num_position_columns**2
     positions = (Source("visual.pos_embed.weight", num_positions),)
+    bias = allocator.parameter("patch_bias", hidden, sources=(Source("visual.patch_embed.proj.bias", hidden),))
+    deep = (f"deepstack_merger_list.{index}" for index in range(len(config.deep_layers)))
     return QwenVisionTower(
         config,
-        patch_embedding(config, allocator),
-        allocator.parameter("patch_bias", hidden, sources=(Source("visual.patch_embed.proj.bias", hidden),)),
+        PatchEmbedding(convolution(config, allocator), bias),
         allocator.parameter("positions", num_positions, hidden, sources=positions),
         tuple(map(layer, range(config.num_layers))),
-        merger("merger", normalizes_squares=False),
-        tuple(merger(f"deepstack_merger_list.{i}", normalizes_squares=True) for i in range(len(config.deep_layers))),
+        merger(Merger, "merger", hidden),
+        tuple(merger(DeepMerger, each, merged) for each in deep),
     )
 
 
-def patch_embedding(config: QwenTower, allocator: WeightAllocator) -> Parameter:
+def convolution(config: QwenTower, allocator: WeightAllocator) -> Parameter:
     """The convolution over patches as a matrix, [hidden, patch_dim]."""
     shape = (config.hidden_size, 3, config.num_frames, config.patch_size, config.patch_size)
     stored = StoredTensor(("visual.patch_embed.proj.weight",), FLOATS, (shape,))

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from services.dense_worker.encoders.vision.operations import Rotation
+from services.dense_worker.encoders.vision.row_part import RowPart
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.triton_activation import activate
 from services.dense_worker.kernels.norm.norm import Norm
@@ -21,6 +22,9 @@ class TritonTowerOperations:
 
     def __init__(self, device: torch.device) -> None:
         self._launcher = KernelLauncher(device)
+
+    def run(self, part: RowPart, *inputs: torch.Tensor) -> torch.Tensor:
+        return part.forward(self, *inputs)
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         out = torch.empty_like(x)
