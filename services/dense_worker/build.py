@@ -34,7 +34,7 @@ from services.dense_worker.features.drafting.drafter import Drafter
 from services.dense_worker.features.drafting.load_drafter import PreparedDrafter, prepare_drafter
 from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.grammar.grammars import Grammars
-from services.dense_worker.features.images.prepare_images import PreparedImages, prepare_images
+from services.dense_worker.features.images.prepare_images import PreparedImages, prepare_images, why_no_pictures
 from services.dense_worker.features.installed import make_features
 from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
 from services.dense_worker.kernels.experts.expert_loads import ExpertLoads
@@ -254,11 +254,12 @@ def prepare_model(
     grammars = Grammars(lambda: _read_vocabulary(section, model))  # begins now: reading it holds the lock
     limits = Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
     heads_of = None if scheduler.speculation_model is None else scheduler.speculation
-    backend = prepare_backend(config.dense, section, model, limits, report, heads=heads_of)
+    sees_pictures = why_no_pictures(config, model) is None
+    backend = prepare_backend(config.dense, section, model, limits, report, heads=heads_of, takes_vectors=sees_pictures)
     digest = hash_of_weights(section, model.config)
     held = hold_weights(lifeline, digest, model)
     drafter = prepare_drafter(config, model, lifeline)
-    images = prepare_images(config, model, digest, lifeline)
+    images = prepare_images(config, model, digest, lifeline, backend.tensorrt, report)
     return PreparedModel(config, model, grammars, backend, digest, lifeline, held, drafter, images)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.gpu_cluster import gpu_cluster
+from tests.gpu.usable_tensorrt import usable_tensorrt
 from tests.support.clients.streams import collect_all
 from tests.support.dense.vision_models import noise
 from tests.support.served_vision import (
@@ -28,7 +29,13 @@ HEADS = {
 }
 
 
-def test_chats_with_pictures_give_the_tokens_of_transformers_over_a_kill(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["torch", "tensorrt"])
+def test_chats_with_pictures_give_the_tokens_of_transformers_over_a_kill(tmp_path: Path, backend: str) -> None:
+    settings = [f"dense.backend={backend}"]
+    if backend == "tensorrt":
+        usable_tensorrt()
+        settings += [f"dense.plan_dir={tmp_path / 'plans'}", "dense.profiles=1-512"]
+        settings += ["scheduler.max_num_batched_tokens=512"]
     model = make_served_vision_model(tmp_path / "model", **HEADS)
     first, second, third = noise(50, 37, 1), noise(20, 60, 2), noise(64, 64, 3)
     chats: list[list[Turn]] = [
@@ -37,7 +44,7 @@ def test_chats_with_pictures_give_the_tokens_of_transformers_over_a_kill(tmp_pat
         [("user", ["None at all"])],
         [("user", [first, first, "again"])],
     ]
-    with gpu_cluster(tmp_path, f"model.path={model}", "model.dtype=float32") as cluster:
+    with gpu_cluster(tmp_path, f"model.path={model}", "model.dtype=float32", *settings) as cluster:
         for kill in (lambda: None, lambda: cluster.kill("dense_worker")):
             messages = [chat_message(turns, NUM_TOKENS) for turns in chats]
             found = collect_all(cluster.gateway, messages, kill)

@@ -6,6 +6,7 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -76,6 +77,7 @@ class PreparedBackend:
     model: ResolvedModel
     limits: Limits  # the scheduler's
     tensorrt: TensorRTPlans | None  # None: torch
+    takes_vectors: bool  # in place of embeddings, which only torch does
 
     def load(self, weights: ModelWeights, lora: LoraStore | None = None) -> SelectedBackend:
         """The backend with its weights, and the adapters that it adds.
@@ -87,7 +89,7 @@ class PreparedBackend:
         if found is not None:
             try:
                 with on_device(self.model.device):
-                    backend = _load_tensorrt(self.section, self.model, self.limits, found, weights)
+                    backend = self._load_tensorrt(found, weights)
             except _FAILURES as error:
                 _log_fallback(self.section, error)
             else:
@@ -101,6 +103,31 @@ class PreparedBackend:
         )
         return SelectedBackend("torch", backend)
 
+    def _load_tensorrt(self, found: TensorRTPlans, weights: ModelWeights) -> TensorRTBackend:
+        section, model, limits = self.section, self.model, self.limits
+        start_s, free_before = time.monotonic(), free_bytes(model.device)
+        segments = TensorRTSegments(found.api, found.plans, weights, model.config, limits, current_stream)
+        synchronize()  # the contexts were set up on this thread's stream, and will run on the engine's
+        log.info(
+            "TensorRT engines loaded",
+            seconds=round(time.monotonic() - start_s, 2),
+            device_bytes=free_before - free_bytes(model.device),
+        )
+        if section.backend == "tensorrt" and not self.takes_vectors:
+            return TensorRTBackend(segments)
+        by_torch = torch_backend(weights, model.config, limits.num_tokens)
+        if section.backend == "tensorrt":
+            return TensorRTBackend(segments, by_torch)
+        measured = known_measurements(found.plans, limits)
+        if measured is None and section.build == "auto":
+            backends = {"tensorrt": segments, "torch": by_torch}
+            measured = measure_segments(backends, model.config, model.dtype, model.device, limits, time_on_gpu)
+            store_measurements(found.cache, found.plans, measured)
+        if measured is None:
+            reason = "the plans have not been measured, and dense.build is 'never': the build command measures them"
+            log.warning("TensorRT runs every size", reason=reason)
+        return TensorRTBackend(segments, by_torch, measured)
+
 
 def prepare_backend(
     section: DenseSection,
@@ -110,12 +137,14 @@ def prepare_backend(
     report: Callable[[str], None],
     *,
     heads: str | None = None,
+    takes_vectors: bool = False,
 ) -> PreparedBackend:
     """Resolves `dense.backend`, and builds the TensorRT plans that are missing.
 
     Called before the weights are loaded, because a build needs the GPU's memory, too. `source` says where the model
     is from, `limits` are the scheduler's, and `report` receives lines about the progress of builds. `heads`: the
-    method of speculation whose heads read the model's hidden states, if there is one.
+    method of speculation whose heads read the model's hidden states, if there is one. `takes_vectors`: steps have some
+    in place of embeddings; then torch is beside TensorRT.
 
     `auto` is torch if there is no GPU, no TensorRT for the GPU and the model's dtype, or no plan that can be had, and
     the log says so; otherwise the faster of the two, for each segment and size. Raises ConfigError, naming what is
@@ -141,7 +170,7 @@ def prepare_backend(
             if section.backend == "tensorrt":
                 raise ConfigError(f"dense.backend is 'tensorrt', but {error}") from error
             log.info("dense backend is torch", reason=str(error))
-            return PreparedBackend(section, model, limits, None)
+            return PreparedBackend(section, model, limits, None, takes_vectors)
         profiles = parse_profiles(section.profiles)
         check_cover(profiles, limits)
         import_s = time.monotonic() - start_s
@@ -153,7 +182,7 @@ def prepare_backend(
         else:
             seconds = round(time.monotonic() - start_s, 2)
             log.info("TensorRT plans ready", import_seconds=round(import_s, 2), seconds=seconds)
-    return PreparedBackend(section, model, limits, tensorrt)
+    return PreparedBackend(section, model, limits, tensorrt, takes_vectors)
 
 
 def _lack_of_tensorrt(section: DenseSection, heads: str | None) -> str | None:
@@ -252,22 +281,20 @@ def _find_or_build(
 
     cache = EnginePlanCache(section.plan_dir.expanduser())
     record = NetworkRecord(cache.directory, model.config, model.dtype)
-    digests = record.read()
-    command = _build_command(section, source, model) if section.build == "never" else None
+    command = build_command(section, source, model)
+    export = partial(export_networks, model.config, model.dtype)
     builder = EnginePlanBuilder(api, gpu, profiles, cache)
-    plans = None if digests is None else builder.find(digests, model.dtype, report)
-    if plans is None:
-        networks = export_networks(model.config, model.dtype)
-        plans = builder.find_or_build(networks, model.dtype, command, report)
-        record.write(networks, report)
+    plans = builder.find_recorded_or_build(record, export, model.dtype, command, report)
     return TensorRTPlans(api, gpu, cache, plans)
 
 
-def _build_command(section: DenseSection, source: ModelSection, model: ResolvedModel) -> str:
-    """The command, for a shell, that builds what a worker with this config looks for.
+def build_command(section: DenseSection, source: ModelSection, model: ResolvedModel) -> str | None:
+    """The command, for a shell, that builds what a worker with this config looks for; None: the worker may build it.
 
     Every setting that a plan depends on is there, so that the command needs no config.
     """
+    if section.build != "never":
+        return None
     arguments = [
         *("--model", source.path.absolute()),
         *("--load-format", source.load_format),
@@ -282,28 +309,3 @@ def _build_command(section: DenseSection, source: ModelSection, model: ResolvedM
     is_checkout = (Path(__file__).parents[3] / "pyproject.toml").is_file()
     program = ["python", "-m", PROGRAM] if is_checkout else ["twostroke", "build-engines"]
     return shlex.join([*program, *map(str, arguments)])
-
-
-def _load_tensorrt(
-    section: DenseSection, model: ResolvedModel, limits: Limits, found: TensorRTPlans, weights: ModelWeights
-) -> TensorRTBackend:
-    start_s, free_before = time.monotonic(), free_bytes(model.device)
-    segments = TensorRTSegments(found.api, found.plans, weights, model.config, limits, current_stream)
-    synchronize()  # the contexts were set up on this thread's stream, and will run on the engine's
-    log.info(
-        "TensorRT engines loaded",
-        seconds=round(time.monotonic() - start_s, 2),
-        device_bytes=free_before - free_bytes(model.device),
-    )
-    if section.backend == "tensorrt":
-        return TensorRTBackend(segments)
-    by_torch = torch_backend(weights, model.config, limits.num_tokens)
-    measured = known_measurements(found.plans, limits)
-    if measured is None and section.build == "auto":
-        backends = {"tensorrt": segments, "torch": by_torch}
-        measured = measure_segments(backends, model.config, model.dtype, model.device, limits, time_on_gpu)
-        store_measurements(found.cache, found.plans, measured)
-    if measured is None:
-        reason = "the plans have not been measured, and dense.build is 'never': the build command measures them"
-        log.warning("TensorRT runs every size", reason=reason)
-    return TensorRTBackend(segments, by_torch, measured)

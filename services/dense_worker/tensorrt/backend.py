@@ -48,9 +48,19 @@ class TensorRTBackend:
         return self._torch.first(token_ids, qkv_out, input_embeds)
 
     def middle(
-        self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor
+        self,
+        layer: int,
+        attn_out: torch.Tensor,
+        residual: torch.Tensor,
+        qkv_out: torch.Tensor,
+        added: InputEmbeds | None = None,
     ) -> torch.Tensor:
-        """Runs the faster backend for this number of tokens; either backend may have made the residual."""
+        """Runs the faster backend for this number of tokens, which may not be that of the layer before; torch, if
+        vectors are added.
+        """
+        if added is not None:
+            assert self._torch is not None, "only torch takes vectors"
+            return self._torch.middle(layer, attn_out, residual, qkv_out, added)
         return self._faster("middle", len(attn_out)).middle(layer, attn_out, residual, qkv_out)
 
     def last(

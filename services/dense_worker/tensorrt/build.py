@@ -18,7 +18,10 @@ from services.common.cli import dashed
 from services.common.errors import ConfigError, TwostrokeError
 from services.common.model_config import ModelConfig, load_model_config
 from services.common.terminal import ERASE_LINE
+from services.common.vision.vision_config import VisionConfig, load_vision_config
 from services.dense_worker.backends.select import torch_backend
+from services.dense_worker.encoders.vision.row_part import PREFIX
+from services.dense_worker.encoders.vision.tensorrt.tower_plans import PROFILES
 from services.dense_worker.model.on_the_fly import with_quantization
 from services.dense_worker.model.weights import weights_hash
 from services.dense_worker.tensorrt.api import TensorRT, load_tensorrt
@@ -56,18 +59,24 @@ def build(arguments: argparse.Namespace, cache: EnginePlanCache) -> list[EngineP
     from services.dense_worker.tensorrt.engine_plan_builder import EnginePlanBuilder
 
     profiles, device = parse_profiles(arguments.profiles), torch.device(arguments.device)
-    config, dtype, networks = _read_networks(arguments)
-    record = None if config is None else NetworkRecord(cache.directory, config, dtype)
+    config, vision, dtype, networks = _read_networks(arguments)
+    of_tower = {name: networks.pop(name) for name in [*networks] if name.startswith(PREFIX)}
+    groups = [(config, networks, profiles)] + ([(vision, of_tower, PROFILES)] if of_tower else [])
+    records = [
+        (NetworkRecord(cache.directory, source, dtype), own) for source, own, _ in groups if source is not None
+    ]
     api, gpu = load_tensorrt(), current_gpu(device)
     print(f"{api.name}, {gpu or 'no GPU'}, {str(dtype)[6:]}, in {cache.directory}", flush=True)
     limits = Limits(profiles[-1].high, profiles[-1].high)
     with on_device(device):
-        plans = EnginePlanBuilder(api, gpu, profiles, cache).find_or_build(networks, dtype, None, _print)
+        plans = [
+            EnginePlanBuilder(api, gpu, each, cache).find_or_build(own, dtype, None, _print) for _, own, each in groups
+        ]
         if gpu is not None and config is not None:
-            _measure(api, cache, plans, config, dtype, device, limits)
-    if record is not None:
-        record.write(networks, _print)
-    return [cached.record for of_segment in plans.values() for cached in of_segment]
+            _measure(api, cache, plans[0], config, dtype, device, limits)
+    for record, own in records:
+        record.write(own, _print)
+    return [cached.record for of_part in plans for of_segment in of_part.values() for cached in of_segment]
 
 
 def inspect(cache: EnginePlanCache, records: Sequence[EnginePlanRecord]) -> None:
@@ -78,15 +87,18 @@ def inspect(cache: EnginePlanCache, records: Sequence[EnginePlanRecord]) -> None
         _print_record(record)
 
 
-def _read_networks(arguments: argparse.Namespace) -> tuple[ModelConfig | None, torch.dtype, dict[str, bytes]]:
-    """The ONNX models, exported now or earlier. The model's config is None if they were exported earlier."""
+def _read_networks(
+    arguments: argparse.Namespace,
+) -> tuple[ModelConfig | None, VisionConfig | None, torch.dtype, dict[str, bytes]]:
+    """The ONNX models, exported now or earlier. The configs of text part and tower are None for earlier ones."""
     if arguments.onnx is not None:
         manifest = read_manifest(arguments.onnx)
         if arguments.dtype not in ("auto", manifest.dtype):
             raise ConfigError(
                 f"--dtype is {arguments.dtype}, {arguments.onnx} was exported in {manifest.dtype}"
             )
-        return None, getattr(torch, manifest.dtype), read_networks(arguments.onnx, manifest)
+        return None, None, getattr(torch, manifest.dtype), read_networks(arguments.onnx, manifest)
+    from services.dense_worker.encoders.vision.tensorrt.tower_networks import export_tower
     from services.dense_worker.tensorrt.onnx_segments import export_networks
 
     config = load_model_config(arguments.model, arguments.num_layers)
@@ -94,7 +106,8 @@ def _read_networks(arguments: argparse.Namespace) -> tuple[ModelConfig | None, t
     if arguments.load_format != "dummy":
         weights_hash(arguments.model, config)  # refuses a directory that the worker could not load
     dtype = getattr(torch, config.checkpoint_dtype if arguments.dtype == "auto" else arguments.dtype)
-    return config, dtype, export_networks(config, dtype)
+    networks, vision = export_networks(config, dtype), load_vision_config(arguments.model)
+    return config, vision, dtype, networks if vision is None else networks | export_tower(vision, dtype)
 
 
 def _measure(

@@ -24,8 +24,9 @@ from services.dense_worker.tensorrt.engine_plan_cache import (
     EnginePlanRecord,
     EnginePlans,
 )
+from services.dense_worker.tensorrt.files.network_record import NetworkRecord
 from services.dense_worker.tensorrt.gpu import Gpu
-from services.dense_worker.tensorrt.onnx_segments import code_dtypes, describe_tensors
+from services.dense_worker.tensorrt.onnx_segments import NUM_TOKENS, code_dtypes, describe_tensors
 from services.dense_worker.tensorrt.profiles import Profile, parse_profile
 
 Report = Callable[[str], None]
@@ -69,6 +70,23 @@ class EnginePlanBuilder:
                 network = networks[key.segment]
                 plans[key.segment].append(self._find_or_build(key, network, dtype, build_command, title, report))
                 advance(int(key in missing))
+        return plans
+
+    def find_recorded_or_build(
+        self,
+        record: NetworkRecord,
+        export: Callable[[], Mapping[str, bytes]],
+        dtype: torch.dtype,
+        build_command: str | None,
+        report: Report,
+    ) -> EnginePlans:
+        """The same, without an export if the record knows the networks and no plan is missing."""
+        digests = record.read()
+        plans = None if digests is None else self.find(digests, dtype, report)
+        if plans is None:
+            networks = export()
+            plans = self.find_or_build(networks, dtype, build_command, report)
+            record.write(networks, report)
         return plans
 
     def find(self, digests: Mapping[str, str], dtype: torch.dtype, report: Report) -> EnginePlans | None:
@@ -123,9 +141,9 @@ class EnginePlanBuilder:
     def _build(self, key: EnginePlanKey, network: bytes, dtype: torch.dtype, report: Report) -> CachedEnginePlan:
         driver = "" if self._gpu is None else self._gpu.driver
         start = time.monotonic()
-        sizes = _input_sizes(key, parse_profile(key.profile))
-        timing_cache = self._cache.timing_cache(key, driver, report)
         graph = onnx.load_from_string(network).graph
+        sizes = _input_sizes(key, parse_profile(key.profile), graph)
+        timing_cache = self._cache.timing_cache(key, driver, report)
         plan, timings = self._api.build(key.title, network, sizes, dtype, timing_cache)
         build_s = time.monotonic() - start
         layers = None if self._gpu is None else self._api.load(key.title, plan).layers()
@@ -165,17 +183,18 @@ def _found(title: str, key: EnginePlanKey) -> str:
     return f"{title}: found {key.file_stem}.plan"
 
 
-def _input_sizes(key: EnginePlanKey, profile: Profile) -> dict[str, Sizes]:
+def _input_sizes(key: EnginePlanKey, profile: Profile, graph: onnx.GraphProto) -> dict[str, Sizes]:
     """Sizes of dimension 0 of the dynamic inputs.
 
     For `last` the profile limits the rows. Its tokens stay dynamic, also beside a single row, which may be the last
     one of a prompt: only the rows' selection reads them, and all that takes time has static shapes then.
     """
-    sizes = (profile.low, profile.best, profile.high)
-    if key.segment == "first":
-        return {"token_ids": sizes}
-    if key.segment == "middle":
-        return {"attn_out": sizes, "residual": sizes}
-    assert key.max_tokens is not None
-    tokens = (1, profile.best, key.max_tokens)
-    return {"attn_out": tokens, "residual": tokens, "rows": sizes}
+    sizes = {}
+    for value in graph.input:
+        dimensions = value.type.tensor_type.shape.dim
+        if dimensions and dimensions[0].dim_param:
+            is_unlimited = key.max_tokens is not None and dimensions[0].dim_param == NUM_TOKENS
+            sizes[value.name] = (
+                (1, profile.best, key.max_tokens) if is_unlimited else (profile.low, profile.best, profile.high)
+            )
+    return sizes

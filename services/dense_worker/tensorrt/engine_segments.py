@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,12 +30,73 @@ class _Tuned:
     contexts: EngineContexts
 
 
-class TensorRTSegments:
-    """A DenseBackend with an engine for each plan; `EngineContexts` gives each run an execution context.
+class PlanRuns:
+    """Runs plans of segments: an engine for each plan; `EngineContexts` gives each run an execution context.
 
     The profile that contains the size of a run picks the engine. All contexts share one block of device memory,
     because they run one after another on the caller's stream. No method waits for the device.
     """
+
+    def __init__(
+        self,
+        api: TensorRT,
+        plans: EnginePlans,
+        weights: Mapping[str, Sequence[Weights]],
+        device: torch.device,
+        max_sizes: Mapping[str, int],
+        current_stream: Callable[[], int],
+    ) -> None:
+        """`plans` by segment, all with the same profiles; `weights` by segment and layer; `current_stream` gives the
+        CUDA stream's handle. Raises ConfigError for a plan that is not of this model.
+
+        Plans are loaded, and contexts made, for the profiles that `max_sizes`, by segment, reach, no more.
+        """
+        self.profiles = [cached.profile for cached in next(iter(plans.values()))]
+        self._current_stream = current_stream
+        self._weights = weights
+        engines = {
+            name: [
+                _load_engine(api, cached, weights[name][0])
+                for cached in of_segment
+                if cached.profile.low <= max_sizes[name]
+            ]
+            for name, of_segment in plans.items()
+        }
+        num_bytes = max(engine.context_bytes for of_segment in engines.values() for engine in of_segment)
+        self._memory = torch.empty(max(num_bytes, ALIGNMENT_BYTES), dtype=torch.uint8, device=device)
+        # By segment, for each profile in use.
+        self._tuned = {
+            name: [_Tuned(engine, EngineContexts(engine, self._memory, current_stream)) for engine in of_segment]
+            for name, of_segment in engines.items()
+        }
+
+    def num_profiles(self, segment: str) -> int:
+        """Of those that are in use."""
+        return len(self._tuned[segment])
+
+    def output_shape(self, segment: str, name: str) -> tuple[int, ...]:
+        """The shape of an output; a dynamic dimension is -1."""
+        return self._tuned[segment][0].engine.tensors()[name].shape
+
+    def run(self, segment: str, layer: int, size: int, inputs: list[Binding], outputs: list[Binding]) -> None:
+        """Enqueues a segment on the current stream; memory that goes out of use is reused in stream order."""
+        stream = self._current_stream()
+        assert stream, "on the default stream TensorRT would wait for the device: use a torch.cuda.Stream"
+        tuned = self._tuned[segment][profile_index(self.profiles, size)]
+        sizes = tuple(len(tensor) for _, tensor in inputs)
+        shaped = tuned.contexts.find(sizes)
+        context, is_done = shaped.context, shaped.set_shapes(inputs, sizes)
+        for name, tensor in (*inputs, *outputs, *self._weights[segment][layer].items()):
+            assert tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT_BYTES == 0, f"{name} is not aligned"
+            is_done &= context.set_tensor_address(name, tensor.data_ptr())
+        if not (is_done and context.execute_async_v3(stream)):
+            shaped.sizes = None
+            errors = tuned.engine.take_errors()
+            raise TwostrokeError(f"TensorRT cannot run segment {segment} for sizes {sizes}: {errors}")
+
+
+class TensorRTSegments:
+    """A DenseBackend whose segments are plans."""
 
     takes_input_embeds = False  # the engine looks the embeddings up
     gives_hidden_states = False
@@ -51,37 +112,18 @@ class TensorRTSegments:
         limits: Limits,
         current_stream: Callable[[], int],
     ) -> None:
-        """`plans` of every segment, all with the same profiles; `current_stream` gives the CUDA stream's handle.
+        """`plans` of every segment, and what else `PlanRuns` takes.
 
         Raises ConfigError for a plan that is not of this model, and for profiles that end below `limits`.
-        Plans are loaded, and contexts made, for the profiles that the limits reach, no more.
         """
-        self._profiles = [cached.profile for cached in plans["first"]]
         self._config = config
-        self._current_stream = current_stream
-        self._weights = bind_weights(weights)
-        check_cover(self._profiles, limits)
+        check_cover([cached.profile for cached in plans["first"]], limits)
         max_sizes = {name: limits.num_rows if name == "last" else limits.num_tokens for name in plans}
-        engines = {
-            name: [
-                _load_engine(api, cached, self._weights[name][0])
-                for cached in of_segment
-                if cached.profile.low <= max_sizes[name]
-            ]
-            for name, of_segment in plans.items()
-        }
-        num_bytes = max(engine.context_bytes for of_segment in engines.values() for engine in of_segment)
-        device = weights.device
-        self._memory = torch.empty(max(num_bytes, ALIGNMENT_BYTES), dtype=torch.uint8, device=device)
-        # By segment, for each profile in use.
-        self._tuned = {
-            name: [_Tuned(engine, EngineContexts(engine, self._memory, current_stream)) for engine in of_segment]
-            for name, of_segment in engines.items()
-        }
+        self._runs = PlanRuns(api, plans, bind_weights(weights), weights.device, max_sizes, current_stream)
 
     def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0) -> None:
         """Refuses a step beyond the profiles that have contexts."""
-        profile, num_profiles = profile_index(self._profiles, num_tokens), len(self._tuned["first"])
+        profile, num_profiles = profile_index(self._runs.profiles, num_tokens), self._runs.num_profiles("first")
         assert profile < num_profiles, f"{num_tokens} tokens need profile {profile} of {num_profiles} in use"
 
     def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor, input_embeds: None = None) -> torch.Tensor:
@@ -89,7 +131,7 @@ class TensorRTSegments:
         residual = self._new_residual(qkv_out)
         inputs = [("token_ids", token_ids.to(torch.int32))]
         outputs = [("qkv", qkv_out), ("residual_out", residual)]
-        self._run("first", 0, len(token_ids), inputs, outputs)
+        self._runs.run("first", 0, len(token_ids), inputs, outputs)
         return residual
 
     def middle(self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
@@ -97,7 +139,7 @@ class TensorRTSegments:
         next_residual = self._new_residual(qkv_out)
         inputs = [("attn_out", attn_out), ("residual", residual)]
         outputs = [("qkv", qkv_out), ("residual_out", next_residual)]
-        self._run("middle", layer, len(attn_out), inputs, outputs)
+        self._runs.run("middle", layer, len(attn_out), inputs, outputs)
         return next_residual
 
     def last(
@@ -106,7 +148,7 @@ class TensorRTSegments:
         """Enqueues the engine of the last segment -> a new tensor of logits."""
         logits = torch.empty(len(rows), self._config.vocab_size, dtype=torch.float32, device=rows.device)
         inputs = [("attn_out", attn_out), ("residual", residual), ("rows", rows.to(torch.int32))]
-        self._run("last", 0, len(rows), inputs, [("logits", logits)])
+        self._runs.run("last", 0, len(rows), inputs, [("logits", logits)])
         return logits
 
     def hidden(
@@ -117,22 +159,6 @@ class TensorRTSegments:
 
     def _new_residual(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(len(like), self._config.hidden_size, dtype=like.dtype, device=like.device)
-
-    def _run(self, segment: str, layer: int, size: int, inputs: list[Binding], outputs: list[Binding]) -> None:
-        """Enqueues a segment on the current stream; memory that goes out of use is reused in stream order."""
-        stream = self._current_stream()
-        assert stream, "on the default stream TensorRT would wait for the device: use a torch.cuda.Stream"
-        tuned = self._tuned[segment][profile_index(self._profiles, size)]
-        sizes = tuple(len(tensor) for _, tensor in inputs)
-        shaped = tuned.contexts.find(sizes)
-        context, is_done = shaped.context, shaped.set_shapes(inputs, sizes)
-        for name, tensor in (*inputs, *outputs, *self._weights[segment][layer].items()):
-            assert tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT_BYTES == 0, f"{name} is not aligned"
-            is_done &= context.set_tensor_address(name, tensor.data_ptr())
-        if not (is_done and context.execute_async_v3(stream)):
-            shaped.sizes = None
-            errors = tuned.engine.take_errors()
-            raise TwostrokeError(f"TensorRT cannot run segment {segment} for sizes {sizes}: {errors}")
 
 
 def _load_engine(api: TensorRT, cached: CachedEnginePlan, weights: Weights) -> Engine:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import safetensors.torch
@@ -21,6 +22,7 @@ import torch
 from services.common.cli import dashed
 from services.common.errors import ConfigError, ModelError, TwostrokeError
 from services.common.model_config import ModelConfig, load_model_config
+from services.common.vision.vision_config import VisionConfig, load_vision_config
 from services.dense_worker.model.on_the_fly import with_quantization
 from services.dense_worker.model.segments import segment_names
 from services.dense_worker.model.weights import load_weights, random_weights
@@ -93,7 +95,8 @@ def export_parts(
     dtype_name = str(dtype).removeprefix("torch.")
     manifest = Manifest(config.fingerprint, asdict(config), dtype_name)
     if "batchful" in parts:
-        manifest = replace(manifest, segments=_export_segments(config, dtype, directory))
+        vision = load_vision_config(model)
+        manifest = replace(manifest, segments=_export_segments(config, vision, dtype, directory))
     if "embed_tokens" in parts:
         manifest = replace(
             manifest, embed_tokens=_export_embedding(model, config, dtype, is_dummy, directory)
@@ -108,15 +111,20 @@ def export_parts(
 
 
 def _export_segments(
-    config: ModelConfig, dtype: torch.dtype, directory: Path
+    config: ModelConfig, vision: VisionConfig | None, dtype: torch.dtype, directory: Path
 ) -> dict[str, dict[str, object]]:
+    """Those of the text part, then those of the tower, if the model has one."""
+    from services.dense_worker.encoders.vision.tensorrt.tower_networks import TowerNetworks
     from services.dense_worker.tensorrt.onnx_segments import describe_tensors, export_segment
 
     segments: dict[str, dict[str, object]] = {}
-    names = segment_names(config)
-    for number, name in enumerate(names, start=1):
+    exports = {name: partial(export_segment, name, config, dtype) for name in segment_names(config)}
+    if vision is not None:
+        tower = TowerNetworks(vision, dtype)
+        exports |= {name: partial(tower.export, name) for name in tower.names}
+    for number, (name, export) in enumerate(exports.items(), start=1):
         start = time.monotonic()
-        model = export_segment(name, config, dtype)
+        model = export()
         network = model.SerializeToString(deterministic=True)
         write_atomically(directory / f"{name}.onnx", network)
         segments[name] = {
@@ -127,7 +135,7 @@ def _export_segments(
             "outputs": describe_tensors(model.graph.output),
         }
         took = f"{len(model.graph.node)} nodes, {len(network)} bytes, {time.monotonic() - start:.1f} s"
-        print(f"[{number}/{len(names)}] {name}.onnx: {took}", flush=True)
+        print(f"[{number}/{len(exports)}] {name}.onnx: {took}", flush=True)
     return segments
 
 
@@ -163,7 +171,8 @@ def _test(arguments: argparse.Namespace, config: ModelConfig, dtype: torch.dtype
     from services.dense_worker.tensorrt.export_check import compare_with_hugging_face
 
     weights = load_weights(arguments.model, config, dtype, CPU)
-    backend = OnnxRuntimeBackend(read_networks(directory, read_manifest(directory)), weights)
+    networks = read_networks(directory, read_manifest(directory))
+    backend = OnnxRuntimeBackend({name: networks[name] for name in segment_names(config)}, weights)
     comparison = compare_with_hugging_face(
         arguments.model, config, dtype, backend, arguments.input, arguments.max_tokens
     )

@@ -311,6 +311,7 @@ _LOWERINGS: dict[Callable[..., Any], Callable[[Lowering, Node], None]] = {
     _aten.relu.default: _unary("Relu"),
     _aten.rsqrt.default: _rsqrt,
     _aten.select.int: _select,
+    _aten.sigmoid.default: _unary("Sigmoid"),
     _aten.silu.default: _silu,
     _aten.split.Tensor: _split,
     _aten.split_with_sizes.default: _split,

@@ -6,9 +6,9 @@ no data. The weights are inputs of the graphs. TensorRT 8.6 and all later versio
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import onnx
 import torch
@@ -18,8 +18,7 @@ from torch import nn
 from services.common.errors import ConfigError
 from services.common.families.shape import Activation
 from services.common.model_config import ModelConfig
-from services.dense_worker.model.operations import Operations
-from services.dense_worker.model.segments import First, Last, Middle, segment_names, segments_of
+from services.dense_worker.model.segments import segment_names, segments_of
 from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.model.weights import empty_weights
 from services.dense_worker.parameters import tensors_by_name, with_tensors
@@ -31,11 +30,19 @@ IR_VERSIONS = {OPSET: 8, FP8_OPSET: 9}  # those that came with the opsets
 NUM_TOKENS, NUM_ROWS = "num_tokens", "num_rows"  # the graphs' dynamic dimensions
 
 
+class Segment(Protocol):
+    """A frozen dataclass of parameters, and what it computes."""
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """Takes operations, then the activations; returns one tensor or several."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Example:
+class Example:
     """A segment, and inputs on the meta device to trace it with."""
 
-    segment: First | Middle | Last
+    segment: Segment
     activations: dict[str, tuple[str, torch.Tensor]]  # name -> name of dimension 0, tensor
     outputs: tuple[str, ...]
     output_rows: str  # name of their dimension 0
@@ -65,10 +72,15 @@ def export_segment(name: str, config: ModelConfig, dtype: torch.dtype) -> onnx.M
         raise ConfigError(f"the activation of {config.family!r} with learned numbers is not exported to ONNX")
     example = _EXAMPLES[name](config, dtype)
     check_exportable(example.segment)
+    return export_example(f"{config.family}_{name}", example, ExportedOperations(), dtype)
+
+
+def export_example(title: str, example: Example, operations: Any, dtype: torch.dtype) -> onnx.ModelProto:
+    """The checked graph `title` of what the segment does with `operations` in torch."""
     weights = tensors_by_name(example.segment)
     sizes = {dim: torch.export.Dim(dim, min=1, max=1 << 20) for dim, _ in example.activations.values()}
     program = torch.export.export(
-        TracedSegment(example.segment, ExportedOperations()),
+        TracedSegment(example.segment, operations),
         (*(tensor for _, tensor in example.activations.values()), *weights.values()),
         dynamic_shapes=((*({0: sizes[dim]} for dim, _ in example.activations.values()), *(None for _ in weights)),),
     )
@@ -79,7 +91,7 @@ def export_segment(name: str, config: ModelConfig, dtype: torch.dtype) -> onnx.M
     inputs = [_value(name, tensor, dim) for name, (dim, tensor) in example.activations.items()]
     inputs += map(_value, weights.keys(), weights.values())
     outputs = [_value(*output, example.output_rows) for output in zip(example.outputs, lowering.results, strict=True)]
-    graph = helper.make_graph(lowering.nodes, f"{config.family}_{name}", inputs, outputs, lowering.constants)
+    graph = helper.make_graph(lowering.nodes, title, inputs, outputs, lowering.constants)
     model = helper.make_model(
         graph,
         opset_imports=[helper.make_opsetid("", opset)],
@@ -104,10 +116,10 @@ class TracedSegment(nn.Module):
     Owns no parameters: forward takes the activations, then the weights in the order of `weight_names`.
     """
 
-    def __init__(self, segment: First | Middle | Last, operations: Operations | None = None) -> None:
+    def __init__(self, segment: Segment, operations: Any = None) -> None:
         """`segment` gives the parts. Its tensors are not used and may be on the meta device.
 
-        `operations` are those that are recorded; None: torch's own.
+        `operations` are those that are recorded; None: torch's own of the text part.
         """
         super().__init__()
         self._segment = segment
@@ -149,21 +161,21 @@ def _value(name: str, tensor: torch.Tensor, dynamic: str | None = None) -> onnx.
     return helper.make_tensor_value_info(name, dtype, shape)
 
 
-def _first(config: ModelConfig, dtype: torch.dtype) -> _Example:
+def _first(config: ModelConfig, dtype: torch.dtype) -> Example:
     token_ids = (NUM_TOKENS, torch.empty(_TOKENS, dtype=torch.int64, device="meta"))
     segment = segments_of(empty_weights(config, dtype, _META)).first
-    return _Example(segment, {"token_ids": token_ids}, ("qkv", "residual_out"), NUM_TOKENS)
+    return Example(segment, {"token_ids": token_ids}, ("qkv", "residual_out"), NUM_TOKENS)
 
 
-def _middle(config: ModelConfig, dtype: torch.dtype) -> _Example:
+def _middle(config: ModelConfig, dtype: torch.dtype) -> Example:
     segment = segments_of(empty_weights(config, dtype, _META)).middle[0]
-    return _Example(segment, _stream(config, dtype), ("qkv", "residual_out"), NUM_TOKENS)
+    return Example(segment, _stream(config, dtype), ("qkv", "residual_out"), NUM_TOKENS)
 
 
-def _last(config: ModelConfig, dtype: torch.dtype) -> _Example:
+def _last(config: ModelConfig, dtype: torch.dtype) -> Example:
     segment = segments_of(empty_weights(config, dtype, _META)).last
     rows = (NUM_ROWS, torch.empty(_ROWS, dtype=torch.int64, device="meta"))
-    return _Example(segment, _stream(config, dtype) | {"rows": rows}, ("logits",), NUM_ROWS)
+    return Example(segment, _stream(config, dtype) | {"rows": rows}, ("logits",), NUM_ROWS)
 
 
 def _stream(config: ModelConfig, dtype: torch.dtype) -> dict[str, tuple[str, torch.Tensor]]:

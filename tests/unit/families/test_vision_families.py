@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +12,28 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from services.common.errors import ModelError
+from services.common.errors import ConfigError, ModelError
 from services.common.model_config import load_model_config
 from services.common.vision.vision_config import VisionConfig, load_vision_config
-from services.dense_worker.encoders.vision.load import StoredTower
+from services.dense_worker.backends import DenseBackend
+from services.dense_worker.backends.onnxruntime_backend import OnnxRuntimeBackend
+from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.encoders.vision.load import StoredTower, Tower
+from services.dense_worker.encoders.vision.operations import TowerOperations
 from services.dense_worker.encoders.vision.picture import Picture
+from services.dense_worker.encoders.vision.tensorrt.tower_networks import export_tower
+from services.dense_worker.encoders.vision.tensorrt.tower_plans import PROFILES
 from services.dense_worker.features.images.images_feature import whole_chunk
+from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import load_weights
+from services.dense_worker.tensorrt import engine_segments
+from services.dense_worker.tensorrt.api import load_tensorrt
+from services.dense_worker.tensorrt.backend import TensorRTBackend
+from services.dense_worker.tensorrt.engine_plan_builder import EnginePlanBuilder
+from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache
+from services.dense_worker.tensorrt.onnx_segments import export_networks
 from services.step.prompt_span import PromptSpan
+from tests.support.dense.exported_towers import planned_operations
 from tests.support.dense.vision_models import (
     IMAGE_TOKEN_ID,
     VARIANTS,
@@ -30,6 +44,7 @@ from tests.support.dense.vision_models import (
     true_logits,
 )
 from tests.support.dense.whole_model import WholeModel
+from tests.support.workers.fake_tensorrt import make_tensorrt
 
 torch.set_num_threads(1)
 # Both compute in float32, in another order of sums, of a few hundred numbers each: relative to the largest logit.
@@ -42,7 +57,13 @@ TOKEN_IDS = {"picture": IMAGE_TOKEN_ID, "[IMG_BREAK]": 6, "[IMG_END]": 7, "<img>
 class Prompt:
     """Text and pictures, as both sides read them."""
 
-    def __init__(self, vision: VisionConfig, path: Path, parts: Sequence[list[int] | Image.Image]) -> None:
+    def __init__(
+        self,
+        vision: VisionConfig,
+        path: Path,
+        parts: Sequence[list[int] | Image.Image],
+        make_operations: Callable[[Tower], TowerOperations] | None = None,
+    ) -> None:
         tower = StoredTower(vision, path, torch.float32, CPU, None).load().tower
         self.token_ids: list[int] = []
         self.images = [each for each in parts if not isinstance(each, list)]
@@ -57,7 +78,8 @@ class Prompt:
             starts.append(len(self.token_ids))
             self.token_ids += [TOKEN_IDS[name] for name in vision.layout.tokens_of(shape, "picture")]
             assert len(self.token_ids) == starts[-1] + shape.num_tokens
-        outputs = run_tower(tower, pictures, vision.pixels) if pictures else []
+        operations = None if make_operations is None else make_operations(tower)
+        outputs = run_tower(tower, pictures, vision.pixels, operations) if pictures else []
         self.pictures = [
             (PromptSpan(start, p.shape.num_tokens, p.hash, p.shape.grid_rows, p.shape.grid_columns), output)
             for start, p, output in zip(starts, pictures, outputs, strict=True)
@@ -128,6 +150,51 @@ def test_pictures_in_chunks_decoding_and_prefix_cache(path: Path, variant: str, 
     expected = true_logits(truth, variant, token_ids, first.images)
     assert token_ids[len(first.token_ids) :] == [pick(each) for each in expected[len(first.token_ids) - 1 : -1]]
     check(last, expected[-1:])
+
+
+def test_exported_towers_and_segments(
+    path: Path, variant: str, truth: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ONNX, with a tower in plans for a few rows, they give the logits of transformers. TensorRT-RTX builds them."""
+    monkeypatch.setattr(engine_segments, "ALIGNMENT_BYTES", 16)
+    vision, config = load_vision_config(path), load_model_config(path)
+    assert vision is not None
+    if variant == "blip2":
+        with pytest.raises(ConfigError, match="the tower of 'blip-2' is not exported to ONNX"):
+            export_tower(vision, torch.float32)
+        return
+    networks, trt = export_tower(vision, torch.float32), make_tensorrt("11.4.0")
+
+    def make_operations(tower: Tower) -> TowerOperations:
+        return planned_operations(trt, networks, tower, tmp_path / "stand-in")
+
+    parts = [[9, 10, 11], noise(30, 43, 1), [12, 13], noise(60, 20, 2), [14]]
+    prompt = Prompt(vision, path, parts, make_operations)
+    assert {call[1:3] for call in trt.named("execute_async_v3")} >= {("end", 16), ("start", 16)}, "in several calls"
+    if config.parts.experts is not None:
+        model = WholeModel(path, max_model_len=512, num_blocks=256)
+    else:
+        segments = export_networks(config, torch.float32)
+
+        def make_dense(weights: ModelWeights) -> DenseBackend:
+            return TensorRTBackend(OnnxRuntimeBackend(segments, weights), TorchBackend(weights))
+
+        model = WholeModel(path, make_dense, max_model_len=512, num_blocks=256)
+    model.image_token_id = vision.image_token_id
+    token_ids, position = list(prompt.token_ids), 0
+    model.open(1, token_ids, pictures=prompt.pictures)
+    for _ in range(NUM_DECODED):
+        (logits,) = model.step((1, len(token_ids) - position, position), sampled=[(1, token_ids[-1])][: bool(position)])
+        position = len(token_ids)
+        expected = true_logits(truth, variant, token_ids, prompt.images)[-len(logits) :]
+        check(logits, expected)
+        token_ids.append(pick(logits[-1]))
+        assert token_ids[-1] == pick(expected[-1])
+    plans = EnginePlanBuilder(load_tensorrt(), None, PROFILES, EnginePlanCache(tmp_path / "rtx")).find_or_build(
+        export_tower(vision, torch.bfloat16), torch.bfloat16, None, lambda line: None
+    )
+    assert plans.keys() == networks.keys() and {"tower_embed", "tower_start", "tower_end"} < plans.keys()
+    assert all(len(each.plan) > 1000 for of_segment in plans.values() for each in of_segment)
 
 
 def test_experts_of_qwen3_vl_may_be_stored_transposed(tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from services.dense_worker.encoders.vision.load import Tower
     from services.dense_worker.encoders.vision.operations import TowerOperations
 
+PREFIX = "tower_"  # of the names of its segments, where the others of the model have theirs
+OUTPUT = "rows_out"  # of every segment
+
 
 class RowPart:
     """A frozen dataclass of parameters. Parts of a tower that have one `segment` have equal shapes."""
@@ -34,8 +37,8 @@ class RowPart:
 
 
 def segments_of_tower(tower: Tower) -> dict[str, list[RowPart]]:
-    """The parts of each segment, in their order."""
+    """The parts of each segment, by name with `PREFIX`, in their order."""
     found: dict[str, list[RowPart]] = {}
     for part in parts_of_type(RowPart, tower):
-        found.setdefault(part.segment, []).append(part)
+        found.setdefault(PREFIX + part.segment, []).append(part)
     return found

@@ -12,12 +12,21 @@ from services.dense_worker.encoders.run_in_parts import RunInParts
 from services.dense_worker.encoders.vision.load import Tower
 from services.dense_worker.encoders.vision.operations import TorchTowerOperations, TowerOperations
 from services.dense_worker.encoders.vision.picture import Picture
+from services.dense_worker.encoders.vision.tensorrt.tower_plans import TowerPlans
 
 
 class VisionEncoder:
     """Used on the engine thread."""
 
-    def __init__(self, tower: Tower, pixels: PixelScale, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        tower: Tower,
+        pixels: PixelScale,
+        dtype: torch.dtype,
+        device: torch.device,
+        plans: TowerPlans | None = None,
+    ) -> None:
+        """plans: of TensorRT; None: torch runs all of it"""
         self._tower = tower
         self._pixels = pixels
         self._row_bytes = tower.config.width * dtype.itemsize
@@ -29,6 +38,8 @@ class VisionEncoder:
             from services.dense_worker.encoders.vision.triton_operations import TritonTowerOperations
 
             self._operations = TritonTowerOperations(device)
+        if plans is not None:
+            self._operations = plans.operations(tower, self._operations, device)
 
     def warm_up(self, layout: Layout, max_rows: int) -> None:
         """Runs a GPU's largest usual batch, so that its memory is there and its kernels are loaded."""

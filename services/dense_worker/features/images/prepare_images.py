@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
@@ -11,11 +12,14 @@ from services.common.gpu import naming_what_needs_memory
 from services.common.lifeline import Lifeline
 from services.common.resolve import ResolvedModel
 from services.common.vision.vision_config import VisionConfig, load_vision_config
+from services.dense_worker.backends.select import TensorRTPlans, build_command
 from services.dense_worker.encoders.encoder_runs import EncoderRuns
 from services.dense_worker.encoders.vision.load import StoredTower, TowerWeights, load_tower
+from services.dense_worker.encoders.vision.tensorrt.tower_plans import TowerPlans, find_or_build_tower
 from services.dense_worker.encoders.vision.vision_encoder import VisionEncoder
 from services.dense_worker.features.images.images_feature import ImagesFeature
 from services.dense_worker.model.held_weights import HeldWeights
+from services.dense_worker.tensorrt.gpu import on_device
 
 log = structlog.get_logger()
 
@@ -29,6 +33,7 @@ class PreparedImages:
     config: Config
     stored: StoredTower
     held: HeldWeights[TowerWeights] | None  # its memory at the launcher; None: there is none
+    plans: TowerPlans | None  # of TensorRT; None: torch runs all of it
 
     @property
     def num_bytes(self) -> int:
@@ -38,8 +43,9 @@ class PreparedImages:
     def load(self) -> ImagesFeature:
         """Loads the tower. Raises what `load_tower` raises."""
         model, vision = self.model, self.vision
-        encoder = VisionEncoder(load_tower(self.stored, self.held), vision.pixels, model.dtype, model.device)
+        tower = load_tower(self.stored, self.held)
         with naming_what_needs_memory("the buffers of the tower"):
+            encoder = VisionEncoder(tower, vision.pixels, model.dtype, model.device, self.plans)
             encoder.warm_up(vision.layout, self.config.dense.max_encoder_rows)
         log.info("pictures are served", family=vision.family, tower_bytes=self.num_bytes)
         dense, scheduler = self.config.dense, self.config.scheduler
@@ -54,11 +60,18 @@ class PreparedImages:
 
 
 def prepare_images(
-    config: Config, model: ResolvedModel, digest: str, lifeline: Lifeline | None
+    config: Config,
+    model: ResolvedModel,
+    digest: str,
+    lifeline: Lifeline | None,
+    tensorrt: TensorRTPlans | None,
+    report: Callable[[str], None],
 ) -> PreparedImages | None:
     """The tower of a model that sees pictures; None: it sees none, or they are off. digest: of the model's weights.
 
-    Raises `ModelError` for files that the tower cannot be made of.
+    tensorrt: what runs the text part; `report` receives lines about builds of the tower's plans.
+
+    Raises `ModelError` for files that the tower cannot be made of, and what `find_or_build_tower` raises.
     """
     if why_no_pictures(config, model) is not None:
         return None
@@ -69,7 +82,12 @@ def prepare_images(
     held = None
     if lifeline is not None:
         held = HeldWeights(lifeline, f"{digest} tower", stored.empty, model.device)
-    return PreparedImages(vision, model, config, stored, held)
+    plans = None
+    if config.dense.backend == "tensorrt" and tensorrt is not None:
+        command = build_command(config.dense, config.model, model)
+        with on_device(model.device):
+            plans = find_or_build_tower(tensorrt, vision, model.dtype, command, report)
+    return PreparedImages(vision, model, config, stored, held, plans)
 
 
 def why_no_pictures(config: Config, model: ResolvedModel) -> str | None:
@@ -85,8 +103,6 @@ def why_no_pictures(config: Config, model: ResolvedModel) -> str | None:
         return "dense.deterministic is true, and a tower computes pictures of several requests together"
     if model.config.attention.sees_spans and model.device.type != "cpu":
         return f"on {model.device} attention lacks that the tokens of a picture see each other, as this model needs"
-    if config.dense.backend == "tensorrt":
-        return "dense.backend is 'tensorrt', whose first segment looks the embeddings up"
     vision = load_vision_config(config.model.path)
     if vision is not None and model.config.encoder is not None:
         return "the model's encoder reads them"

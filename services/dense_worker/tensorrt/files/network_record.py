@@ -16,6 +16,7 @@ import torch
 
 from services.common.errors import CapacityError, ConfigError
 from services.common.model_config import ModelConfig
+from services.common.vision.vision_config import VisionConfig
 from services.dense_worker.tensorrt.files.atomic_file import write_atomically
 
 SOURCES = Path(__file__).parents[3]  # services/: what an export runs may import any of it
@@ -24,8 +25,10 @@ SOURCES = Path(__file__).parents[3]  # services/: what an export runs may import
 class NetworkRecord:
     """The digests of one model's networks, in a directory of plans."""
 
-    def __init__(self, directory: Path, config: ModelConfig, dtype: torch.dtype) -> None:
-        """Reads the sources now: during a build of minutes somebody may install others. Raises OSError if it cannot."""
+    def __init__(self, directory: Path, config: ModelConfig | VisionConfig, dtype: torch.dtype) -> None:
+        """config: of the model's text part, or of its tower.
+
+        Reads the sources now: during a build of minutes somebody may install others. Raises OSError if it cannot."""
         self._origin = _origin(config, dtype)
         self._path = directory / f"networks_{self._origin[:16]}.json"
 
@@ -47,7 +50,7 @@ class NetworkRecord:
             report(f"the record of the networks is not kept: {error}")
 
 
-def _origin(config: ModelConfig, dtype: torch.dtype) -> str:
+def _origin(config: ModelConfig | VisionConfig, dtype: torch.dtype) -> str:
     """A digest of everything that an export depends on."""
     versions = f"torch {torch.__version__}, onnx {version('onnx')}"
     parts = [repr(config).encode(), str(dtype).encode(), versions.encode()]

@@ -77,12 +77,17 @@ class Machine:
         return {"": 20.0, "first": 10.0}.get(segment, 30.0)
 
     def select(
-        self, dtype: torch.dtype = torch.float32, limits: Limits = LIMITS, **section: Any
+        self,
+        dtype: torch.dtype = torch.float32,
+        limits: Limits = LIMITS,
+        takes_vectors: bool = False,
+        **section: Any,
     ) -> SelectedBackend:
         model = ResolvedModel(self.config, dtype, CPU, 64)
         dense = DenseSection(plan_dir=self.plan_dir, **{"profiles": "1-4,5-16", **section})
         source = ModelSection(path=self.path)
-        return prepare_backend(dense, source, model, limits, self.lines.append).load(self.weights)
+        prepared = prepare_backend(dense, source, model, limits, self.lines.append, takes_vectors=takes_vectors)
+        return prepared.load(self.weights)
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +144,13 @@ def test_the_error_names_what_tensorrt_is_missing(
         ConfigError, match=r"runs on a CUDA device.*'cpu'; TensorRT is not installed: `pip install"
     ):
         machine.select(backend="tensorrt")
+
+
+def test_torch_is_beside_tensorrt_where_steps_have_vectors(machine: Machine) -> None:
+    selected = machine.select(backend="tensorrt", takes_vectors=True)
+    assert selected.backend.takes_input_embeds and machine.num_timed == 0
+    assert segments_run(machine, selected, 5) == ["first", "middle", "last"], "torch runs nothing else"
+    assert not machine.select(backend="tensorrt").backend.takes_input_embeds
 
 
 def test_mixtures_of_experts_run_by_torch_beside_tensorrt(machine: Machine) -> None:

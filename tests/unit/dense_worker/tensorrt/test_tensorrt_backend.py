@@ -136,6 +136,10 @@ def test_vectors_are_left_to_torch(segments: TensorRTSegments, weights: ModelWei
     residual = backend.first(token_ids, qkv, given)
     assert torch.equal(residual, by_torch.first(token_ids, expected_qkv, given)) and torch.equal(qkv, expected_qkv)
     assert torch.equal(residual[1], given.vectors[0])
+    attn_out, added = torch.randn(3, config.attn_size), InputEmbeds(given.rows, torch.randn(1, config.hidden_size))
+    found, expected = (each.middle(0, attn_out, residual, qkv, added) for each in (backend, by_torch))
+    assert torch.equal(found, expected)
+    assert not torch.allclose(found, by_torch.middle(0, attn_out, residual, qkv))
 
 
 def test_weights_and_the_data_region_are_bound_by_their_own_addresses(
@@ -162,7 +166,7 @@ def test_one_context_per_profile_that_the_limits_reach_on_one_shared_memory(
     assert sorted(profiles) == [("first", 4), ("first", 16), ("last", 4), ("middle", 4), ("middle", 16)]
     memories = trt.named("device_memory")
     assert len(memories) == 5 and len({address for *_, address in memories}) == 1
-    assert segments._memory.numel() == 16_000 + len("middle")  # as the largest profile in use needs
+    assert segments._runs._memory.numel() == 16_000 + len("middle")  # as the largest profile in use needs
 
 
 def test_a_step_sets_shapes_and_addresses_then_runs_on_the_callers_stream(

@@ -1,0 +1,1 @@
+"""A tower's parts as ONNX graphs, and run by TensorRT."""
