@@ -61,7 +61,7 @@ def disturbed(subject: tensorrt_check.Subject) -> Iterator[Callable[[str, str, f
     kept: list[tuple[dict[str, torch.Tensor], str, torch.Tensor]] = []
 
     def disturb(segment: str, name: str, factor: float) -> None:
-        weights = subject.tensorrt._weights[segment][0]
+        weights = subject.tensorrt._runs._weights[segment][0]
         kept.append((weights, name, weights[name]))
         weights[name] = weights[name].mul(factor)
 
