@@ -56,8 +56,6 @@ def _of_config(config: Config) -> Iterator[tuple[str, str]]:
         yield "dense.deterministic is true, and ranks have other kernels", "set it to false"
     if scheduler.speculation in ("medusa", "eagle3"):
         yield f"scheduler.speculation is {scheduler.speculation!r}, whose heads need all of the model", "set it to off"
-    if config.gateway.enable_prompt_embeds:
-        yield "gateway.enable_prompt_embeds is on, and only the first rank would have them", "set it to false"
     if attention.host_kv_bytes:
         yield f"attention.host_kv_bytes is {attention.host_kv_bytes}, a tier for one cache", "set it to 0"
     if attention.kv_events is not None:

@@ -27,7 +27,7 @@ from services.pb import attn_pb2 as attn__pb2
 from services.pb import step_pb2 as step__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0bshard.proto\x12\x12twostroke.shard.v1\x1a\radapter.proto\x1a\nattn.proto\x1a\nstep.proto\"\x9d\x01\n\x0bJoinRequest\x12\x14\n\x0cweights_hash\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x11\n\tnum_ranks\x18\x03 \x01(\r\x12\x15\n\rattachment_id\x18\x04 \x01(\x06\x12,\n\x04seam\x18\x05 \x01(\x0b\x32\x1e.twostroke.attn.v1.AttachReply\x12\x12\n\nstore_port\x18\x06 \x01(\r\"\x0b\n\tJoinReply\"\x81\x01\n\x0cShardCommand\x12-\n\x04step\x18\x01 \x01(\x0b\x32\x1d.twostroke.shard.v1.ShardStepH\x00\x12\x37\n\x0c\x66urther_rows\x18\x02 \x01(\x0b\x32\x1f.twostroke.shard.v1.FurtherRowsH\x00\x42\t\n\x07\x63ommand\"p\n\tShardStep\x12)\n\x04plan\x18\x01 \x01(\x0b\x32\x1b.twostroke.step.v1.StepPlan\x12\x10\n\x08num_rows\x18\x02 \x01(\r\x12\x13\n\x0bnum_sampled\x18\x03 \x01(\r\x12\x11\n\trow_slots\x18\x04 \x03(\x11\")\n\x0b\x46urtherRows\x12\x0c\n\x04rows\x18\x01 \x03(\r\x12\x0c\n\x04lane\x18\x02 \x01(\r\"\r\n\x0bShardAnswer\"a\n\x12LoadAdapterRequest\x12\x15\n\rattachment_id\x18\x01 \x01(\x06\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12&\n\x07\x61\x64\x61pter\x18\x03 \x01(\x0b\x32\x15.twostroke.v1.Adapter\"\x12\n\x10LoadAdapterReply2\xff\x01\n\nDenseShard\x12\x46\n\x04Join\x12\x1f.twostroke.shard.v1.JoinRequest\x1a\x1d.twostroke.shard.v1.JoinReply\x12L\n\x03Run\x12 .twostroke.shard.v1.ShardCommand\x1a\x1f.twostroke.shard.v1.ShardAnswer(\x01\x30\x01\x12[\n\x0bLoadAdapter\x12&.twostroke.shard.v1.LoadAdapterRequest\x1a$.twostroke.shard.v1.LoadAdapterReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0bshard.proto\x12\x12twostroke.shard.v1\x1a\radapter.proto\x1a\nattn.proto\x1a\nstep.proto\"\x9d\x01\n\x0bJoinRequest\x12\x14\n\x0cweights_hash\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x11\n\tnum_ranks\x18\x03 \x01(\r\x12\x15\n\rattachment_id\x18\x04 \x01(\x06\x12,\n\x04seam\x18\x05 \x01(\x0b\x32\x1e.twostroke.attn.v1.AttachReply\x12\x12\n\nstore_port\x18\x06 \x01(\r\"\x0b\n\tJoinReply\"\x81\x01\n\x0cShardCommand\x12-\n\x04step\x18\x01 \x01(\x0b\x32\x1d.twostroke.shard.v1.ShardStepH\x00\x12\x37\n\x0c\x66urther_rows\x18\x02 \x01(\x0b\x32\x1f.twostroke.shard.v1.FurtherRowsH\x00\x42\t\n\x07\x63ommand\"\xa2\x01\n\tShardStep\x12)\n\x04plan\x18\x01 \x01(\x0b\x32\x1b.twostroke.step.v1.StepPlan\x12\x10\n\x08num_rows\x18\x02 \x01(\r\x12\x13\n\x0bnum_sampled\x18\x03 \x01(\r\x12\x11\n\trow_slots\x18\x04 \x03(\x11\x12\x30\n\x07vectors\x18\x05 \x01(\x0b\x32\x1f.twostroke.shard.v1.StepVectors\";\n\x0bStepVectors\x12\x0c\n\x04rows\x18\x01 \x03(\r\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\x10\n\x08num_deep\x18\x03 \x01(\r\")\n\x0b\x46urtherRows\x12\x0c\n\x04rows\x18\x01 \x03(\r\x12\x0c\n\x04lane\x18\x02 \x01(\r\"\r\n\x0bShardAnswer\"a\n\x12LoadAdapterRequest\x12\x15\n\rattachment_id\x18\x01 \x01(\x06\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12&\n\x07\x61\x64\x61pter\x18\x03 \x01(\x0b\x32\x15.twostroke.v1.Adapter\"\x12\n\x10LoadAdapterReply2\xff\x01\n\nDenseShard\x12\x46\n\x04Join\x12\x1f.twostroke.shard.v1.JoinRequest\x1a\x1d.twostroke.shard.v1.JoinReply\x12L\n\x03Run\x12 .twostroke.shard.v1.ShardCommand\x1a\x1f.twostroke.shard.v1.ShardAnswer(\x01\x30\x01\x12[\n\x0bLoadAdapter\x12&.twostroke.shard.v1.LoadAdapterRequest\x1a$.twostroke.shard.v1.LoadAdapterReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,16 +40,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOINREPLY']._serialized_end=245
   _globals['_SHARDCOMMAND']._serialized_start=248
   _globals['_SHARDCOMMAND']._serialized_end=377
-  _globals['_SHARDSTEP']._serialized_start=379
-  _globals['_SHARDSTEP']._serialized_end=491
-  _globals['_FURTHERROWS']._serialized_start=493
-  _globals['_FURTHERROWS']._serialized_end=534
-  _globals['_SHARDANSWER']._serialized_start=536
-  _globals['_SHARDANSWER']._serialized_end=549
-  _globals['_LOADADAPTERREQUEST']._serialized_start=551
-  _globals['_LOADADAPTERREQUEST']._serialized_end=648
-  _globals['_LOADADAPTERREPLY']._serialized_start=650
-  _globals['_LOADADAPTERREPLY']._serialized_end=668
-  _globals['_DENSESHARD']._serialized_start=671
-  _globals['_DENSESHARD']._serialized_end=926
+  _globals['_SHARDSTEP']._serialized_start=380
+  _globals['_SHARDSTEP']._serialized_end=542
+  _globals['_STEPVECTORS']._serialized_start=544
+  _globals['_STEPVECTORS']._serialized_end=603
+  _globals['_FURTHERROWS']._serialized_start=605
+  _globals['_FURTHERROWS']._serialized_end=646
+  _globals['_SHARDANSWER']._serialized_start=648
+  _globals['_SHARDANSWER']._serialized_end=661
+  _globals['_LOADADAPTERREQUEST']._serialized_start=663
+  _globals['_LOADADAPTERREQUEST']._serialized_end=760
+  _globals['_LOADADAPTERREPLY']._serialized_start=762
+  _globals['_LOADADAPTERREPLY']._serialized_end=780
+  _globals['_DENSESHARD']._serialized_start=783
+  _globals['_DENSESHARD']._serialized_end=1038
 # @@protoc_insertion_point(module_scope)

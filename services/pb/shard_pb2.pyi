@@ -38,16 +38,28 @@ class ShardCommand(_message.Message):
     def __init__(self, step: _Optional[_Union[ShardStep, _Mapping]] = ..., further_rows: _Optional[_Union[FurtherRows, _Mapping]] = ...) -> None: ...
 
 class ShardStep(_message.Message):
-    __slots__ = ("plan", "num_rows", "num_sampled", "row_slots")
+    __slots__ = ("plan", "num_rows", "num_sampled", "row_slots", "vectors")
     PLAN_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLED_FIELD_NUMBER: _ClassVar[int]
     ROW_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    VECTORS_FIELD_NUMBER: _ClassVar[int]
     plan: _step_pb2.StepPlan
     num_rows: int
     num_sampled: int
     row_slots: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, plan: _Optional[_Union[_step_pb2.StepPlan, _Mapping]] = ..., num_rows: _Optional[int] = ..., num_sampled: _Optional[int] = ..., row_slots: _Optional[_Iterable[int]] = ...) -> None: ...
+    vectors: StepVectors
+    def __init__(self, plan: _Optional[_Union[_step_pb2.StepPlan, _Mapping]] = ..., num_rows: _Optional[int] = ..., num_sampled: _Optional[int] = ..., row_slots: _Optional[_Iterable[int]] = ..., vectors: _Optional[_Union[StepVectors, _Mapping]] = ...) -> None: ...
+
+class StepVectors(_message.Message):
+    __slots__ = ("rows", "size", "num_deep")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_DEEP_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    size: int
+    num_deep: int
+    def __init__(self, rows: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., num_deep: _Optional[int] = ...) -> None: ...
 
 class FurtherRows(_message.Message):
     __slots__ = ("rows", "lane")

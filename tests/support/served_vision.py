@@ -18,7 +18,8 @@ from services.pb import gateway_pb2, sampling_pb2
 from tests.support.dense.vision_models import load_true_model, make_vision_model, true_pixels
 
 IMAGE_TOKEN, START, END = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
-_OTHER_TOKENS = {"internvl": ["<img>", "</img>"]}  # that stand around a picture's, by variant
+# That stand around a picture's, by variant.
+_OTHER_TOKENS = {"internvl": ["<img>", "</img>"], "gemma3": ["<start_of_image>", "<end_of_image>"]}
 PLACE = f"{START}{IMAGE_TOKEN}{END}"
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]"
@@ -39,6 +40,8 @@ def make_served_vision_model(
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
     tokens = [image_token, START, END, *_OTHER_TOKENS.get(variant, ())]
     tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    if variant == "gemma3" and template is not None:
+        template = template.replace(PLACE, "<start_of_image>")
     tokenizer.chat_template = template
     ids = tokenizer.convert_tokens_to_ids([image_token, START, END])
     names = ("image_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -66,6 +69,9 @@ def _places(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> list[s
     if "image_grid_thw" in given:
         square = model.config.vision_config.spatial_merge_size**2
         return [IMAGE_TOKEN * (int(grid.prod()) // square) for grid in given["image_grid_thw"]]
+    if "num_crops" in given:  # of Gemma 3
+        tokens = IMAGE_TOKEN * model.config.mm_tokens_per_image
+        return [f"\n\n<start_of_image>{tokens}<end_of_image>\n\n"] * len(given["pixel_values"])
     if "num_patches" in given:
         counts = [model.config.image_seq_length * int(each) for each in given["num_patches"]]
         return [f"<img>{IMAGE_TOKEN * each}</img>" for each in counts]
@@ -78,11 +84,16 @@ def expected_tokens(
 ) -> list[int]:
     """The tokens that Hugging Face generates greedily after a rendered text with pictures."""
     model = _truth(path, variant)
+    if variant == "gemma3":
+        text = text.replace(PLACE, IMAGE_TOKEN)
     given = dict(true_pixels(variant, pictures)) if pictures else {}
     ids = torch.tensor([prompt_ids(path, text, _places(model, given) if pictures else [])])
     if variant.startswith("qwen"):
         given["mm_token_type_ids"] = (ids == model.config.image_token_id).long()
-    given.pop("num_patches", None)
+    if variant == "gemma3":
+        given["token_type_ids"] = (ids == model.config.image_token_id).long()
+    for of_processor in ("num_patches", "num_crops"):
+        given.pop(of_processor, None)
     output = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),

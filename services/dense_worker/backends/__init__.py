@@ -64,10 +64,13 @@ class DenseBackend(Protocol):
     always_ends: bool  # whether `last` is called also if no token needs logits: another process goes on from there
     skips_logits: bool  # whether a step may have `hidden` and no `last`, and whether `hidden` may be captured
 
-    def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0) -> None:
+    def begin_step(
+        self, plan: StepPlan, num_tokens: int, num_sampled: int = 0, input_embeds: InputEmbeds | None = None
+    ) -> None:
         """Prepares a step of `num_tokens` tokens (padding included) on the host. Called once before each step.
 
         num_sampled: rows of its first call of `last` (padding included); 0: it is not called
+        input_embeds: what `first` will be given, perhaps on another device
 
         It is never captured. It prepares everything that differs between two steps of one captured graph, such as the
         adapter of each row, and copies it to where the graph reads it.

@@ -91,7 +91,9 @@ class CudaBackend:
             if experts.loads is not None:
                 experts.loads.zero_()  # those were no tokens of requests
 
-    def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0) -> None:
+    def begin_step(
+        self, plan: StepPlan, num_tokens: int, num_sampled: int = 0, input_embeds: InputEmbeds | None = None
+    ) -> None:
         """Copies the positions, if the embedding needs them, and the number of tokens, if experts do.
 
         Refuses a step that the workspaces do not hold: the kernels would write beyond them.

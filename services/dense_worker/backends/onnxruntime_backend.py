@@ -44,7 +44,9 @@ class OnnxRuntimeBackend:
             for segment, layers in bind_weights(weights).items()
         }  # OrtValues share the tensors' memory
 
-    def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0) -> None:
+    def begin_step(
+        self, plan: StepPlan, num_tokens: int, num_sampled: int = 0, input_embeds: None = None
+    ) -> None:
         """Does nothing."""
 
     def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor, input_embeds: None = None) -> torch.Tensor:

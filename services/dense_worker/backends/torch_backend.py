@@ -33,7 +33,9 @@ class TorchBackend:
         self._operations = operations or TorchOperations(lora)
         self._reads_positions, self._device = weights.reads_positions, weights.device
 
-    def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0) -> None:
+    def begin_step(
+        self, plan: StepPlan, num_tokens: int, num_sampled: int = 0, input_embeds: InputEmbeds | None = None
+    ) -> None:
         """Passes the positions on, if the embedding needs them. Steps share nothing else but weights and adapters."""
         if self._reads_positions:
             self._operations.set_positions(torch.from_numpy(positions_of(plan, num_tokens)).to(self._device))

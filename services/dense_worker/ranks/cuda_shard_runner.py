@@ -15,6 +15,7 @@ from services.dense_worker.ranks.leading_backend import ShardOperations
 from services.dense_worker.ranks.shard_runner import ShardRunner, sampled_rows
 from services.dense_worker.runner.model_runner import LayerRun
 from services.dense_worker.sampling.upload import upload
+from services.pb import shard_pb2
 from services.step import StepPlan
 
 if TYPE_CHECKING:
@@ -58,7 +59,14 @@ class CudaShardRunner(ShardRunner):
         self._graphs = {lane: self._make_graphs(lane, channel) for lane, channel in channels.items()}
 
     @torch.inference_mode()
-    def run_step(self, plan: StepPlan, num_rows: int, num_sampled: int, row_slots: Sequence[int] = ()) -> None:
+    def run_step(
+        self,
+        plan: StepPlan,
+        num_rows: int,
+        num_sampled: int,
+        row_slots: Sequence[int] = (),
+        vectors: shard_pb2.StepVectors | None = None,
+    ) -> None:
         """Enqueues all layers; waits for the device only to capture a graph."""
         size = _Size(num_rows, num_sampled, bool(row_slots))
         lane, channel = plan.lane, self._channels[plan.lane]
@@ -71,12 +79,12 @@ class CudaShardRunner(ShardRunner):
                 self._graphs[lane].capture(size)  # now, as the first rank: a step would wait for it
                 return
             self._rows[:num_sampled].copy_(upload(sampled_rows(plan, num_sampled).numpy(), self._device))
-            if (lane, size) in self._warmed:
+            if (lane, size) in self._warmed and vectors is None:
                 graph = self._graphs[lane].find(size)
                 graph.replay()
                 residual = self._residuals[lane, size]
             else:
-                residual = self._run_rows(channel, size)
+                residual = self._run_rows(channel, size, vectors, lane)
         self._rows_of[lane] = channel.attn_out[:num_rows], residual
 
     @torch.inference_mode()
@@ -94,7 +102,7 @@ class CudaShardRunner(ShardRunner):
 
     def _make_graphs(self, lane: int, channel: Channel) -> StepGraphs[_Size]:
         def run(size: _Size) -> None:
-            self._residuals[lane, size] = self._run_rows(channel, size)
+            self._residuals[lane, size] = self._run_rows(channel, size, None, lane)
 
         return StepGraphs(self._stream, lambda size: None, run)
 
@@ -103,9 +111,14 @@ class CudaShardRunner(ShardRunner):
         self._operations.share_tokens(token_ids)
         return token_ids
 
-    def _run_rows(self, channel: Channel, size: _Size) -> torch.Tensor:
+    def _run_rows(
+        self, channel: Channel, size: _Size, vectors: shard_pb2.StepVectors | None, lane: int
+    ) -> torch.Tensor:
         layers = LayerRun(self._backend, channel, self._num_layers)
-        layers.begin(self._tokens(size.num_rows))
+        token_ids, embeds = self._tokens(size.num_rows), None
+        if vectors is not None:
+            embeds = self._receive(vectors, lane, self._device).upload(self._device)
+        layers.begin(token_ids, embeds)
         return layers.finish(self._rows[: size.num_sampled])[1]
 
     def _run_segments(self, channel: Channel, size: _Size) -> None:

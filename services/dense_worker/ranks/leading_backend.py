@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 import numpy as np
 import torch
@@ -65,7 +65,8 @@ class LeadingBackend:
     The other ranks have no scheduler and no sampler. They get each step's plan, and its tokens from this rank.
     """
 
-    takes_input_embeds = False
+    takes_input_embeds = True
+    shares_vectors: ClassVar[bool] = True  # with ranks that have parts of the same layers
     always_ends = skips_logits = False
 
     def __init__(self, backend: DenseBackend, operations: ShardOperations, lora: LoraStore | None = None) -> None:
@@ -88,7 +89,9 @@ class LeadingBackend:
         self._ranks = ranks
         self._operations.use_group(ranks.group)
 
-    def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0) -> None:
+    def begin_step(
+        self, plan: StepPlan, num_tokens: int, num_sampled: int = 0, input_embeds: InputEmbeds | None = None
+    ) -> None:
         """Lets all ranks begin the step. A plan without entries, which warms up, may be of any lane."""
         plan = plan if plan.lane == self.ranks.lane else replace(plan, lane=self.ranks.lane)
         step = shard_pb2.ShardStep(
@@ -97,21 +100,39 @@ class LeadingBackend:
             num_sampled=num_sampled,
             row_slots=self._row_slots(num_tokens),
         )
+        if input_embeds is not None and self.shares_vectors:
+            num_deep = 0 if input_embeds.deep is None else len(input_embeds.deep)
+            size = input_embeds.vectors.shape[1]
+            vectors = shard_pb2.StepVectors(rows=input_embeds.rows.tolist(), size=size, num_deep=num_deep)
+            step.vectors.CopyFrom(vectors)
         self.ranks.send(shard_pb2.ShardCommand(step=step))
-        self._backend.begin_step(plan, num_tokens, num_sampled)
+        self._backend.begin_step(plan, num_tokens, num_sampled, input_embeds)
 
     def first(
         self, token_ids: torch.Tensor, qkv_out: torch.Tensor, input_embeds: InputEmbeds | None = None
     ) -> torch.Tensor:
-        """Gives the ranks the tokens."""
-        assert input_embeds is None, "only this rank would have them"
+        """Gives the ranks the tokens, and the vectors that some rows have."""
         self._has_logits = False
         self._operations.share_tokens(token_ids)
-        return self._backend.first(token_ids, qkv_out)
+        if input_embeds is None:
+            return self._backend.first(token_ids, qkv_out)
+        if self.shares_vectors:
+            for each in (input_embeds.vectors, input_embeds.deep):
+                if each is not None:
+                    self.ranks.group.broadcast(each.contiguous())
+        return self._backend.first(token_ids, qkv_out, input_embeds)
 
-    def middle(self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
+    def middle(
+        self,
+        layer: int,
+        attn_out: torch.Tensor,
+        residual: torch.Tensor,
+        qkv_out: torch.Tensor,
+        added: InputEmbeds | None = None,
+    ) -> torch.Tensor:
         """The shard's part; all ranks run it."""
-        return self._backend.middle(layer, attn_out, residual, qkv_out)
+        further = () if added is None else (added,)
+        return self._backend.middle(layer, attn_out, residual, qkv_out, *further)
 
     def last(
         self,

@@ -15,6 +15,7 @@ class LeadingStage(LeadingBackend):
     """A DenseBackend around that of the stage's own layers. Its logits are those of the last stage."""
 
     always_ends = True
+    shares_vectors = False  # it has the first layers alone
 
     def __init__(
         self,

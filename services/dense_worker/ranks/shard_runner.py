@@ -8,12 +8,13 @@ import numpy as np
 import torch
 
 from services.channel import Channel
-from services.dense_worker.backends import DenseBackend
+from services.dense_worker.backends import DenseBackend, InputEmbeds
 from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.ranks.group import RankGroup
 from services.dense_worker.ranks.leading_backend import ShardOperations
 from services.dense_worker.runner.model_runner import LayerRun
 from services.dense_worker.runner.step_input import SampledRows
+from services.pb import shard_pb2
 from services.step import StepPlan
 
 
@@ -38,10 +39,17 @@ class ShardRunner:
         self._rows_of.clear()
 
     @torch.inference_mode()
-    def run_step(self, plan: StepPlan, num_rows: int, num_sampled: int, row_slots: Sequence[int] = ()) -> None:
+    def run_step(
+        self,
+        plan: StepPlan,
+        num_rows: int,
+        num_sampled: int,
+        row_slots: Sequence[int] = (),
+        vectors: shard_pb2.StepVectors | None = None,
+    ) -> None:
         """Runs all layers. Raises the errors of `Channel.wait` and of the group.
 
-        row_slots: where the adapter of each row is, or -1; empty: no row has one
+        row_slots: where the adapter of each row is, or -1; empty: no row has one. vectors: None: no row has one
         """
         channel = self._channels[plan.lane]
         self._operations.use_group(self._groups[plan.lane])
@@ -49,9 +57,21 @@ class ShardRunner:
         token_ids = torch.zeros(num_rows, dtype=torch.int64)
         self._operations.share_tokens(token_ids)
         layers = LayerRun(self._backend, channel, self._num_layers)
-        layers.begin(token_ids)
+        layers.begin(token_ids, None if vectors is None else self._receive(vectors, plan.lane, token_ids.device))
         _, residual = layers.finish(sampled_rows(plan, num_sampled))
         self._rows_of[plan.lane] = channel.attn_out[:num_rows], residual
+
+    def _receive(self, vectors: shard_pb2.StepVectors, lane: int, device: torch.device) -> InputEmbeds:
+        """What the first rank gives all ranks after the tokens."""
+        rows, dtype = torch.tensor(vectors.rows, dtype=torch.int64), self._channels[lane].qkv.dtype
+        group, shape = self._groups[lane], (len(rows), vectors.size)
+        given = torch.empty(shape, dtype=dtype, device=device)
+        group.broadcast(given)
+        deep = None
+        if vectors.num_deep:
+            deep = torch.empty(vectors.num_deep, *shape, dtype=dtype, device=device)
+            group.broadcast(deep)
+        return InputEmbeds(rows, given, deep)
 
     @torch.inference_mode()
     def compute_rows(self, lane: int, rows: list[int]) -> None:

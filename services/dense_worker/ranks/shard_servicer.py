@@ -191,7 +191,8 @@ class ShardServicer(shard_pb2_grpc.DenseShardServicer):
             self._runner.compute_rows(command.further_rows.lane, list(command.further_rows.rows))
         else:
             step = command.step
-            self._runner.run_step(decode_plan(step.plan), step.num_rows, step.num_sampled, step.row_slots)
+            vectors = step.vectors if step.HasField("vectors") else None
+            self._runner.run_step(decode_plan(step.plan), step.num_rows, step.num_sampled, step.row_slots, vectors)
 
     async def _run(self, function: Callable[..., T], *arguments: object) -> T:
         try:

@@ -332,7 +332,7 @@ class ModelRunner:
         channel.begin_step(step.bound.plan.step_id, num_rows)
         for feature in self._with_kernels:
             feature.begin_step(step.parts.get(feature), num_rows)
-        self._backend.begin_step(step.bound.plan, num_rows, num_sampled)
+        self._backend.begin_step(step.bound.plan, num_rows, num_sampled, step.input_embeds)
         for part in step.parts.values():
             part.before_layers(channel)
 

@@ -32,7 +32,9 @@ class TensorRTBackend:
         self.gives_hidden_states = self.always_ends = self.skips_logits = False
         self.logits_dtype = torch.float32
 
-    def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0) -> None:
+    def begin_step(
+        self, plan: StepPlan, num_tokens: int, num_sampled: int = 0, input_embeds: InputEmbeds | None = None
+    ) -> None:
         """Both backends prepare, for they may take turns within the step."""
         self._tensorrt.begin_step(plan, num_tokens)
         if self._torch is not None:

@@ -121,7 +121,9 @@ class TensorRTSegments:
         max_sizes = {name: limits.num_rows if name == "last" else limits.num_tokens for name in plans}
         self._runs = PlanRuns(api, plans, bind_weights(weights), weights.device, max_sizes, current_stream)
 
-    def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0) -> None:
+    def begin_step(
+        self, plan: StepPlan, num_tokens: int, num_sampled: int = 0, input_embeds: None = None
+    ) -> None:
         """Refuses a step beyond the profiles that have contexts."""
         profile, num_profiles = profile_index(self._runs.profiles, num_tokens), self._runs.num_profiles("first")
         assert profile < num_profiles, f"{num_tokens} tokens need profile {profile} of {num_profiles} in use"

@@ -94,9 +94,6 @@ def why_no_pictures(config: Config, model: ResolvedModel) -> str | None:
     """Why the dense worker takes no pictures; None: it does."""
     if not config.model.images:
         return "model.images is false"
-    for key in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if (count := getattr(config.dense, key)) > 1:
-            return f"dense.{key} is {count}, and only the first of them would have the tower"
     if config.scheduler.num_lanes > 1:
         return f"scheduler.num_lanes is {config.scheduler.num_lanes}, and a tower runs on the stream of one lane"
     if config.dense.deterministic:
@@ -108,4 +105,10 @@ def why_no_pictures(config: Config, model: ResolvedModel) -> str | None:
         return "the model's encoder reads them"
     if vision is None:
         return f"the model {config.model.path.name} has no tower that is supported, or no preprocessor_config.json"
+    num_deep = vision.tower.width // model.config.hidden_size - 1  # vectors that are added after as many layers
+    if model.rank.is_stage and num_deep >= (num_own := len(model.rank.layers(model.config.num_layers))):
+        return (
+            f"vectors of pictures are added after the first {num_deep} layers, and the first of"
+            f" dense.pipeline_parallel_size stages has {num_own}: it needs {num_deep + 1}"
+        )
     return None

@@ -46,7 +46,7 @@ class RandomLogits:
     always_ends = False
     table = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
 
-    def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0) -> None: ...
+    def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0, embeds: object = None) -> None: ...
 
     def first(self, token_ids: torch.Tensor, qkv: torch.Tensor, input_embeds: object = None) -> torch.Tensor:
         return token_ids[:, None]

@@ -40,7 +40,7 @@ class NextNumber:
         self.fed: list[list[int]] = []
         self.begun: list[tuple[int, int]] = []  # id and number of tokens of each step
 
-    def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0) -> None:
+    def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0, input_embeds: object = None) -> None:
         self.begun.append((plan.step_id, num_tokens))
 
     def first(self, token_ids: torch.Tensor, qkv: torch.Tensor, input_embeds: object = None) -> torch.Tensor:

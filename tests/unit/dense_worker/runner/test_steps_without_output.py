@@ -46,7 +46,7 @@ class Tables:
     def __init__(self) -> None:
         self.num_logits: list[int] = []
 
-    def begin_step(self, plan: object, num_tokens: int, num_sampled: int = 0) -> None: ...
+    def begin_step(self, plan: object, num_tokens: int, num_sampled: int = 0, input_embeds: object = None) -> None: ...
 
     def first(self, token_ids: torch.Tensor, qkv: torch.Tensor, input_embeds: object = None) -> torch.Tensor:
         return TABLE[token_ids]

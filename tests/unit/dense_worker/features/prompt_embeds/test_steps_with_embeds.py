@@ -38,7 +38,7 @@ class Counting:
     def __init__(self) -> None:
         self.steps: list[tuple[list[float], bool]] = []  # the residual, and whether vectors were given
 
-    def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0) -> None: ...
+    def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0, embeds: object = None) -> None: ...
 
     def first(
         self, token_ids: torch.Tensor, qkv: torch.Tensor, input_embeds: InputEmbeds | None = None

@@ -1,0 +1,66 @@
+"""Pictures with several ranks: the first one has the tower, and all get its rows. Tokens are those of Hugging Face."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.support.clients.streams import collect_all
+from tests.support.cluster import REQUEST_TIMEOUT_S, running_cluster
+from tests.support.dense.vision_models import noise
+from tests.support.rank_processes import pid_of
+from tests.support.served_vision import (
+    Turn,
+    chat_message,
+    expected_tokens,
+    make_served_vision_model,
+    pictures_of,
+    rendered,
+)
+
+pytestmark = pytest.mark.timeout(300)  # processes start twice, and the machine may be slow
+
+FIRST, SECOND = noise(50, 37, 1), noise(20, 60, 2)
+NUM_TOKENS = 60
+TEXT = {"num_attention_heads": 8, "num_hidden_layers": 6}  # with which answers depend on the pictures
+SETTINGS = ("scheduler.max_num_batched_tokens=64", "attention.num_blocks=200")  # less than one of the prompts
+CHATS: list[list[Turn]] = [
+    [("user", ["All ", FIRST, SECOND, FIRST])],
+    [("user", ["All ", SECOND, FIRST, FIRST])],
+    [("user", ["None at all"])],
+]
+
+
+@pytest.mark.parametrize(
+    ("variant", "ranks"),
+    [
+        ("qwen3_vl", "tensor_parallel_size"),  # with vectors that are added after the first layers
+        ("gemma3", "tensor_parallel_size"),  # with a factor of embeddings, which vectors do not get
+        ("qwen3_vl", "pipeline_parallel_size"),
+    ],
+)
+def test_tokens_are_those_of_one_rank_over_a_kill_of_another(variant: str, ranks: str, tmp_path: Path) -> None:
+    text = {"num_attention_heads": 8} if variant == "gemma3" else TEXT
+    model = make_served_vision_model(tmp_path / "model", variant, **text)
+    expected = [expected_tokens(model, rendered(each), pictures_of(each), NUM_TOKENS, variant) for each in CHATS]
+    assert expected[0] != expected[1], "answers depend on the pictures"
+    with running_cluster(tmp_path, f"model.path={model}", f"dense.{ranks}=2", *SETTINGS, is_warm=True) as cluster:
+        messages = [chat_message(each, NUM_TOKENS) for each in CHATS]
+        killed = pid_of(cluster, "dense_worker-1")
+        found = collect_all(cluster.gateway, messages, lambda: os.kill(killed, signal.SIGKILL))
+        assert [each.token_ids[0] for each in found] == expected
+        assert pid_of(cluster, "dense_worker-1") != killed
+        cluster.wait_idle()
+
+
+def test_a_stage_with_too_few_layers_refuses_pictures(tmp_path: Path) -> None:
+    """Qwen3-VL adds vectors after two layers, of which the first of two stages has one."""
+    model = make_served_vision_model(tmp_path / "model", "qwen3_vl", num_hidden_layers=2)
+    with running_cluster(tmp_path, f"model.path={model}", "dense.pipeline_parallel_size=2", *SETTINGS) as cluster:
+        cluster.gateway.Generate(chat_message(CHATS[2], 1), timeout=REQUEST_TIMEOUT_S)
+        with pytest.raises(grpc.RpcError, match=r"the first 2 layers, and the first of .* stages has 1: it needs 3"):
+            cluster.gateway.Generate(chat_message(CHATS[0], 1), timeout=REQUEST_TIMEOUT_S)
