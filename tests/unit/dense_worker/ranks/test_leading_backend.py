@@ -23,7 +23,7 @@ def test_it_has_all_that_a_backend_has() -> None:
     values = {name: getattr(backend, name) for name in DenseBackend.__annotations__}
     assert {"first", "last"} < {*methods} and all(callable(getattr(backend, name)) for name in methods)
     assert values == {
-        "takes_input_embeds": False,
+        "takes_input_embeds": True,
         "gives_hidden_states": True,
         "logits_dtype": torch.bfloat16,
         "always_ends": False,
