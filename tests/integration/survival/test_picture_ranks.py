@@ -26,6 +26,7 @@ pytestmark = pytest.mark.timeout(300)  # processes start twice, and the machine 
 FIRST, SECOND = noise(50, 37, 1), noise(20, 60, 2)
 NUM_TOKENS = 60
 TEXT = {"num_attention_heads": 8, "num_hidden_layers": 6}  # with which answers depend on the pictures
+GEMMA = TEXT | {"layer_types": ["sliding_attention", "full_attention"] * 3}
 SETTINGS = ("scheduler.max_num_batched_tokens=64", "attention.num_blocks=200")  # less than one of the prompts
 CHATS: list[list[Turn]] = [
     [("user", ["All ", FIRST, SECOND, FIRST])],
@@ -43,8 +44,7 @@ CHATS: list[list[Turn]] = [
     ],
 )
 def test_tokens_are_those_of_one_rank_over_a_kill_of_another(variant: str, ranks: str, tmp_path: Path) -> None:
-    text = {"num_attention_heads": 8} if variant == "gemma3" else TEXT
-    model = make_served_vision_model(tmp_path / "model", variant, **text)
+    model = make_served_vision_model(tmp_path / "model", variant, **GEMMA if variant == "gemma3" else TEXT)
     expected = [expected_tokens(model, rendered(each), pictures_of(each), NUM_TOKENS, variant) for each in CHATS]
     assert expected[0] != expected[1], "answers depend on the pictures"
     with running_cluster(tmp_path, f"model.path={model}", f"dense.{ranks}=2", *SETTINGS, is_warm=True) as cluster:
