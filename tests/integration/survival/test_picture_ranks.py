@@ -27,7 +27,11 @@ FIRST, SECOND = noise(50, 37, 1), noise(20, 60, 2)
 NUM_TOKENS = 60
 TEXT = {"num_attention_heads": 8, "num_hidden_layers": 6}  # with which answers depend on the pictures
 GEMMA = TEXT | {"layer_types": ["sliding_attention", "full_attention"] * 3}
-SETTINGS = ("scheduler.max_num_batched_tokens=64", "attention.num_blocks=200")  # less than one of the prompts
+SETTINGS = (  # steps have less room than one of the prompts needs
+    "scheduler.max_num_batched_tokens=64",
+    "scheduler.max_num_seqs=8",
+    "attention.num_blocks=200",
+)
 CHATS: list[list[Turn]] = [
     [("user", ["All ", FIRST, SECOND, FIRST])],
     [("user", ["All ", SECOND, FIRST, FIRST])],
