@@ -13,10 +13,9 @@ from services.common.families.shape import NormKind
 from services.common.vision.gemma3 import Gemma3Tower
 from services.common.vision.vision_config import PixelScale
 from services.dense_worker.encoders.vision.layer import PROJECTOR
-from services.dense_worker.encoders.vision.operations import TowerOperations
+from services.dense_worker.encoders.vision.operations import RowPart, TowerOperations
 from services.dense_worker.encoders.vision.patch_tower import PatchEncoder, build_patch_encoder
 from services.dense_worker.encoders.vision.picture import Picture
-from services.dense_worker.encoders.vision.row_part import RowPart
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.model.allocator import WeightAllocator

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 from services.common.families.kinds import Activation
 from services.dense_worker.encoders.packed_attention import PackedSequences, attend
-from services.dense_worker.encoders.vision.operations import Rotation, TowerOperations
-from services.dense_worker.encoders.vision.row_part import RowPart
+from services.dense_worker.encoders.vision.operations import Rotation, RowPart, TowerOperations
 from services.dense_worker.kernels.linear.activation import ACTIVATIONS, MlpActivation
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.kernels.norm.norm import Norm

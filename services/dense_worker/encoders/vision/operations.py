@@ -1,15 +1,22 @@
-"""`TowerOperations`: what the layers of towers do beside products and attention. In torch here, by kernels on a GPU."""
+"""`TowerOperations`: what the parts of towers do beside products and attention. In torch here, by kernels on a GPU.
+
+A `RowPart` has weights and computes each row by itself: what ONNX and TensorRT get of a tower. Between such parts lies
+what has no weights, or adds tables: attention, rotation, positions.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
-from services.dense_worker.encoders.vision.row_part import RowPart
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.norm.norm import Norm
+from services.dense_worker.parameters import parts_of_type
+
+PREFIX = "tower_"  # of the names of its segments, where the others of the model have theirs
+OUTPUT = "rows_out"  # of every segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +36,30 @@ class Rotation:
         cos, sin = self.cos[:, None], self.sin[:, None]
         first, second = heads.float().chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
+
+
+class RowPart:
+    """A frozen dataclass of parameters. Parts of a tower that have one `segment` have equal shapes."""
+
+    __slots__ = ()
+    segment: ClassVar[str]
+
+    @property
+    def row_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of a row of each input, by its name."""
+        raise NotImplementedError
+
+    def forward(self, operations: TowerOperations, *inputs: torch.Tensor) -> torch.Tensor:
+        """inputs: [n, *row shape], which may be overwritten -> [n, width]"""
+        raise NotImplementedError
+
+
+def segments_of_tower(tower: object) -> dict[str, list[RowPart]]:
+    """The parts of each segment, by name with `PREFIX`, in their order."""
+    found: dict[str, list[RowPart]] = {}
+    for part in parts_of_type(RowPart, tower):
+        found.setdefault(PREFIX + part.segment, []).append(part)
+    return found
 
 
 class TowerOperations(Protocol):

@@ -22,10 +22,9 @@ from services.dense_worker.encoders.vision.layer import (
     build_projector,
     multiply,
 )
-from services.dense_worker.encoders.vision.operations import Rotation, TowerOperations
+from services.dense_worker.encoders.vision.operations import Rotation, RowPart, TowerOperations
 from services.dense_worker.encoders.vision.patch_tower import convolution
 from services.dense_worker.encoders.vision.picture import Picture, patches_of, scale_pixels
-from services.dense_worker.encoders.vision.row_part import RowPart
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.kernels.norm.norm import Norm

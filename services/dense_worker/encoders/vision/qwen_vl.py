@@ -20,9 +20,8 @@ from services.common.vision.qwen_vl import QwenTower
 from services.common.vision.vision_config import PixelScale
 from services.dense_worker.encoders.packed_attention import PackedSequences
 from services.dense_worker.encoders.vision.layer import LayerEnd, LayerStart, PatchEmbedding, VisionLayer, multiply
-from services.dense_worker.encoders.vision.operations import Rotation, TowerOperations
+from services.dense_worker.encoders.vision.operations import Rotation, RowPart, TowerOperations
 from services.dense_worker.encoders.vision.picture import Picture, patches_of, scale_pixels
-from services.dense_worker.encoders.vision.row_part import RowPart
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS

@@ -6,8 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from services.dense_worker.encoders.vision.operations import Rotation
-from services.dense_worker.encoders.vision.row_part import RowPart
+from services.dense_worker.encoders.vision.operations import Rotation, RowPart
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.triton_activation import activate
 from services.dense_worker.kernels.norm.norm import Norm

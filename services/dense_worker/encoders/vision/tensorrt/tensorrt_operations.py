@@ -5,8 +5,13 @@ from __future__ import annotations
 import torch
 
 from services.dense_worker.encoders.vision.load import Tower
-from services.dense_worker.encoders.vision.operations import Rotation, TowerOperations
-from services.dense_worker.encoders.vision.row_part import OUTPUT, RowPart, segments_of_tower
+from services.dense_worker.encoders.vision.operations import (
+    OUTPUT,
+    Rotation,
+    RowPart,
+    TowerOperations,
+    segments_of_tower,
+)
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.parameters import tensors_by_name

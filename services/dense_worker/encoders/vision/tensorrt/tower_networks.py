@@ -12,8 +12,7 @@ import torch
 from services.common.errors import ConfigError
 from services.common.vision.vision_config import VisionConfig
 from services.dense_worker.encoders.vision.load import BUILDERS
-from services.dense_worker.encoders.vision.operations import TorchTowerOperations
-from services.dense_worker.encoders.vision.row_part import OUTPUT, segments_of_tower
+from services.dense_worker.encoders.vision.operations import OUTPUT, TorchTowerOperations, segments_of_tower
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.tensorrt.onnx_segments import Example, export_example
 
