@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-import torch
-
 from services.common.errors import InvalidRequest
 from services.gateway.request.context_length import too_long
-from services.gateway.request.torch_file import read_saved_tensor
 from services.gateway.resources.base64_text import decode_base64
 from services.lora.prompt_embeds import PromptEmbeds, make_prompt_embeds
 from services.pb import gateway_pb2
@@ -22,6 +19,10 @@ class PromptEmbedsReader:
 
     def __init__(self, hidden_size: int) -> None:
         """hidden_size: the served model's"""
+        # It imports torch, which takes a second and 160 MB: only gateways that read such prompts do, when they start.
+        from services.gateway.request import torch_file
+
+        self._torch_file = torch_file
         self._hidden_size = hidden_size
         self._reading = asyncio.Semaphore(MAX_READING)
 
@@ -42,11 +43,11 @@ class PromptEmbedsReader:
             )
 
     def _decode(self, text: str, name: str, max_model_len: int) -> gateway_pb2.PromptEmbeds:
-        tensor = read_saved_tensor(decode_base64(text, name), name)
+        tensor = self._torch_file.read_saved_tensor(decode_base64(text, name), name)
         if tensor.dim() == 3 and len(tensor) == 1:
             tensor = tensor[0]  # a batch of one prompt
         self._check_shape(tuple(tensor.shape), name, max_model_len)
-        values = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        values = self._torch_file.bytes_of(tensor)
         num_tokens, hidden_size = tensor.shape
         dtype = str(tensor.dtype).removeprefix("torch.")
         return gateway_pb2.PromptEmbeds(values=values, num_tokens=num_tokens, hidden_size=hidden_size, dtype=dtype)

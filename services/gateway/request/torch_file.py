@@ -47,6 +47,11 @@ def read_saved_tensor(data: bytes, name: str) -> torch.Tensor:
     return tensor.detach()
 
 
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """The values, row after row."""
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
 def _checked(data: bytes, name: str) -> io.BytesIO:
     """The archive with the same entries, as Python reads them: torch cannot see others."""
     if not data.startswith(b"PK\3\4"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import grpc
@@ -11,6 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.pb import gateway_pb2, gateway_pb2_grpc
+from tests.support.cluster import REPOSITORY
 from tests.support.running_gateway import WarmService, run, until
 from tests.support.workers.fake_dense import FakeDense
 
@@ -136,3 +139,16 @@ def test_a_second_sigterm_does_not_wait(tmp_path: Path) -> None:
         await dense.kill()
 
     run(test())
+
+
+def test_only_a_gateway_that_reads_vectors_in_prompts_imports_torch() -> None:
+    program = (
+        "import sys\n"
+        "from services.common.process import importing\n"
+        "with importing():\n"
+        "    from services.gateway.service import Gateway, PromptEmbedsReader\n"
+        "assert 'torch' not in sys.modules\n"
+        "PromptEmbedsReader(64)\n"
+        "assert 'torch' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True)
