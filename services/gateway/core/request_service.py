@@ -6,7 +6,8 @@ All APIs pass requests as `GenerateRequest` messages, which are checked in one m
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 
 from services.common.errors import InvalidRequest, TwostrokeError
@@ -189,8 +190,9 @@ class RequestService:
                 await held.reserve(COPIES_OF_EMBEDDINGS * num_bytes, "embeddings", "prompt_embeds", advice)
             limits = replace(self.limits, names=self.names_for(caller))
             check_counts(message, self.pictures)
-            pictures = await self._read_pictures(message, caller, held)
-            read = await read_request(message, self.tokenizer, limits, prompt_name, pictures)
+            async with self._reading_pictures(message, caller, held) as reading:
+                count = num_pictures(message)
+                read = await read_request(message, self.tokenizer, limits, prompt_name, count, reading)
             request = caller.adapt(read)
             check_num_logprobs(num_other_logprobs + request.max_num_logprobs, self._max_request_logprobs)
             structure = request.spec.sampling.structured_output
@@ -217,22 +219,22 @@ class RequestService:
             span.end(str(error) or type(error).__name__)
             raise
 
-    async def _read_pictures(
+    def _reading_pictures(
         self,
         message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest,
         caller: Caller,
         held: HeldMemory,
-    ) -> list[Picture]:
-        """The pictures of a message, decoded; mostly none."""
+    ) -> AbstractAsyncContextManager[Awaitable[list[Picture]] | None]:
+        """A context in which the pictures of a message are decoded; mostly there are none, and it gives None."""
         if not num_pictures(message):
-            return []
+            return nullcontext()
         if self.pictures is None:
             raise InvalidRequest(
                 "this model sees no pictures here: it has no tower that is supported, or model.images is false",
                 "messages",
             )
         has_gpu = self._dense.has_model and self._dense.model.has_gpu
-        return await self.pictures.read(message, caller.number, held, worker_resizes=has_gpu)
+        return self.pictures.reading(message, caller.number, held, worker_resizes=has_gpu)
 
     async def _reserve(self, request: GenerationRequest, held: HeldMemory, num_messages: int) -> None:
         """Reserves the memory of its features, which count together where they are of one kind."""
@@ -280,10 +282,10 @@ class RequestService:
                 check_size(message, self.tokenizer, self.limits)
             held = HeldMemory(self.memory, caller.number)
             try:
-                pictures = await self._read_pictures(message, caller, held)
-                token_ids, _ = await read_text_or_chat(message, self.tokenizer)
-                if pictures and self.pictures is not None:
-                    token_ids, _ = self.pictures.expand(token_ids, pictures)
+                async with self._reading_pictures(message, caller, held) as reading:
+                    token_ids, _ = await read_text_or_chat(message, self.tokenizer)
+                    if reading is not None and self.pictures is not None:
+                        token_ids, _ = self.pictures.expand(token_ids, await reading)
             finally:
                 held.release()
             if answer is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from typing import TypeAlias
 
 from services.common.config import GatewaySection
@@ -50,11 +52,13 @@ class PictureReader:
                 field,
             )
 
-    async def read(
+    @asynccontextmanager
+    async def reading(
         self, message: Request, client: Client, held: HeldMemory, *, worker_resizes: bool = False
-    ) -> list[Picture]:
-        """Decodes a message's pictures, whose bytes it takes out of it. Reserves the memory for their pixels.
+    ) -> AsyncIterator[Awaitable[list[Picture]]]:
+        """Decodes a message's pictures, whose bytes it takes out of it: the last one within the context.
 
+        What is given there waits for it. Reserves the memory for their pixels.
         worker_resizes: the dense worker does it faster than Pillow.
         Raises `InvalidRequest` for a picture that cannot be read, and for too many.
         """
@@ -63,15 +67,32 @@ class PictureReader:
                 f"the request has {given} pictures, gateway.max_images is {self._section.max_images}", "messages"
             )
         found = []
-        for each in _pictures_of(message):
-            if each.detail not in DETAILS:
-                raise InvalidRequest(f"detail is {each.detail!r}, must be low, high or auto", "messages")
-            data = await self._sources.read(each)
-            each.ClearField("data")
-            each.ClearField("url")
-            encoded = Encoding(data, each.detail == "low", worker_resizes)
+        *others, last = _pictures_of(message)
+        for each in others:
+            encoded = await self._take(each, worker_resizes)
             found.append(await self._decoder.decode(encoded, client, held))
-        return found
+        encoded = await self._take(last, worker_resizes)
+
+        async def decode_last() -> list[Picture]:
+            return [*found, await self._decoder.decode(encoded, client, held)]
+
+        task = asyncio.create_task(decode_last())
+        try:
+            yield task
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        finally:  # also if the text is refused: to cancel it would end the process that decodes
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _take(self, picture: gateway_pb2.MessagePicture, worker_resizes: bool) -> Encoding:
+        """The bytes of a picture, which its message has no more."""
+        if picture.detail not in DETAILS:
+            raise InvalidRequest(f"detail is {picture.detail!r}, must be low, high or auto", "messages")
+        data = await self._sources.read(picture)
+        picture.ClearField("data")
+        picture.ClearField("url")
+        return Encoding(data, picture.detail == "low", worker_resizes)
 
     def expand(self, token_ids: list[int], pictures: Sequence[Picture]) -> tuple[list[int], tuple[PromptSpan, ...]]:
         """A prompt with all tokens of its pictures, and their spans. Raises `InvalidRequest` if places are missing.

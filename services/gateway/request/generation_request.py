@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Awaitable, Iterable, Sequence, Sized
 from dataclasses import dataclass, replace
 
 from services.common.errors import InvalidRequest
@@ -173,12 +173,13 @@ async def read_request(
     tokenizer: Tokenizer,
     limits: ModelLimits,
     prompt_name: str = "prompt",
-    pictures: Sequence[Picture] = (),
+    num_pictures: int = 0,
+    reading: Awaitable[Sequence[Picture]] | None = None,
 ) -> GenerationRequest:
     """Raises `InvalidRequest` for the first thing that is wrong; tokenizes only what is right otherwise.
 
-    `prompt_name` is what the client calls the prompt, such as `prompt[1]` if it is one of several. `pictures`: those of
-    the message, decoded.
+    `prompt_name` is what the client calls the prompt, such as `prompt[1]` if it is one of several. `reading`: gives the
+    `num_pictures` of the message when they are decoded, and what it raises is raised; None: there are none.
     Raises `UnknownModel` for another model than the served one. The message has passed `check_counts`.
     """
     limits.names.check(message.model)
@@ -213,7 +214,7 @@ async def read_request(
         given = await limits.sources.read_decoder_prompt(message, tokenizer)
     elif limits.sources is not None and limits.sources.reads_pictures:
         check_size(message, tokenizer, limits)
-        source = limits.sources.read_picture(pictures)
+        source = limits.sources.read_picture(() if reading is None else await reading)
         given = await limits.sources.read_text_beside(message, tokenizer)
     elif message.HasField("suffix"):
         check_size(message, tokenizer, limits)
@@ -224,7 +225,8 @@ async def read_request(
         given = table_ids
     else:
         check_size(message, tokenizer, limits)
-        given, chat = await read_text_or_chat(message, tokenizer, table_ids, len(pictures))
+        given, chat = await read_text_or_chat(message, tokenizer, table_ids, num_pictures)
+    pictures: Sequence[Picture] = () if reading is None else await reading  # last: meanwhile the text was tokenized
     if limits.sources is not None and source is None:
         given = _cut(given, message, limits.sources.encoder.max_source_len)
         if limits.pictures is not None:
