@@ -4,8 +4,9 @@ A sequence can only be opened while the outputs of all its inputs are in memory;
 queue, and others go on. One run computes inputs of several sequences, in their order, up to a budget of rows. It has
 parts, and there is at most one of them between two steps, so that running streams are delayed by a part alone. On a GPU
 a run is beside the steps, none of which waits for it: its sequences are opened when it has ended, or when no step is
-under way. Outputs are kept by the hash of their input, up to a number of bytes; the least recently used go first. What
-a sequence in the cache still reads stays, and so does what a sequence reads that is to be opened earlier.
+under way. A second run waits there behind it, because steps may take longer than a run. Outputs are kept by the hash of
+their input, up to a number of bytes; the least recently used go first. What a sequence in the cache still reads stays,
+and so does what a sequence reads that is to be opened earlier.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from services.dense_worker.engine.sequence import Sequence
     from services.dense_worker.engine.waiting_queue import WaitingQueue
     from services.dense_worker.features.feature import Event
+
+
+_MAX_RUNS = 2  # under way on a GPU
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +58,7 @@ class EncoderRuns(Generic[Input]):
         self._max_rows = max_rows
         self._max_bytes = max_bytes
         self._outputs: OrderedDict[str, _Output] = OrderedDict()  # by hash, the least recently used first
-        self._under_way: _UnderWay[Input] | None = None
+        self._under_way: list[_UnderWay[Input]] = []  # a GPU has all of those before the last
         self._last_part_before: int | None = None  # the oldest step under way at the last part
         self._post: Callable[[Event], None] | None = None
 
@@ -85,45 +89,57 @@ class EncoderRuns(Generic[Input]):
         Returns the sequences that are newly parked, because what they wait for has made room.
         """
         missing = [(key, sequence) for key, sequence in waiting.missing() if self._is_own(key)]
-        if self._under_way is not None and not any(each in self._under_way.inputs for each in _hashes_of(missing)):
-            self._under_way = None  # everybody who waited for it has gone: so does its memory
+        needed = set(_hashes_of(missing))
+        # When everybody who waits for a run has gone, so does its memory.
+        self._under_way = [each for each in self._under_way if not needed.isdisjoint(each.inputs)]
         if not missing or (oldest_step_id is not None and oldest_step_id == self._last_part_before):
             return []
         self._last_part_before = oldest_step_id
+        may_wait = oldest_step_id is None  # steps may wait on the GPU for the end of runs, because there are no others
+        is_going_on = bool(self._under_way)
         parked: list[Sequence] = []
-        if self._under_way is None:
+        self._complete(may_wait)
+        if self._can_begin():
             inputs, parked = self._choose(missing, waiting)
             if inputs:
-                self._under_way = _UnderWay(self._encoder.begin(list(inputs.values())), inputs)
-        is_going_on = self._under_way is not None
-        if self._under_way is not None:
-            self._advance(self._under_way, may_wait=oldest_step_id is None)
+                self._under_way.append(_UnderWay(self._encoder.begin(list(inputs.values())), inputs))
+                is_going_on = True
+        if self._under_way and self._under_way[-1].found is None:
+            self._advance(self._under_way[-1])
+            self._complete(may_wait)
         for key, _ in missing:
             if self.has(key):
                 waiting.unpark(key)
-        if oldest_step_id is None and is_going_on and not all(self.has(key) for key, _ in missing):
+        if may_wait and is_going_on and not all(self.has(key) for key, _ in missing):
             self._call_again()
         return parked
 
-    def _advance(self, under_way: _UnderWay[Input], *, may_wait: bool) -> None:
-        """Goes on with a run. may_wait: steps may wait on the GPU for its end, because there are no others."""
-        if under_way.found is None:
-            try:
-                under_way.found = under_way.run.advance()
-            except torch.OutOfMemoryError as error:
-                self._under_way = None
-                count = len(under_way.inputs)
-                reason = CapacityError(f"the device has no memory left to encode {count} inputs: {error}")
-                self._fail(set(under_way.inputs), reason)
+    def _can_begin(self) -> bool:
+        if not self._under_way:
+            return True
+        return self._under_way[-1].found is not None and len(self._under_way) < _MAX_RUNS
+
+    def _advance(self, under_way: _UnderWay[Input]) -> None:
+        """Goes on with the last run."""
+        try:
+            under_way.found = under_way.run.advance()
+        except torch.OutOfMemoryError as error:
+            self._under_way.remove(under_way)
+            count = len(under_way.inputs)
+            reason = CapacityError(f"the device has no memory left to encode {count} inputs: {error}")
+            self._fail(set(under_way.inputs), reason)
+
+    def _complete(self, may_wait: bool) -> None:
+        """Keeps the outputs of runs that have ended, or of all that a GPU has, if steps may wait for them."""
+        for each in list(self._under_way):
+            if each.found is None or not (may_wait or all(one.is_computed for one in each.found)):
                 return
-        if under_way.found is None or not (may_wait or all(each.is_computed for each in under_way.found)):
-            return
-        self._under_way = None
-        for (each, read), encoded in zip(under_way.inputs.items(), under_way.found, strict=True):
-            self._outputs[each] = _Output(encoded, encoded.rows.nbytes)
-            self.counts.num_encoded += 1
-            self.counts.num_rows += self._encoder.size(read)
-            self.counts.num_bytes += encoded.rows.nbytes
+            self._under_way.remove(each)
+            for (name, read), encoded in zip(each.inputs.items(), each.found, strict=True):
+                self._outputs[name] = _Output(encoded, encoded.rows.nbytes)
+                self.counts.num_encoded += 1
+                self.counts.num_rows += self._encoder.size(read)
+                self.counts.num_bytes += encoded.rows.nbytes
 
     def _choose(
         self, missing: list[tuple[EncodedKey, Sequence]], waiting: WaitingQueue
@@ -131,16 +147,18 @@ class EncoderRuns(Generic[Input]):
         """The inputs of the next run, by hash, in the order of their sequences; and whom making room has parked."""
         chosen: dict[str, Input] = {}
         parked: list[Sequence] = []
-        num_rows = num_bytes = 0
+        under_way = {name: each for run in self._under_way for name, each in run.inputs.items()}
+        num_rows, num_bytes = 0, sum(map(self._encoder.output_bytes, under_way.values()))
         for _, sequence in missing:
             for each in self._inputs_of(sequence):
-                if each.hash in self._outputs or each.hash in chosen:
+                if each.hash in self._outputs or each.hash in chosen or each.hash in under_way:
                     continue
                 size = self._encoder.size(each)
                 if chosen and num_rows + size > self._max_rows:
                     return chosen, parked
                 num_bytes += self._encoder.output_bytes(each)
-                newly_parked = self._make_room(num_bytes, sequence, waiting, is_first=not chosen)
+                is_first = not (chosen or under_way)
+                newly_parked = self._make_room(num_bytes, sequence, waiting, is_first=is_first)
                 if newly_parked is None:
                     return chosen, parked
                 parked += newly_parked

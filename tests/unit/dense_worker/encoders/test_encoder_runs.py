@@ -249,6 +249,37 @@ def test_steps_do_not_wait_for_a_gpu_that_runs_the_encoder_beside_them() -> None
     assert sequence.output_token_ids == expected_output(sequence), "if nothing else runs, its step waits on the device"
 
 
+def test_a_gpu_has_the_next_run_while_it_computes_one_and_no_third() -> None:
+    cluster = EncoderCluster(max_rows=1, max_rows_kept=100, lag=4, max_num_seqs=8)
+    cluster.add(1, [], max_tokens=60)
+    for _ in range(3):
+        cluster.step()
+    a, b, c, d, _ = (Picture(each.hash, 1) for each in PICTURES)
+    late = [cluster.add(seq_id, [picture]) for seq_id, picture in enumerate((a, b, c, b, d), start=2)]
+    num_runs = []
+    for _ in range(4):
+        cluster.step()
+        num_runs.append(len(cluster.encoder.runs))
+    assert num_runs == [1, 2, 2, 3], "the third begins when the first has ended"
+    cluster.run_until_idle()
+    assert cluster.encoder.runs == [["a"], ["b"], ["c"], ["d"]]
+    assert [each.output_token_ids for each in late] == [expected_output(each) for each in late]
+
+
+def test_runs_under_way_count_as_outputs_that_are_kept() -> None:
+    cluster = EncoderCluster(max_rows=1, max_rows_kept=1, lag=4, max_num_seqs=8)
+    cluster.add(1, [], max_tokens=60)
+    for _ in range(3):
+        cluster.step()
+    for seq_id, each in enumerate(PICTURES[:3], start=2):
+        cluster.add(seq_id, [Picture(each.hash, 1)])
+    for _ in range(3):
+        cluster.step()
+    assert cluster.encoder.runs == [["a"]], "there is room for one"
+    cluster.run_until_idle()
+    assert cluster.encoder.runs == [["a"], ["b"], ["c"]]
+
+
 def test_the_least_recently_used_output_makes_room() -> None:
     cluster = EncoderCluster(max_rows=10, max_rows_kept=5)
     a, b, c, *_ = PICTURES
