@@ -33,12 +33,12 @@ def enqueue(work: Callable[..., None], *arguments: object) -> None:
     stream.submit(run)
 
 
-def enqueue_step(runner: ShardRunner, plan: StepPlan, num_rows: int, num_sampled: int) -> None:
+def enqueue_step(runner: ShardRunner, plan: StepPlan, *arguments: object) -> None:
     file = Path(os.environ[HANG_FILE])
     if file.exists():
         file.unlink()
         stream.submit(threading.Event().wait)
-    enqueue(run_step, runner, plan, num_rows, num_sampled)
+    enqueue(run_step, runner, plan, *arguments)
 
 
 def close_after_all_steps(channel: ShmChannel) -> None:
