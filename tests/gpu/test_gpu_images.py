@@ -51,3 +51,24 @@ def test_chats_with_pictures_give_the_tokens_of_transformers_over_a_kill(tmp_pat
             for turns, each in zip(chats, found, strict=True):
                 assert each.token_ids[0] == expected_tokens(model, rendered(turns), pictures_of(turns), NUM_TOKENS)
         cluster.wait_idle()
+
+
+def test_pictures_of_gemma_3_whose_tokens_see_each_other(tmp_path: Path) -> None:
+    text = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    text |= {"head_dim": 16, "query_pre_attn_scalar": 16}
+    model = make_served_vision_model(tmp_path / "model", "gemma3", **text)
+    first, second = noise(50, 37, 1), noise(20, 60, 2)
+    chats: list[list[Turn]] = [
+        [("user", [first, "What?"])],
+        [("user", ["Both ", second, " and ", first, " " + "and so on " * 30])],
+        [("user", ["None at all"])],
+        [("user", [first])],
+    ]
+    with gpu_cluster(tmp_path, f"model.path={model}", "model.dtype=float32") as cluster:
+        for kill in (lambda: None, lambda: cluster.kill("dense_worker")):
+            messages = [chat_message(turns, NUM_TOKENS) for turns in chats]
+            found = collect_all(cluster.gateway, messages, kill)
+            for turns, each in zip(chats, found, strict=True):
+                truth = expected_tokens(model, rendered(turns), pictures_of(turns), NUM_TOKENS, "gemma3")
+                assert each.token_ids[0] == truth
+        cluster.wait_idle()

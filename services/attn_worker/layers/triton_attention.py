@@ -107,6 +107,7 @@ class _Prefill:
     # Of chunks whose contexts are not split, int32 [num_items, NUM_FIELDS], by the number of their rows.
     items: dict[int, torch.Tensor]
     tiles: dict[_KernelKind, PrefillTiles]  # for these chunks; empty: there are none
+    num_later: torch.Tensor | None = None  # int32 [num_tokens], see `StepMetadata`; None: no row sees later ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +222,7 @@ class TritonAttention:
             len(self._distinct_item_kinds) * max_num_items * NUM_FIELDS
             + num_groups * max_num_seqs * -(-max_model_len // spec.block_size)  # block tables
             # Prefill items, and arrays with one element per token.
-            + max_num_tokens * (num_groups * len(self._distinct_kernel_kinds) * NUM_FIELDS + 4 + num_groups)
+            + max_num_tokens * (num_groups * len(self._distinct_kernel_kinds) * NUM_FIELDS + 5 + num_groups)
             + self._num_chunk_entries(max_num_tokens)
             + TABLE_SLACK
         )
@@ -255,6 +256,8 @@ class TritonAttention:
         num_rows, num_tokens = len(step.positions), step.num_tokens
         if _is_decode_only(step):
             return DECODE_ONLY
+        if self._later_rows(step) is not None:
+            return None
         is_split, is_decode = self._is_split(step), num_tokens == 1
         if (is_split | is_decode).all():
             if num_rows > MAX_CAPTURED_CHUNK_ROWS:
@@ -288,7 +291,16 @@ class TritonAttention:
         """Whose contexts are split, bool [num_seqs]: those of chunks of few rows, and long contexts of short chunks."""
         is_long = step.context_lens >= self._shortest_split_context
         longest = np.where(is_long, self._max_short_chunk, self._max_few_rows_chunk)
-        return (step.num_tokens > 1) & (step.num_tokens <= longest)
+        is_split = (step.num_tokens > 1) & (step.num_tokens <= longest)
+        if (num_later := self._later_rows(step)) is not None:  # which the prefill kernel alone can see
+            is_split &= np.maximum.reduceat(num_later, np.cumsum(step.num_tokens) - step.num_tokens) == 0
+        return is_split
+
+    def _later_rows(self, step: StepMetadata) -> np.ndarray | None:
+        """How many tokens after each it sees, int32 [num_tokens]; None: none sees any."""
+        if step.num_later is None or not self._config.attention.sees_spans or not step.num_later.any():
+            return None
+        return step.num_later
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
         """Copies blocks with their scales."""
@@ -342,12 +354,13 @@ class TritonAttention:
         if len(decodes[0].rows):
             self._write_decode(decodes, decode_items, padded)
         if not _is_decode_only(step):
-            rows = self._send(angle_rows)
+            rows, num_later = self._send(angle_rows), self._later_rows(step)
+            later = None if num_later is None else (num_later, self._send(num_later))
             chunks = [_chunk_rows(part, starts) for part, starts in by_group]
             is_split = self._is_split(step)
             is_unsplit = (step.num_tokens > 1) & ~is_split
             self._prefills = [
-                self._write_prefill(part, each.select(is_unsplit), rows)
+                self._write_prefill(part, each.select(is_unsplit), rows, later)
                 for part, each in zip(parts, chunks, strict=True)
             ]
             if is_split.any():
@@ -463,6 +476,7 @@ class TritonAttention:
                 self._kernels.append(qkv, cache, scales, angles, rows, prefill.slots, pairs)
             if prefill.tiles:
                 tiles = prefill.tiles[kernel_kind]
+                further = {} if prefill.num_later is None else {"num_later": prefill.num_later}
                 self._kernels.attend(
                     qkv,
                     out,
@@ -476,6 +490,7 @@ class TritonAttention:
                     tiles,
                     scores,
                     pairs,
+                    **further,
                 )
             if self._short_chunks is not None:
                 chunk_tiles = self._short_chunks.tiles[kernel_kind]
@@ -514,9 +529,13 @@ class TritonAttention:
             for group in reversed(range(self._spec.num_groups)):
                 table = np.full((1, width), self._spec.num_blocks_of(group), np.int32)
                 step = build_step_metadata(counts, lengths - counts, lengths, table, self._block_size, windows=step)
-            self.begin_step(step)
-            for layer in layers:
-                self.forward(layer, qkv, out)
+            steps = [step]
+            if self._config.attention.sees_spans and num_tokens > 1:  # which are kernels of their own
+                steps.append(replace(step, num_later=np.eye(1, num_tokens, dtype=np.int32)[0]))
+            for each in steps:
+                self.begin_step(each)
+                for layer in layers:
+                    self.forward(layer, qkv, out)
         torch.cuda.synchronize()  # steps run on another stream
 
     def _choose_decode_tiles(self, num_seqs: int) -> dict[_KernelKind, DecodeTiles]:
@@ -554,15 +573,23 @@ class TritonAttention:
         most = self._max_num_pieces
         return most if num_seqs >= most else max(most - num_seqs, most // 2)
 
-    def _write_prefill(self, step: StepMetadata, unsplit: ChunkRows, angle_rows: torch.Tensor) -> _Prefill:
+    def _write_prefill(
+        self,
+        step: StepMetadata,
+        unsplit: ChunkRows,
+        angle_rows: torch.Tensor,
+        later: tuple[np.ndarray, torch.Tensor] | None,
+    ) -> _Prefill:
+        """later: how many tokens after each row it sees, on the host and on the device; None: no row sees any"""
         is_prefill = np.repeat(step.num_tokens > 1, step.num_tokens)
         slots = self._send(np.where(is_prefill, step.slot_mapping, -1))
         if not len(unsplit.num_tokens):
             return _Prefill(slots, angle_rows, {}, {})
         tiles = self._choose_prefill_tiles(int(unsplit.context_lens.max()), len(step.positions))
         sizes = dict.fromkeys(each.block_m for each in tiles.values())
-        items = {size: self._send(prefill_items(unsplit, size)) for size in sizes}
-        return _Prefill(slots, angle_rows, items, tiles)
+        host, on_device = later or (None, None)
+        items = {size: self._send(prefill_items(unsplit, size, host)) for size in sizes}
+        return _Prefill(slots, angle_rows, items, tiles, on_device)
 
     def _write_short_chunks(self, short: Sequence[ChunkRows]) -> _ShortChunks:
         """`short`: those whose contexts are split, for each group."""

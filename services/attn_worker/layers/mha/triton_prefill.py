@@ -84,11 +84,12 @@ def prefill_attention(
     scores: ScoreOptions,
     pairs: RotaryPairs | None,  # None: whole heads, (d, d + head_dim / 2)
     log_sums: torch.Tensor | None = None,  # float32 [num_tokens, num_heads], written to; None: not wanted
+    num_later: torch.Tensor | None = None,  # int32 [num_tokens], see `StepMetadata`; not together with `log_sums`
 ) -> None:
     """Computes the attention of all items' rows; their keys and values must already be in the cache.
 
     `log_sums`: as in `decode_attention`. With it the rows see no key from the fifth column of their item on: what is
-    here may be a part of their keys.
+    here may be a part of their keys. With `num_later` that column is the end of the keys that the item's rows see.
     """
     num_kv_heads, _, block_size, head_dim = cache.shape[1:]
     num_heads = out.shape[1] // head_dim
@@ -104,6 +105,7 @@ def prefill_attention(
         scores.slopes,
         scores.sinks,
         log_sums,
+        num_later,
         qkv.stride(0),
         out.stride(0),
         FORMAT=kv_format(cache),
@@ -145,6 +147,7 @@ def _prefill_kernel(
     slopes,
     sinks,
     log_sums,  # None: not wanted
+    num_later,  # None: no row sees keys after it
     qkv_stride,
     out_stride,
     FORMAT: tl.constexpr,
@@ -240,7 +243,7 @@ def _prefill_kernel(
             far_query = join_halves(to_factor(far_1, dtype), to_factor(far_2, dtype))
         num_far = tl.minimum(tl.maximum(end - WINDOW, 0), NUM_SINK_TOKENS)
         acc, exp_sum, log_max = attend_tiles(
-            acc, exp_sum, log_max, far_query, cache, scales, table, kv_head, positions, 0,
+            acc, exp_sum, log_max, far_query, cache, scales, table, kv_head, positions, positions, 0,
             num_far, end, True, FORMAT, IS_INTERPRETED, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
             HEAD_DIM_PADDED, HALF, WINDOW, BLOCK_N, 1, slope, RAW_SCALE, SOFTCAP, has_alibi, NUM_SINK_TOKENS,
         )  # fmt: skip
@@ -251,22 +254,27 @@ def _prefill_kernel(
         positions = tl.minimum(positions, num_keys - 1)
         full_end = tl.minimum(full_end, num_keys // BLOCK_N * BLOCK_N)
         end = tl.minimum(end, num_keys)
+    last_seen = positions
+    last_row_end = end
+    if num_later is not None:
+        last_seen = positions + tl.load(num_later + rows, mask=mask_m, other=0)
+        end = tl.load(fields + 4)
     full_start = 0
     if WINDOW > 0:
         seen_by_first = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-        full_start = tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N) * BLOCK_N
+        full_start = tl.cdiv(tl.maximum(last_row_end - WINDOW, 0), BLOCK_N) * BLOCK_N
         acc, exp_sum, log_max = attend_tiles(
-            acc, exp_sum, log_max, query, cache, scales, table, kv_head, positions, seen_by_first,
+            acc, exp_sum, log_max, query, cache, scales, table, kv_head, positions, last_seen, seen_by_first,
             tl.minimum(full_start, full_end), end, True, FORMAT, IS_INTERPRETED, SCALE, NUM_KV_HEADS, BLOCK_SIZE,
             HEAD_DIM, HEAD_DIM_PADDED, HALF, WINDOW, BLOCK_N, NUM_STAGES, slope, RAW_SCALE, SOFTCAP, has_alibi,
         )  # fmt: skip
     acc, exp_sum, log_max = attend_tiles(
-        acc, exp_sum, log_max, query, cache, scales, table, kv_head, positions, full_start,
+        acc, exp_sum, log_max, query, cache, scales, table, kv_head, positions, last_seen, full_start,
         full_end, end, False, FORMAT, IS_INTERPRETED, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
         HEAD_DIM_PADDED, HALF, WINDOW, BLOCK_N, NUM_STAGES, slope, RAW_SCALE, SOFTCAP, has_alibi,
     )  # fmt: skip
     acc, exp_sum, log_max = attend_tiles(
-        acc, exp_sum, log_max, query, cache, scales, table, kv_head, positions, full_end,
+        acc, exp_sum, log_max, query, cache, scales, table, kv_head, positions, last_seen, full_end,
         end, end, True, FORMAT, IS_INTERPRETED, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM,
         HEAD_DIM_PADDED, HALF, WINDOW, BLOCK_N, NUM_STAGES, slope, RAW_SCALE, SOFTCAP, has_alibi,
     )  # fmt: skip
@@ -295,6 +303,7 @@ def attend_tiles(
     table,
     kv_head,
     positions,
+    last_seen,  # the last key that each row sees
     start,
     stop,  # the tiles cover keys [start, stop); keys from `end` on are masked
     end,
@@ -351,7 +360,7 @@ def attend_tiles(
                 scores, slope, positions[:, None] - keys[None, :], RAW_SCALE, SOFTCAP, HAS_ALIBI
             )
         if IS_MASKED:
-            is_seen = positions[:, None] >= keys[None, :]
+            is_seen = last_seen[:, None] >= keys[None, :]
             if NUM_SINK_TOKENS > 0:
                 is_seen = (positions[:, None] - keys[None, :] >= WINDOW) & (keys < NUM_SINK_TOKENS)[None, :]
             elif WINDOW > 0:

@@ -224,13 +224,13 @@ def _short_chunk_kernel(
     if WINDOW == 0:
         masked_start = tl.maximum(tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, end_key), first_key)
         acc, exp_sum, log_max = attend_tiles(
-            acc, exp_sum, log_max, query, cache, scales, table, kv_head, positions, first_key, masked_start, end_key,
-            False, FORMAT, IS_INTERPRETED, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PADDED, HALF, WINDOW,
-            BLOCK_N, NUM_STAGES, slope, RAW_SCALE, SOFTCAP, has_alibi,
+            acc, exp_sum, log_max, query, cache, scales, table, kv_head, positions, positions, first_key, masked_start,
+            end_key, False, FORMAT, IS_INTERPRETED, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PADDED, HALF,
+            WINDOW, BLOCK_N, NUM_STAGES, slope, RAW_SCALE, SOFTCAP, has_alibi,
         )  # fmt: skip
     acc, exp_sum, log_max = attend_tiles(
-        acc, exp_sum, log_max, query, cache, scales, table, kv_head, positions, masked_start, end_key, end_key,
-        True, FORMAT, IS_INTERPRETED, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PADDED, HALF, WINDOW,
+        acc, exp_sum, log_max, query, cache, scales, table, kv_head, positions, positions, masked_start, end_key,
+        end_key, True, FORMAT, IS_INTERPRETED, SCALE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PADDED, HALF, WINDOW,
         BLOCK_N, NUM_STAGES, slope, RAW_SCALE, SOFTCAP, has_alibi,
     )  # fmt: skip
 

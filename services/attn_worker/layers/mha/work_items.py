@@ -125,10 +125,11 @@ def chunk_items(
     return items
 
 
-def prefill_items(chunks: ChunkRows, block_m: int) -> np.ndarray:
+def prefill_items(chunks: ChunkRows, block_m: int, num_later: np.ndarray | None = None) -> np.ndarray:
     """Items of up to `block_m` queries of one sequence, int32 [num_items, NUM_FIELDS], longest work first.
 
-    Columns: first row, number of rows, position of the first row, table_start; the others are unused.
+    Columns: first row, number of rows, position of the first row, table_start, end of the keys that the rows see with
+    `num_later` (int32, by row of the step, see `StepMetadata`; None: none after their own); the others are unused.
     """
     tokens = _token_blocks(chunks, block_m)
     items = np.zeros((len(tokens.num_tokens), NUM_FIELDS), np.int32)
@@ -136,6 +137,11 @@ def prefill_items(chunks: ChunkRows, block_m: int) -> np.ndarray:
     items[:, 1] = tokens.num_tokens
     items[:, 2] = tokens.context_lens - tokens.num_tokens
     items[:, 3] = tokens.table_starts
+    items[:, 4] = tokens.context_lens
+    if num_later is not None:
+        for item in items:
+            rows = np.arange(item[1])
+            item[4] = item[2] + 1 + (rows + num_later[item[0] + rows]).max()
     return items[np.argsort(-items[:, 2], kind="stable")]
 
 

@@ -98,8 +98,6 @@ def why_no_pictures(config: Config, model: ResolvedModel) -> str | None:
         return f"scheduler.num_lanes is {config.scheduler.num_lanes}, and a tower runs on the stream of one lane"
     if config.dense.deterministic:
         return "dense.deterministic is true, and a tower computes pictures of several requests together"
-    if model.config.attention.sees_spans and model.device.type != "cpu":
-        return f"on {model.device} attention lacks that the tokens of a picture see each other, as this model needs"
     vision = load_vision_config(config.model.path)
     if vision is not None and model.config.encoder is not None:
         return "the model's encoder reads them"
