@@ -54,8 +54,8 @@ def _of_config(config: Config) -> Iterator[tuple[str, str]]:
         yield "TensorRT has neither sums over ranks nor stages", "set dense.backend to torch"
     if dense.deterministic:
         yield "dense.deterministic is true, and ranks have other kernels", "set it to false"
-    if scheduler.speculation in ("medusa", "eagle3"):
-        yield f"scheduler.speculation is {scheduler.speculation!r}, whose heads need all of the model", "set it to off"
+    if dense.pipeline_parallel_size > 1 and scheduler.speculation in ("medusa", "eagle3"):
+        yield f"scheduler.speculation is {scheduler.speculation!r}, whose heads read other stages", "set it to off"
     if attention.host_kv_bytes:
         yield f"attention.host_kv_bytes is {attention.host_kv_bytes}, a tier for one cache", "set it to 0"
     if attention.kv_events is not None:

@@ -92,6 +92,23 @@ def load_weights(
         return _with_own_head(checkpoint, weights, head) if has_tied_head and head in checkpoint else weights
 
 
+def whole_embedding(
+    section: ModelSection, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """The embedding [vocab, hidden] of the model that a section of the config names, for a rank that has a part of it.
+
+    Random weights of ranks belong to none, so theirs is another one. Raises the errors of `load_weights`.
+    """
+    table = empty_weights(config, dtype, torch.device("meta")).embedding.table
+    whole = torch.empty(table.data.shape, dtype=dtype, device=device)
+    if section.load_format == "dummy":
+        return whole.normal_(std=RANDOM_STD)
+    with open_checkpoint(section.path, names_of(config).canonical) as checkpoint:
+        for source, place in zip(table.sources, whole.split([each.num_rows for each in table.sources]), strict=True):
+            fill(checkpoint, source, place)
+    return whole
+
+
 def random_weights(
     config: ModelConfig,
     dtype: torch.dtype,

@@ -1,4 +1,7 @@
-"""Adapters on two GPUs: the tokens of Hugging Face with each merged in, in float32, also when a shard dies."""
+"""Adapters on two GPUs: the tokens of Hugging Face with each merged in, in float32, also when a shard dies.
+
+And vectors in prompts, which the first rank gives to the others.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from tests.gpu.gpu_streams import small_cluster
 from tests.support.adapters import make_adapter, merge_adapter
 from tests.support.clients.streams import collect_all
 from tests.support.cluster import Cluster, request
+from tests.support.prompt_vectors import embeddings_of, embeds_of
 from tests.support.rank_processes import pid_of
 from tests.support.reference import random_prompts, reference_tokens
 
@@ -60,8 +64,8 @@ def server(
 ) -> Iterator[Server]:
     directory, adapters = tmp_path_factory.mktemp("lora-on-ranks"), models["0"].parent
     modules = json.dumps([f"{name}={adapters / name}" for name in NAMES])
-    settings = ("dense.max_loras=2", f"gateway.lora_modules={modules}", ARRANGEMENTS[request.param])
-    with small_cluster(models[""], directory, *settings) as cluster:
+    settings = ("dense.max_loras=2", f"gateway.lora_modules={modules}", "gateway.enable_prompt_embeds=true")
+    with small_cluster(models[""], directory, *settings, ARRANGEMENTS[request.param]) as cluster:
         yield Server(cluster, models)
 
 
@@ -71,3 +75,12 @@ def test_streams_with_adapters_are_those_of_merged_models(server: Server) -> Non
 
 def test_streams_with_adapters_survive_a_shard(server: Server) -> None:
     server.check(("", *NAMES[:2]), lambda: os.kill(pid_of(server.cluster, "dense_worker-1"), signal.SIGKILL))
+
+
+def test_vectors_in_prompts_reach_all_ranks(server: Server) -> None:
+    messages = [request([1], NUM_TOKENS, ignore_eos=True) for _ in PROMPTS]
+    for message, prompt in zip(messages, PROMPTS, strict=True):
+        message.prompt_embeds.CopyFrom(embeds_of(embeddings_of(server.models[""], prompt)))
+    found = collect_all(server.cluster.gateway, messages)
+    expected = [reference_tokens(server.models[""], prompt, NUM_TOKENS) for prompt in PROMPTS]
+    assert [each.token_ids[0] for each in found] == expected

@@ -1,4 +1,4 @@
-"""A launcher whose dense worker has drafts in every step that can have some, as `speculating_dense_worker` does."""
+"""A launcher of ranks, of which the first always drafts, see `speculating_dense_worker`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from services.launch.child import Child
 
 
 class SpeculatingChild(Child):
-    """Runs the dense worker for which drafts always pay."""
+    """Runs that dense worker."""
 
     @property
     def module(self) -> str:
-        return "tests.support.workers.speculating_dense_worker" if self.role == "dense_worker" else super().module
+        own = super().module
+        return "tests.support.workers.speculating_dense_worker" if own == "services.dense_worker" else own
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from services.dense_worker.features.drafting.ngram.ngram_drafter import NgramDra
 from services.dense_worker.features.drafting.step_costs import StepCosts
 from services.dense_worker.model.held_weights import HeldWeights
 from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.weights import whole_embedding
 from services.dense_worker.sampling.sampler import Sampler
 
 # Few lengths, because each takes memory and time; a longer match tells more about how a text goes on.
@@ -68,7 +69,7 @@ def prepare_drafter(config: Config, model: ResolvedModel, lifeline: Lifeline | N
     if section.speculation == "eagle3":
         head = find_eagle_head(section, model)
         held_head = lifeline and HeldWeights(lifeline, head.digest, head.empty, model.device)
-        return PreparedDrafter(lambda: _eagle(load_eagle_head(head, held_head), section, model), held_head)
+        return PreparedDrafter(lambda: _eagle(load_eagle_head(head, held_head), config, model), held_head)
     if section.speculation == "draft_model":
         source = config.model
         held = lifeline and held_draft_model(section, source, model, lifeline)
@@ -80,9 +81,14 @@ def _medusa(heads: MedusaHeads, section: SchedulerSection) -> MakeDrafter:
     return lambda weights, sampler: MedusaDrafter(DeviceHeads(heads, section.max_num_seqs), heads.num_heads)
 
 
-def _eagle(head: LoadedHead, section: SchedulerSection, model: ResolvedModel) -> MakeDrafter:
+def _eagle(head: LoadedHead, config: Config, model: ResolvedModel) -> MakeDrafter:
+    section = config.scheduler
+
     def make(weights: ModelWeights, sampler: Sampler) -> Drafter:
-        eagle = make_eagle_model(head, weights.embedding.table.data, section, model)
+        embedding = weights.embedding.table.data
+        if model.rank.count > 1 and not head.has_embedding:  # this rank has a part of it
+            embedding = whole_embedding(config.model, model.config, model.dtype, model.device)
+        eagle = make_eagle_model(head, embedding, section, model)
         on_device = DeviceEagle(eagle, sampler, section.max_num_seqs, section.max_num_batched_tokens)
         return ModelDrafter(on_device, section.num_speculative_tokens, max_late_tokens=None)
 

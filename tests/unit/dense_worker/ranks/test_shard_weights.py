@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.common.config import load_config
 from services.common.errors import ConfigError
 from services.common.model_config import load_model_config
 from services.common.rank import Rank
@@ -15,7 +16,7 @@ from services.common.several_ranks import check_divisible
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.weights import load_weights, random_weights
+from services.dense_worker.model.weights import load_weights, random_weights, whole_embedding
 from services.dense_worker.ranks.shard_backend import shard_sizes
 from services.dense_worker.ranks.sharded_operations import ShardedOperations
 from tests.support.dense.bytes_read import bytes_read
@@ -168,6 +169,8 @@ def test_the_parts_of_all_ranks_are_the_whole(tmp_path: Path) -> None:
     for name in ("layers.0.o_weight", "layers.1.down_weight"):
         assert torch.equal(torch.cat([first[name], second[name]], dim=1), whole[name])
     assert torch.equal(torch.cat([first["embed"], second["embed"]]), whole["embed"])
+    section = load_config(None, [f"model.path={path}"]).model
+    assert torch.equal(whole_embedding(section, config, torch.float32, CPU), whole["embed"])
 
 
 def test_random_weights_are_the_same_on_all_ranks_where_they_are_not_cut(tmp_path: Path) -> None:
