@@ -25,6 +25,7 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 64
 MAX_ALLOWED_TOKENS = 1024
 MAX_LOGPROB_TOKENS = 128
+MAX_PRIORITY = 100  # the most urgent one is -100
 
 
 @dataclass(frozen=True, slots=True)

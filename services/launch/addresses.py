@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 from services.common.addresses import MAX_PORT
-from services.common.config import Config
+from services.common.config import Config, api_keys_of_environment
 from services.common.errors import ConfigError
+from services.gateway.access.api_keys import read_api_keys
 from services.launch.child import SECTIONS
 from services.rpc.bindable import check_bindable
 from services.rpc.client import read_peer_tls
@@ -67,6 +68,12 @@ def check_chat_template(config: Config) -> None:
     file = config.gateway.chat_template
     if file is not None and "gateway" in config.launch.services and not os.access(file, os.R_OK):
         raise ConfigError(f"gateway.chat_template {str(file)!r} cannot be read: it is not there, or not for this user")
+
+
+def check_api_keys(config: Config) -> None:
+    """Raises `ConfigError` for API keys that the gateway would refuse, before any service starts."""
+    if "gateway" in config.launch.services:
+        read_api_keys(config.gateway.api_keys_file, api_keys_of_environment())
 
 
 def check_addresses(config: Config, *, is_http_passed: bool = False) -> None:

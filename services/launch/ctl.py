@@ -196,6 +196,8 @@ def _describe_timeout(arguments: argparse.Namespace) -> str:
     if arguments.command == "status":
         return f"the launcher has not answered within {STATUS_TIMEOUT_S:g} s, the limit"
     limit = f"{arguments.timeout:g} s, the limit (--timeout)"
+    if dense := getattr(arguments, "dense", None):
+        return f"the dense worker at {dense} has not answered within {limit}: call it again, to see whether it was done"
     return f"not done within {limit}; what was not done yet is undone, see `ctl status`"
 
 

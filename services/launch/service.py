@@ -21,7 +21,7 @@ from services.common.config import Config, add_api_key, service_manager_of_envir
 from services.common.encoders.encoder_types import is_encoder
 from services.common.max_model_len import check_before_start
 from services.common.several_attention_workers import check_attention_workers, has_several
-from services.launch.addresses import check_addresses, check_chat_template, check_tls, place_sockets
+from services.launch.addresses import check_addresses, check_api_keys, check_chat_template, check_tls, place_sockets
 from services.launch.attention_workers import AttentionWorkers
 from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, SECTIONS, Child
 from services.launch.children import Children
@@ -91,6 +91,7 @@ class Launcher:
         check_chat_template(config)
         for number, key in enumerate(self._arguments.api_key or (), start=1):
             add_api_key(f"flag-{number}", key)
+        check_api_keys(config)
         self._api_key = make_own_key(config)
         has_tier = ATTENTION_ROLE in config.launch.services and config.attention.host_kv_bytes
         if has_tier and config.attention.host_kv_path is None:

@@ -23,8 +23,8 @@ from pydantic import Field
 
 from services.common.config import API_KEYS_VARIABLE
 from services.common.errors import ConfigError
+from services.common.sampling_params import MAX_PRIORITY
 from services.gateway.access.rate_limits import RateLimits
-from services.gateway.request.generation_request import MAX_PRIORITY
 
 MIN_KEY_CHARACTERS = 16
 

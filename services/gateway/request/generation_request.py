@@ -12,6 +12,7 @@ from services.common.sampling_params import (
     MAX_ALLOWED_TOKENS,
     MAX_LOGIT_BIASES,
     MAX_LOGPROB_TOKENS,
+    MAX_PRIORITY,
     MAX_SEED,
     SamplingParams,
 )
@@ -46,7 +47,6 @@ MAX_STRING_CHARACTERS = 256  # of a stop string or a bad word
 MAX_STOP_TOKENS = 64
 MAX_BAD_WORDS = 64
 MAX_MESSAGES = 4096  # of a chat
-MAX_PRIORITY = 100
 MAX_USER_CHARACTERS = 128
 MAX_SALT_CHARACTERS = 256
 

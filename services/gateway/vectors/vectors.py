@@ -19,13 +19,13 @@ from services.common.errors import InvalidRequest, RequestAborted, TwostrokeErro
 from services.common.fairness.client_turns import ClientTurns
 from services.common.pooling.pair_template import PairTemplate
 from services.common.pooling.pooling_config import PoolingConfig, TokenHead
+from services.common.sampling_params import MAX_PRIORITY
 from services.gateway.access.access import Caller
 from services.gateway.core.request_service import RequestService
 from services.gateway.features.installed import POOLING
 from services.gateway.features.pooling import PooledVector
 from services.gateway.request.context_length import too_long
 from services.gateway.request.generation_request import (
-    MAX_PRIORITY,
     check_counts,
     check_size,
     check_token_ids,

@@ -80,6 +80,7 @@ def test_a_template_that_cannot_be_read_ends_the_start_with_its_name(content: by
 def test_a_key_that_is_too_short_ends_the_start_without_being_quoted() -> None:
     ended = failed_start("--api-key", "short-key")
     assert "at least 16" in ended.stderr and "short-key" not in ended.stderr
+    assert "service=gateway" not in ended.stderr, "a service was started for it"
 
 
 def failed_start(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -269,9 +269,9 @@ class GrpcClient:
 def gateway_pids(cluster: Cluster) -> list[int]:
     pids = []
     for pid in children_of(cluster.process.pid):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
-        if re.search(r"gateway-\d\.toml", command):
-            pids.append(pid)
+        with contextlib.suppress(OSError):  # it has just ended
+            if re.search(r"gateway-\d\.toml", Path(f"/proc/{pid}/cmdline").read_bytes().decode()):
+                pids.append(pid)
     return sorted(pids)
 
 
@@ -511,7 +511,7 @@ def test_many_streams_at_once_survive_their_gateway_and_cost_little(cluster: Clu
         assert crowd.texts == {key: expected[crowd.prompt(key)] for key in crowd.texts}
         growths = [resident_bytes(pid) - before for pid, before in zip(pids, before_bytes, strict=True)]
         times_s = [cpu_s(pid) - before for pid, before in zip(pids, before_s, strict=True)]
-        assert growths[0] < NUM_CROWD * 20_000 and growths[1] < NUM_CROWD * 300_000, growths
+        assert growths[0] < NUM_CROWD * 20_000 and growths[1] < NUM_CROWD * 150_000, growths
         assert times_s[0] < NUM_CROWD * 0.003 and times_s[1] < NUM_CROWD * 0.02, times_s
         if crowd.num_broken:
             return
@@ -527,11 +527,21 @@ def wait_begun(clients: list[HttpClient]) -> None:
 
 
 def wait_gateways(cluster: Cluster) -> None:
-    """Returns once both processes run."""
+    """Returns once both processes listen. One that starts still grows, by 26 MB."""
     deadline = time.monotonic() + WAIT_S
-    while len(gateway_pids(cluster)) < 2:
+    while sum(listens(pid, cluster.http_address) for pid in gateway_pids(cluster)) < 2:
         assert time.monotonic() < deadline, "the gateways do not start again"
         time.sleep(0.1)
+
+
+def listens(pid: int, address: str) -> bool:
+    """Whether a process has a socket that listens at the port of `address`."""
+    port, listening = int(address.rpartition(":")[2]), "0A"  # state of the socket, as in Linux' tcp_states.h
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    sockets = {f"socket:[{row[9]}]" for row in rows if row[3] == listening and int(row[1].split(":")[1], 16) == port}
+    with contextlib.suppress(OSError):  # it has just ended
+        return any(os.readlink(file) in sockets for file in Path(f"/proc/{pid}/fd").iterdir())
+    return False
 
 
 @pytest.mark.parametrize("patience_s", [3.0, WAIT_S], ids=["impatient clients", "patient clients"])
