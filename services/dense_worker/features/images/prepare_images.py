@@ -49,7 +49,9 @@ class PreparedImages:
             encoder.warm_up(vision.layout, self.config.dense.max_encoder_rows)
         log.info("pictures are served", family=vision.family, tower_bytes=self.num_bytes)
         dense, scheduler = self.config.dense, self.config.scheduler
-        runs = EncoderRuns("images", encoder, dense.max_encoder_rows, dense.encoder_cache_bytes)
+        # The bits of a picture's rows depend on what a run computes beside it: here nothing.
+        max_rows = 1 if dense.deterministic else dense.max_encoder_rows
+        runs = EncoderRuns("images", encoder, max_rows, dense.encoder_cache_bytes)
         return ImagesFeature(
             runs,
             vision.image_token_id,
@@ -96,8 +98,8 @@ def why_no_pictures(config: Config, model: ResolvedModel) -> str | None:
         return "model.images is false"
     if config.scheduler.num_lanes > 1:
         return f"scheduler.num_lanes is {config.scheduler.num_lanes}, and a tower runs on the stream of one lane"
-    if config.dense.deterministic:
-        return "dense.deterministic is true, and a tower computes pictures of several requests together"
+    if config.dense.deterministic and model.config.attention.sees_spans:
+        return "dense.deterministic is true, and its attention lacks that the tokens of a picture see each other"
     vision = load_vision_config(config.model.path)
     if vision is not None and model.config.encoder is not None:
         return "the model's encoder reads them"

@@ -5,14 +5,21 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from services.common.config import Config, DenseSection, ModelSection
 from services.common.rank import Rank
 from services.common.resolve import resolve_model
-from services.dense_worker.features.images.prepare_images import why_no_pictures
+from services.dense_worker.encoders.encoder import EncodedKey
+from services.dense_worker.encoders.vision.picture import Picture
+from services.dense_worker.features.images.images_feature import SequenceImages
+from services.dense_worker.features.images.prepare_images import prepare_images, why_no_pictures
 from tests.support.dense.vision_models import make_vision_model
+from tests.unit.dense_worker.engine.test_scheduler import make_sequence
 
 
 @pytest.mark.parametrize(
@@ -23,7 +30,8 @@ from tests.support.dense.vision_models import make_vision_model
         ("qwen3_vl", 4, {"pipeline_parallel_size": 2}, "added after the first 2 layers, .* has 2: it needs 3"),
         ("llava", 2, {"pipeline_parallel_size": 2}, None),
         ("llava", 2, {"backend": "tensorrt"}, None),
-        ("llava", 2, {"deterministic": True}, "dense.deterministic is true"),
+        ("llava", 2, {"deterministic": True}, None),
+        ("gemma3", 3, {"deterministic": True}, "dense.deterministic is true, .* see each other"),
     ],
 )
 def test_reasons(variant: str, num_layers: int, settings: dict, reason: str | None, tmp_path: Path) -> None:
@@ -32,3 +40,29 @@ def test_reasons(variant: str, num_layers: int, settings: dict, reason: str | No
     model = replace(resolve_model(config.model, "cpu"), rank=Rank.of(config.dense, 0))
     found = why_no_pictures(config, model)
     assert (found is None) if reason is None else (found is not None and re.search(reason, found)), found
+
+
+@pytest.mark.parametrize(("is_deterministic", "runs"), [(False, [3]), (True, [1, 1, 1])])
+def test_with_equal_bits_a_run_has_one_picture(is_deterministic: bool, runs: list[int], tmp_path: Path) -> None:
+    path = make_vision_model(tmp_path / "model", "llava")
+    config = Config(model=ModelSection(path=path), dense=DenseSection(deterministic=is_deterministic))
+    prepared = prepare_images(config, resolve_model(config.model, "cpu"), "", None, None, lambda line: None)
+    assert prepared is not None
+    feature = prepared.load()
+    assert feature.runs is not None
+    feature.start(lambda event: None)
+    found, encoder = list[int](), feature.runs._encoder
+    begin = encoder.begin
+    encoder.begin = lambda inputs: (found.append(len(inputs)), begin(inputs))[1]  # type: ignore[method-assign]
+    shape = prepared.vision.layout.shape_of(30, 30, is_low=False)
+    pixels = torch.zeros(shape.pixels_shape, dtype=torch.uint8)
+    pictures = tuple(Picture(name, shape, pixels) for name in "abc")
+    sequence = make_sequence(1, prompt_len=3, max_tokens=4)
+    sequence.features = (SequenceImages((), pictures, feature.runs),)
+    key = EncodedKey("images", tuple(each.hash for each in pictures))
+    waiting: Any = SimpleNamespace(missing=lambda: [(key, sequence)], unpark=lambda key: None)
+    for _ in range(100):
+        if feature.runs.has(key):
+            break
+        feature.provide(waiting, None)
+    assert found == runs
