@@ -21,6 +21,7 @@ from services.dense_worker.backends.cuda_operations import CudaOperations
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.linear_choice import ROW_BUCKETS, TILED_BUCKETS, LinearKernel
+from services.dense_worker.kernels.linear.matmul_choice import has_choice
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.model.layer import AfterAttention
 from services.dense_worker.model.model_weights import ModelWeights
@@ -62,10 +63,11 @@ class CudaBackend:
         *,
         is_deterministic: bool = False,
         operations: CudaOperations | None = None,
+        rows_of_graphs: Sequence[int] = (),
     ) -> None:
         """`is_deterministic`: the bits of a row do not depend on the other rows of a step.
 
-        `operations`: others than the plain ones.
+        `operations`: others than the plain ones. `rows_of_graphs`: numbers of rows for which products are chosen.
         """
         self._config, self._max_num_tokens = config, max_num_tokens
         self._dtype, self._device = weights.dtype, weights.device
@@ -86,6 +88,10 @@ class CudaBackend:
             self._random_step(num_tokens)()
             if lora is not None:
                 with lora.activated():
+                    self._random_step(num_tokens)()
+        if (matmuls := self._operations.products.matmuls) is not None and rows_of_graphs:
+            with matmuls.choosing():
+                for num_tokens in filter(has_choice, rows_of_graphs):
                     self._random_step(num_tokens)()
         for experts in parts_of_type(RoutedExperts, weights.layers):
             if experts.loads is not None:

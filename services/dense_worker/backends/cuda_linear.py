@@ -14,6 +14,7 @@ import torch
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
+from services.dense_worker.kernels.linear.matmul_choice import MatmulChoice
 from services.dense_worker.kernels.linear.plain_gemv import PlainGemv
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.linear.quantized.dequantized_matmul import DequantizedMatmul
@@ -60,6 +61,7 @@ class CudaLinear:
         lora: CudaLora | None = None,
     ) -> None:
         self.choice = LinearChoice()
+        self.matmuls = MatmulChoice(device)  # of plain layers that are not streamed
         self._lora = lora  # None: no row has an adapter
         self._quantized = gemv_by_format(launcher, device, dtype)
         self._streaming: dict[type, StreamingKernels] = {
@@ -188,7 +190,12 @@ class CudaLinear:
         assert is_plain or self._prepared_form(kernel, linear, len(x)) is not None, "no kernel prepares the input"
         if products is not None:
             products.multiply(linear, x, out, **before)
-        elif out.dtype == x.dtype:
-            linear.weight.multiply(x, linear.bias_data, out)
-        else:
+        elif out.dtype != x.dtype:
             out.copy_(linear.weight.multiply(x, linear.bias_data))
+        elif not self._multiply_chosen(linear, x, out):
+            linear.weight.multiply(x, linear.bias_data, out)
+
+    def _multiply_chosen(self, linear: Linear, x: torch.Tensor, out: torch.Tensor) -> bool:
+        """Whether a candidate has been chosen for this product, and has computed it."""
+        is_plain = isinstance(linear.weight, PlainWeight) and linear.bias_data is None
+        return is_plain and self.matmuls.multiply(x, linear.weight.matrix.data, out)

@@ -12,6 +12,7 @@ from pathlib import Path
 import structlog
 import torch
 
+from services.common.batch_buckets import token_buckets
 from services.common.config import DenseSection, ModelSection
 from services.common.errors import ConfigError, TwostrokeError
 from services.common.families.shape import Activation
@@ -99,7 +100,12 @@ class PreparedBackend:
         if self.model.rank.count > 1:
             return SelectedBackend("torch", leading_backend(weights, self.model, self.limits.num_tokens, lora))
         backend = torch_backend(
-            weights, self.model.config, self.limits.num_tokens, lora, is_deterministic=self.section.deterministic
+            weights,
+            self.model.config,
+            self.limits.num_tokens,
+            lora,
+            is_deterministic=self.section.deterministic,
+            rows_of_graphs=token_buckets(self.limits.num_rows, self.limits.num_tokens),
         )
         return SelectedBackend("torch", backend)
 
@@ -236,13 +242,16 @@ def torch_backend(
     lora: LoraStore | None = None,
     *,
     is_deterministic: bool = False,
+    rows_of_graphs: Sequence[int] = (),
 ) -> DenseBackend:
     """The fastest backend without TensorRT on the device of `weights`; if `is_deterministic`, a batch-invariant one."""
     if weights.device.type == "cpu":
         return TorchBackend(weights, lora, BatchInvariantTorchOperations(lora) if is_deterministic else None)
     from services.dense_worker.backends.cuda_backend import CudaBackend  # needs triton
 
-    return CudaBackend(weights, config, max_num_tokens, lora, is_deterministic=is_deterministic)
+    return CudaBackend(
+        weights, config, max_num_tokens, lora, is_deterministic=is_deterministic, rows_of_graphs=rows_of_graphs
+    )
 
 
 def _usable_tensorrt(gpu: Gpu | None, model: ResolvedModel) -> TensorRT:

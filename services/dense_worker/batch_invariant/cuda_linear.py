@@ -30,6 +30,7 @@ class BatchInvariantLinear:
     adapter must not depend on whether another row has one.
     """
 
+    matmuls = None  # no product is cuBLAS's
     compiled_rows = ROW_BUCKETS  # numbers of rows that together have all kernels
 
     def __init__(
