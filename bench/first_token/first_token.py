@@ -87,7 +87,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "noted"
         points = "\n".join(f"{module} {function}" for module, function, _ in POINTS)
-        own = {"PYTHONPATH": str(Path(__file__).parent), "FIRST_TOKEN_POINTS": points, "FIRST_TOKEN_FILE": str(file)}
+        places = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        own = {"PYTHONPATH": places, "FIRST_TOKEN_POINTS": points, "FIRST_TOKEN_FILE": str(file)}
         with running_cluster(Path(directory), *options.set, env=os.environ | own) as cluster:
             path = Path(cluster.http_address.removeprefix("unix:"))
             for _ in range(options.num_requests + WARM_UP):

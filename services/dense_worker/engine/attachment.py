@@ -67,7 +67,10 @@ class AttachmentEnd:
 
 
 class AttentionPort(Protocol):
-    """How the engine reaches the attention worker; see `AttentionClient`. No method blocks."""
+    """How the engine reaches the attention worker; see `AttentionClient`.
+
+    No method blocks, but `publish` while the attention worker does not read.
+    """
 
     def ready(self, attachment: Attachment) -> None: ...
     def publish(self, attachment: Attachment, plan: StepPlan) -> None: ...
