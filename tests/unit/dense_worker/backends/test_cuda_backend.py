@@ -10,6 +10,7 @@ import torch
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.kernels.linear import matmul_choice
 from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import empty_weights
@@ -191,3 +192,30 @@ def test_a_step_beyond_the_workspaces_is_refused_before_it_runs(launches: Launch
     backend.begin_step(StepPlan(1), MAX_NUM_TOKENS)
     with pytest.raises(AssertionError, match="101 tokens, workspaces for 100"):
         backend.begin_step(StepPlan(2), MAX_NUM_TOKENS + 1)
+
+
+def test_products_of_graphs_with_prompts_are_chosen_at_the_start_and_no_others(
+    launches: LaunchRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from services.dense_worker.backends.cuda_backend import CudaBackend
+
+    measured = set[tuple[int, int]]()
+
+    class Library:
+        def candidates(self, x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor, most: int) -> list[object]:
+            measured.add((len(x), len(matrix)))
+            return []
+
+    choose(monkeypatch, LinearKernel.CUBLAS)
+    monkeypatch.setattr(matmul_choice, "CublasLt", lambda device: Library())
+    monkeypatch.setattr(matmul_choice, "time_of_us", lambda run: 1.0)
+    monkeypatch.setattr(matmul_choice, "_ALIGNMENT", 1)
+    config, weights = make("llama")
+    backend = CudaBackend(weights, config, MAX_NUM_TOKENS, rows_of_graphs=(8, 64, 72, 96))
+    sizes = {config.qkv_size, config.hidden_size, 2 * config.intermediate_size}
+    assert measured >= {(num_rows, size) for num_rows in (72, 96) for size in sizes}
+    assert not {(num_rows, size) for num_rows, size in measured if num_rows <= 64}
+    measured.clear()
+    run_step(backend, config, torch.float16, [*range(90)], [0])
+    assert not measured, "no step waits for a measurement"
+

@@ -59,14 +59,24 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeLibrary]:
     return use
 
 
+def aligned(values: torch.Tensor) -> torch.Tensor:
+    """A copy that begins as a GPU's tensors do."""
+    room = torch.zeros(values.numel() + 256, dtype=values.dtype)
+    first = -room.data_ptr() % 256 // room.element_size()
+    return room[first : first + values.numel()].view(values.shape).copy_(values)
+
+
 def operands(num_rows: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    x, matrix = torch.randn(num_rows, 64).to(dtype), torch.randn(48, 64).to(dtype)
-    return x, matrix, torch.zeros(num_rows, 48, dtype=dtype)
+    return (
+        aligned(torch.randn(num_rows, 64).to(dtype)),
+        aligned(torch.randn(48, 64).to(dtype)),
+        aligned(torch.zeros(num_rows, 48, dtype=dtype)),
+    )
 
 
 @pytest.mark.parametrize(
     ("times_us", "chosen"),
-    [((100.0, 80.0, 90.0), 1), ((100.0, 98.0), None), ((70.0, 69.0), 1), ((), None), ((150.0, 96.0), 0 + 1)],
+    [((100.0, 80.0, 90.0), 1), ((100.0, 98.0), None), ((70.0, 69.0), 1), ((), None), ((150.0, 96.0), 1)],
 )
 def test_the_fastest_is_chosen_where_it_is_clearly_faster_than_torchs(
     times_us: tuple[float, ...], chosen: int | None, use: Callable[..., FakeLibrary]
@@ -111,7 +121,19 @@ def test_rows_that_lie_otherwise_are_measured_by_themselves(use: Callable[..., F
     x, matrix, out = operands(100)
     with choice.choosing():
         choice.multiply(x, matrix, out)
-    wide = torch.zeros(100, 96, dtype=out.dtype)[:, :48]
+    wide = aligned(torch.zeros(100, 96, dtype=out.dtype))[:, :48]
     num_products = len(library.multiplied)
     assert not choice.multiply(x, matrix, wide)
     assert len(library.multiplied) == num_products
+
+
+def test_operands_that_begin_elsewhere_are_torchs(use: Callable[..., FakeLibrary]) -> None:
+    """The library could refuse them, or read wrongly."""
+    library, choice = use(50.0), MatmulChoice(CPU)
+    x, matrix, out = operands(100)
+    with choice.choosing():
+        choice.multiply(x, matrix, out)
+    num_products = len(library.multiplied)
+    wide = aligned(torch.zeros(101, 64, dtype=x.dtype))
+    assert not choice.multiply(wide.view(-1)[8 : 8 + x.numel()].view(x.shape), matrix, out)
+    assert choice.multiply(x, matrix, out) and len(library.multiplied) == num_products + 1
