@@ -45,9 +45,15 @@ class ServiceStart(NamedTuple):
 
 
 def without_needless_services(config: Config) -> Config:
-    """The config without the attention worker if the model is an encoder, which has no past. Raises `ModelError`."""
+    """The config without the attention worker if the model is an encoder, which has no past.
+
+    Raises `ModelError`, and `ConfigError` for ranks, which an encoder has not.
+    """
     if not is_encoder(config.model.path):
         return config
+    for key in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if (count := getattr(config.dense, key)) > 1:
+            raise ConfigError(f"dense.{key} is {count}, but the model is an encoder: supported is 1")
     services = tuple(name for name in config.launch.services if name != ATTENTION_ROLE)
     launch = config.launch.model_copy(update={"services": services})
     return config.model_copy(update={"launch": launch})
@@ -102,7 +108,8 @@ def service_configs(
 def rank_starts(config: Config, run_dir: Path, of_first: Sequence[ServiceStart]) -> list[ServiceStart]:
     """The workers of all ranks; `of_first`: those of the first one.
 
-    Each rank has a GPU, if there are any. On a CPU the ranks share its cores.
+    Each rank has a GPU, if there are any. On a CPU the ranks share its cores. The first one tells of blocks: all caches
+    have the same plans.
     """
     count = config.dense.num_ranks
     for name in SECTIONS.values():
@@ -119,7 +126,8 @@ def rank_starts(config: Config, run_dir: Path, of_first: Sequence[ServiceStart])
         first = start._replace(config=_of_rank(start.config, 0), options=ChildOptions(**leads))
         starts.append(first)
         for rank, address in enumerate(sockets[start.role], start=1):
-            own = with_address(_of_rank(config, rank), start.role, address)
+            silent = with_attention(_of_rank(config, rank), kv_events=None, kv_events_replay=None)
+            own = with_address(silent, start.role, address)
             starts.append(ServiceStart(f"{start.role}-{rank}", start.role, own, ChildOptions(rank=rank)))
     return starts
 

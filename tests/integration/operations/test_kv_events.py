@@ -28,6 +28,7 @@ from tests.support.warm_process import run_warm
 TIMEOUT_MS = 20_000
 TOPIC = "kv@pod-7@tiny-llama"
 NUM_BLOCKS, BLOCK_SIZE = 24, 8
+ARRANGEMENTS = {"one": (), "ranks": ("dense.tensor_parallel_size=2",)}
 
 
 class Subscriber:
@@ -114,16 +115,24 @@ class Subscriber:
         return num_tokens
 
 
+@pytest.fixture(scope="module", params=ARRANGEMENTS)
+def arrangement(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    return ARRANGEMENTS[request.param]
+
+
 @pytest.fixture(scope="module")
-def endpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+def endpoints(arrangement: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     directory = tmp_path_factory.mktemp("kv")
     return f"ipc://{directory}/events", f"ipc://{directory}/replay"
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, endpoints: tuple[str, str]) -> Iterator[Cluster]:
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, endpoints: tuple[str, str], arrangement: tuple[str, ...]
+) -> Iterator[Cluster]:
     settings = [
         TWO_LAYERS,
+        *arrangement,
         f"attention.kv_events={endpoints[0]}",
         f"attention.kv_events_replay={endpoints[1]}",
         f"attention.kv_events_topic={TOPIC}",

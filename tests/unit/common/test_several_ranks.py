@@ -29,7 +29,6 @@ REFUSED = {
     'dense.backend="tensorrt"': "TensorRT has neither sums over ranks nor stages: set dense.backend to torch",
     "dense.deterministic=true": "dense.deterministic is true, and ranks have other kernels: set it to false",
     "attention.host_kv_bytes=1000": "attention.host_kv_bytes is 1000, a tier for one cache: set it to 0",
-    'attention.kv_events="tcp://*:5557"': "attention.kv_events is 'tcp://*:5557', and the events are of one cache",
     'launch.services=["dense_worker"]': "launch.services is dense_worker: one launcher must start all services",
     'launch.standby_dense="loaded"': "launch.standby_dense is 'loaded': set it to off: ranks have no standbys",
 }

@@ -20,6 +20,7 @@ from services.launch.service_configs import (
     num_gateways,
     rank_starts,
     with_address,
+    without_needless_services,
 )
 
 RUN_DIR = Path("/run/x")
@@ -156,3 +157,19 @@ def test_an_attention_worker_that_is_added_is_on_the_next_gpu(monkeypatch: pytes
     config = load_config(None, [*settings, "attention.kv_cache_memory_fraction=1"])
     added = attention_worker_config(config, 1, "unix:/run/x/attn_worker-1.sock").attention
     assert (added.device, added.kv_cache_memory_fraction) == ("cuda:1", 1.0)
+
+
+@pytest.mark.parametrize("key", ["dense.tensor_parallel_size", "dense.pipeline_parallel_size"])
+def test_an_encoder_has_no_ranks(tmp_path: Path, key: str) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(ConfigError, match=f"^{key} is 2, but the model is an encoder: supported is 1$"):
+        without_needless_services(load_config(None, [f"model.path={tmp_path}", f"{key}=2"]))
+
+
+def test_the_first_rank_alone_tells_of_blocks() -> None:
+    endpoints = ["attention.kv_events=tcp://*:5557", "attention.kv_events_replay=tcp://*:5558"]
+    config = load_config(None, [*endpoints, "dense.tensor_parallel_size=3"])
+    first = ServiceStart("attn_worker", "attn_worker", config, ChildOptions())
+    sections = [each.config.attention for each in rank_starts(config, RUN_DIR, [first])]
+    assert [each.kv_events for each in sections] == ["tcp://*:5557", None, None]
+    assert [each.kv_events_replay for each in sections] == ["tcp://*:5558", None, None]

@@ -162,6 +162,7 @@ def check_config(config: Config) -> None:
     for key, value, neutral in (
         ("dense.backend", dense.backend, ("auto", "torch")),
         ("dense.tensor_parallel_size", dense.tensor_parallel_size, (1,)),
+        ("dense.pipeline_parallel_size", dense.pipeline_parallel_size, (1,)),
         ("dense.quantization", dense.quantization, ("checkpoint",)),
         ("dense.deterministic", dense.deterministic, (False,)),
         ("dense.max_loras", dense.max_loras, (0,)),
