@@ -27,7 +27,7 @@ from tests.unit.dense_worker.engine.test_scheduler import make_sequence
 
 TEST_LIMIT_S = 30.0
 NUM_SEQUENCES = 50
-ATTACHMENT: Any = SimpleNamespace(epoch=1, attachment_id=1)
+ATTACHMENT: Any = SimpleNamespace(epoch=1, attachment_id=1, link=None)
 SPEC = ChannelSpec(max_tokens=1, qkv_size=1, attn_size=1, dtype=torch.float32)
 
 
