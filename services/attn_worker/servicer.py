@@ -24,7 +24,7 @@ from services.channel import Channel, ChannelSpec
 from services.channel.factory import create_channel
 from services.channel.message_link import LinkOffer
 from services.channel.region import shared_memory_id
-from services.channel.shm_cleanup import remove_stale_regions
+from services.channel.shm_cleanup import SHM_DIR, remove_stale_regions
 from services.common.attention.learned import Learned
 from services.common.config import MAX_LANES, AttentionSection
 from services.common.errors import (
@@ -137,7 +137,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         self._attachment = attachment
         try:
             if request.takes_plan_link:
-                attachment.offer = LinkOffer(self._epoch, attachment.attachment_id)
+                attachment.offer = self._offer_link(attachment)
             limits = StepLimits(request.max_num_seqs, request.max_num_batched_tokens, len(channels))
             engine = await self._built_engine(limits)
         except BaseException:  # also when cancelled: the dense worker may die while it waits
@@ -168,6 +168,13 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             is_empty=cache.is_empty,
             plan_link="" if attachment.offer is None else attachment.offer.name,
         )
+
+    def _offer_link(self, attachment: Attachment) -> LinkOffer | None:
+        try:
+            return LinkOffer(self._epoch, attachment.attachment_id)
+        except OSError as error:
+            log.warning("plans come by gRPC, which takes longer", reason=f"no socket in {SHM_DIR}: {error}")
+            return None
 
     async def _create_channels(self, request: attn_pb2.AttachRequest, attachment_id: int) -> dict[int, Channel]:
         """The channel of each lane: all, or none."""

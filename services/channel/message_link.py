@@ -28,11 +28,16 @@ class LinkOffer:
     """A socket that waits for one connection. The owner calls `accept` or `close`."""
 
     def __init__(self, epoch: int, attachment_id: int) -> None:
+        """Raises OSError if there can be no socket in `SHM_DIR`."""
         self._path = SHM_DIR / f"{NAME_PREFIX}{epoch:016x}-{attachment_id}{LINK_SUFFIX}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        os.fchmod(self._socket.fileno(), 0o600)  # before it has a name: `bind` keeps the mode
-        self._socket.bind(str(self._path))
-        self._socket.listen(1)
+        try:
+            os.fchmod(self._socket.fileno(), 0o600)  # before it has a name: `bind` keeps the mode
+            self._socket.bind(str(self._path))
+            self._socket.listen(1)
+        except BaseException:
+            self.close()
+            raise
         self._socket.setblocking(False)
 
     @property

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from services.attn_worker.service import SERVICE_NAME
 from services.attn_worker.servicer import AttentionServicer
+from services.channel import message_link
 from services.channel.message_link import MessageLink
 from services.common.config import AttentionSection, ModelSection
 from services.common.resolve import resolve_model
@@ -152,5 +153,16 @@ def test_the_worker_continues_after_a_stream_ends_with_an_error(
             assert list(reply.open_seq_ids) == [1], "the sequence must be kept for the next attachment"
             await open_one(stub, reply, seq_id=2)
             failure.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), TEST_LIMIT_S))
+
+
+def test_plans_come_by_grpc_where_there_can_be_no_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(message_link, "SHM_DIR", tmp_path / "missing")
+
+    async def run() -> None:
+        async with attention_worker(tmp_path) as (_, stub):
+            plans, opened = await open_one(stub, await attach(stub, takes_plan_link=True))
+            assert plans.link is None and opened.seq_id == 1
 
     asyncio.run(asyncio.wait_for(run(), TEST_LIMIT_S))
