@@ -7,10 +7,12 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.clients.streams import collect_all
-from tests.support.cluster import running_cluster
-from tests.support.dense.vision_models import noise
+from tests.support.cluster import Cluster, request, running_cluster
+from tests.support.dense.vision_models import load_true_model, noise
+from tests.support.prompt_vectors import embeds_of
 from tests.support.rank_processes import pid_of
 from tests.support.served_vision import (
     Turn,
@@ -31,6 +33,7 @@ SETTINGS = (  # steps have less room than one of the prompts needs
     "scheduler.max_num_batched_tokens=64",
     "scheduler.max_num_seqs=8",
     "attention.num_blocks=200",
+    "gateway.enable_prompt_embeds=true",
 )
 CHATS: list[list[Turn]] = [
     [("user", ["All ", FIRST, SECOND, FIRST])],
@@ -57,4 +60,14 @@ def test_tokens_are_those_of_one_rank_over_a_kill_of_another(variant: str, ranks
         found = collect_all(cluster.gateway, messages, lambda: os.kill(killed, signal.SIGKILL))
         assert [each.token_ids[0] for each in found] == expected
         assert pid_of(cluster, "dense_worker-1") != killed
+        check_vectors_of_clients(cluster, load_true_model(model, variant).get_input_embeddings().weight)
         cluster.wait_idle()
+
+
+def check_vectors_of_clients(cluster: Cluster, table: torch.Tensor) -> None:
+    """The embeddings of tokens, sent as vectors, give the answer to these tokens."""
+    prompt = list(range(100, 190))
+    by_ids, by_vectors = request(prompt, NUM_TOKENS, ignore_eos=True), request([], NUM_TOKENS, ignore_eos=True)
+    by_vectors.prompt_embeds.CopyFrom(embeds_of(table.detach()[prompt]))
+    expected, found = collect_all(cluster.gateway, [by_ids, by_vectors])
+    assert found.token_ids == expected.token_ids
