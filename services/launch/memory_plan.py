@@ -26,6 +26,7 @@ from services.common.errors import CapacityError, ModelError
 from services.common.families.names import NAMES, CheckpointNames
 from services.common.json_files.read_json import read_json
 from services.common.process import GPU_STANDBY_BYTES, STANDBY_BYTES, available_bytes
+from services.common.rank import Rank
 from services.common.several_attention_workers import devices_of_workers
 from services.common.shorten import shorten
 from services.launch.child import ATTENTION_ROLE, DENSE_ROLE
@@ -140,7 +141,7 @@ def _gpus(config: Config, rank: int, weights: list[Need] | None) -> list[Place]:
     of_dense: list[Need] = []
     if weights is not None:
         num_parts = config.dense.tensor_parallel_size
-        of_dense = [*weights, *_adapters(config), _workspaces(config, rank=rank, num_parts=num_parts)]
+        of_dense = [*weights, *_adapters(config, rank), _workspaces(config, rank=rank, num_parts=num_parts)]
     of_attention = [Need("copies of the host tier", COPY_BYTES)] if config.attention.host_kv_bytes else []
     places = []
     if weights is not None:
@@ -371,26 +372,34 @@ def _workspaces(config: Config, *, rank: int, num_parts: int) -> Need:
     return Need("the buffers of a step", num_bytes, mend)
 
 
-def _adapters(config: Config) -> Iterator[Need]:
-    """Slots for adapters on a GPU: two matrices for each one of a layer. None are counted for packed weights."""
+def _adapters(config: Config, rank: int) -> Iterator[Need]:
+    """Slots for adapters on a rank's GPU: two matrices for each one of a layer. None are counted for packed weights.
+
+    One of the two is cut over tensor ranks, by the side by which the layer's own matrix is cut.
+    """
     section = config.dense
     names = _names(config.model.path) if section.max_loras else None
     if names is None:
         return
-    rank = -(-section.max_lora_rank // RANK_STEP) * RANK_STEP
-    most = _num_layers(config)
+    num_columns = -(-section.max_lora_rank // RANK_STEP) * RANK_STEP
+    layers = Rank.of(section, rank).layers(_num_layers(config))
     slot_bytes = 0
     for tensor in _tensors(config.model.path):
         layer = names.layer_of(names.canonical(tensor.name))
         is_matrix = len(tensor.shape) == 2 and tensor.name.endswith(".weight") and ".experts." not in tensor.name
-        if is_matrix and tensor.dtype in _ADAPTED_DTYPES and layer is not None and layer < most:
-            slot_bytes += rank * sum(tensor.shape) * _ITEM_BYTES.get(config.model.dtype, 2)
+        if is_matrix and tensor.dtype in _ADAPTED_DTYPES and layer is not None and layer in layers:
+            size_out, size_in = tensor.shape
+            if names.canonical(tensor.name).endswith((f".{names.o}.weight", f".{names.down}.weight")):
+                size_in //= section.tensor_parallel_size
+            else:
+                size_out //= section.tensor_parallel_size
+            slot_bytes += num_columns * (size_out + size_in) * _ITEM_BYTES.get(config.model.dtype, 2)
 
     def mend(excess: int) -> str | None:
         fitting = section.max_loras - -(-excess // slot_bytes) if slot_bytes else -1
         return f"dense.max_loras to {fitting} or less" if fitting >= 0 else None
 
-    yield Need(f"{section.max_loras} adapters of rank {rank}", section.max_loras * slot_bytes, mend)
+    yield Need(f"{section.max_loras} adapters of rank {num_columns}", section.max_loras * slot_bytes, mend)
 
 
 def _graphs(config: Config, section: str) -> Iterator[Need]:

@@ -17,10 +17,15 @@ from services.attn_worker.build import StepLimits, make_cache_spec
 from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
 from services.common.config import EMBEDDED_MODEL, Config, load_config
 from services.common.errors import CapacityError, ModelError
+from services.common.model_config import load_model_config
+from services.common.rank import Rank
 from services.common.resolve import resolve_model
 from services.dense_worker import standby
 from services.dense_worker.build import resolve_dense_model
 from services.dense_worker.features.drafting.eagle.load_eagle import find_eagle_head, make_eagle_model
+from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.model.weights import empty_weights
+from services.dense_worker.parameters import parts_of_type
 from services.launch import memory_plan
 from services.launch.gpus import Gpu
 from services.launch.memory_plan import Need, check_memory, plan_memory, weight_bytes
@@ -239,6 +244,23 @@ def test_slots_for_adapters_have_two_matrices_of_each_linear_layer(monkeypatch: 
     config = load_config(None, ["model.dtype=bfloat16", "dense.max_loras=3", "dense.max_lora_rank=17"])
     [need] = [need for need in plan_memory(config)[-1].needs if "adapters" in need.what]
     assert linears and need.num_bytes == sum(3 * 32 * (each.in_features + each.out_features) * 2 for each in linears)
+
+
+def test_ranks_have_parts_of_the_slots_for_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpu(monkeypatch, 2 * GIB)
+    monkeypatch.setattr(memory_plan, "list_gpus", lambda: [Gpu(f"GPU-{i}", "NVIDIA H100", 2 * GIB) for i in range(2)])
+    lora = ["model.dtype=bfloat16", "dense.max_loras=3", "dense.max_lora_rank=17"]
+    whole = load_model_config(EMBEDDED_MODEL)
+    for ranks in ([], ["dense.tensor_parallel_size=2"], ["dense.pipeline_parallel_size=2"]):
+        config = load_config(None, [*lora, *ranks])
+        found = needs_of(config, "adapters")
+        assert len(found) == config.dense.num_ranks
+        for index, need in enumerate(found):
+            rank = Rank.of(config.dense, index)
+            layers = empty_weights(whole, torch.bfloat16, torch.device("meta"), rank=rank).layers
+            linears = list(parts_of_type(Linear, layers))
+            sizes = [each.out_features + len(each.merged_from) * each.in_features for each in linears]
+            assert need.num_bytes == sum(3 * 32 * size * 2 for size in sizes), rank
 
 
 def needs_of(config: Config, text: str) -> list[Need]:
