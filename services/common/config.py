@@ -387,7 +387,7 @@ class LaunchSection(Section):
     standby_dense: Literal["auto", "off", "imports", "loaded"] = "auto"
     standby_attention: Literal["auto", "off", "imports"] = "auto"  # its KV cache is allocated when it takes over
     # at the same ports, where limits of the section gateway and of API keys hold for all together. auto: one for four
-    # cores, at most 4; 1 without a GPU, and where several cannot be; docs/operations.md says more
+    # cores, at most 4; 1 without a GPU, and where several cannot be or not be watched; docs/operations.md says more
     gateway_processes: Count | Literal["auto"] = 1
 
     @pydantic.field_validator("services")

@@ -10,6 +10,7 @@ from services.common.errors import InvalidRequest
 from services.gateway.apis.triton.inference import Triton
 from services.gateway.core.request_service import RequestService
 from services.gateway.link.gateway_peers import decode_owner
+from services.gateway.metrics.all_processes import AllProcesses
 from services.gateway.resume.recording import Received
 from services.gateway.resume.registry import decode_name
 from services.gateway.resume.resumption import Resumption
@@ -21,9 +22,12 @@ PEERS_SERVICE_NAME = gateway_peers_pb2.DESCRIPTOR.services_by_name["GatewayPeers
 class PeerServicer(gateway_peers_pb2_grpc.GatewayPeersServicer):
     """Believes its callers: they are processes of the same user. Errors become statuses in `services.rpc.server`."""
 
-    def __init__(self, service: RequestService, triton: Triton, resumption: Resumption | None = None) -> None:
+    def __init__(
+        self, service: RequestService, triton: Triton, measured: AllProcesses, resumption: Resumption | None = None
+    ) -> None:
         """`resumption`: None if requests cannot be resumed."""
         self._service = service
+        self._measured = measured
         self._triton = triton
         self._resumption = resumption
 
@@ -62,6 +66,11 @@ class PeerServicer(gateway_peers_pb2_grpc.GatewayPeersServicer):
     ) -> gateway_peers_pb2.ForgetAdapterResponse:
         self._service.adapters.forget(request.owner, request.name)
         return gateway_peers_pb2.ForgetAdapterResponse()
+
+    async def Measure(
+        self, request: gateway_peers_pb2.MeasureRequest, context: grpc.aio.ServicerContext
+    ) -> gateway_peers_pb2.MeasureResponse:
+        return await self._measured.own(has_metrics=request.has_metrics)
 
     async def ReadResumable(
         self, request: gateway_peers_pb2.ReadResumableRequest, context: grpc.aio.ServicerContext

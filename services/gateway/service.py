@@ -38,6 +38,7 @@ from services.gateway.link.dense_progress import DenseProgress
 from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.link.journal import Journal
 from services.gateway.link.worker_load import WorkerLoad
+from services.gateway.metrics.all_processes import AllProcesses
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.metrics.pool_metrics import PoolMetrics
 from services.gateway.metrics.vllm_metrics import AdapterUse, VllmMetrics
@@ -138,11 +139,12 @@ class Gateway:
         self._vectors = Vectors(service, read_pooling(config.model), section.max_inputs)
         triton = Triton(service, section.max_prompts, peers, self._vectors)
         resumption = self._resumption = self._make_resumption() if section.resume else None
+        measured = AllProcesses(self._registry, lambda: service.num_open_requests, peers, options.process_index)
         if options.peer_address is not None:
-            await self._listen_to_peers(options.peer_address, PeerServicer(service, triton, resumption))
+            await self._listen_to_peers(options.peer_address, PeerServicer(service, triton, measured, resumption))
         await service.adapters.load_configured(section.lora_modules)
         await service.adapters.load_recorded(self._access.key_names)
-        await self._listen(service, triton, peers, resumption)
+        await self._listen(service, triton, peers, measured, resumption)
 
     async def run(self) -> None:
         """Serves until it has drained. Raises `PeerError` if no dense worker connects, or any error that ends it."""
@@ -189,7 +191,12 @@ class Gateway:
         return Resumption(recordings, registry, peers, metrics, section.resume_timeout_s, self._dense.wait_connected)
 
     async def _listen(
-        self, service: RequestService, triton: Triton, peers: GatewayPeers, resumption: Resumption | None
+        self,
+        service: RequestService,
+        triton: Triton,
+        peers: GatewayPeers,
+        measured: AllProcesses,
+        resumption: Resumption | None,
     ) -> None:
         config, section = self._config, self._section
         tls = tls_files(section.tls_certificate, section.tls_key, section.tls_client_ca)
@@ -204,7 +211,7 @@ class Gateway:
         self._opened.callback(self._registry.unregister, pool_metrics)
         updates = WeightUpdates(section.weights_directory, section.weights_admins, launcher)
         app = build_app(
-            service, section, self._registry, worker_load, triton, updates, self._vectors, resumption, self._speech
+            service, section, measured, worker_load, triton, updates, self._vectors, resumption, self._speech
         )
         is_shared, listener = self._options.shares_ports, self._options.http_listener
         self._http = HttpServer(app, section, tls, DIALECTS, shares_port=is_shared, listener=listener)

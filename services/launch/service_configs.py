@@ -70,6 +70,8 @@ def num_gateways(config: Config) -> int:
         return 1  # a worker needs the cores, whichever launcher starts it
     if section.store_responses or not _is_shareable(section.address) or not _is_shareable(section.http_address):
         return 1
+    if section.metrics_address is not None or config.metrics.compat != "none":
+        return 1  # who watches one process there would not see the others
     return min(MOST_GATEWAYS, max(1, available_cores() // CORES_PER_GATEWAY))
 
 

@@ -112,3 +112,19 @@ class ForgetAdapterRequest(_message.Message):
 class ForgetAdapterResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class MeasureRequest(_message.Message):
+    __slots__ = ("has_metrics",)
+    HAS_METRICS_FIELD_NUMBER: _ClassVar[int]
+    has_metrics: bool
+    def __init__(self, has_metrics: _Optional[bool] = ...) -> None: ...
+
+class MeasureResponse(_message.Message):
+    __slots__ = ("process_index", "num_open_requests", "metrics")
+    PROCESS_INDEX_FIELD_NUMBER: _ClassVar[int]
+    NUM_OPEN_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    process_index: int
+    num_open_requests: int
+    metrics: bytes
+    def __init__(self, process_index: _Optional[int] = ..., num_open_requests: _Optional[int] = ..., metrics: _Optional[bytes] = ...) -> None: ...

@@ -69,6 +69,11 @@ class GatewayPeersStub:
                 request_serializer=gateway__peers__pb2.ReadResumableRequest.SerializeToString,
                 response_deserializer=gateway__peers__pb2.ResumablePiece.FromString,
                 _registered_method=True)
+        self.Measure = channel.unary_unary(
+                '/twostroke.v1.GatewayPeers/Measure',
+                request_serializer=gateway__peers__pb2.MeasureRequest.SerializeToString,
+                response_deserializer=gateway__peers__pb2.MeasureResponse.FromString,
+                _registered_method=True)
 
 
 class GatewayPeersServicer:
@@ -126,6 +131,13 @@ class GatewayPeersServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Measure(self, request, context):
+        """What this process measures.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GatewayPeersServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -163,6 +175,11 @@ def add_GatewayPeersServicer_to_server(servicer, server):
                     servicer.ReadResumable,
                     request_deserializer=gateway__peers__pb2.ReadResumableRequest.FromString,
                     response_serializer=gateway__peers__pb2.ResumablePiece.SerializeToString,
+            ),
+            'Measure': grpc.unary_unary_rpc_method_handler(
+                    servicer.Measure,
+                    request_deserializer=gateway__peers__pb2.MeasureRequest.FromString,
+                    response_serializer=gateway__peers__pb2.MeasureResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -354,6 +371,33 @@ class GatewayPeers:
             '/twostroke.v1.GatewayPeers/ReadResumable',
             gateway__peers__pb2.ReadResumableRequest.SerializeToString,
             gateway__peers__pb2.ResumablePiece.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Measure(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostroke.v1.GatewayPeers/Measure',
+            gateway__peers__pb2.MeasureRequest.SerializeToString,
+            gateway__peers__pb2.MeasureResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from fastapi import FastAPI
 from fastapi.responses import Response
-from prometheus_client import CollectorRegistry
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -43,6 +42,7 @@ from services.gateway.core.request_service import RequestService
 from services.gateway.http.authorize import Authorize
 from services.gateway.http.errors import Dialect, add_error_handlers, error_schemas
 from services.gateway.link.worker_load import WorkerLoad
+from services.gateway.metrics.all_processes import AllProcesses
 from services.gateway.resume.http_calls import HttpResumption
 from services.gateway.resume.resumption import Resumption
 from services.gateway.vectors.vectors import Vectors
@@ -53,7 +53,7 @@ DIALECTS = (COHERE, TRITON, ANTHROPIC, LLAMA_CPP)  # those whose errors are not 
 def build_app(
     service: RequestService,
     section: GatewaySection,
-    registry: CollectorRegistry,
+    measured: AllProcesses,
     worker_load: WorkerLoad,
     triton: Triton,
     weight_updates: WeightUpdates,
@@ -88,7 +88,7 @@ def build_app(
         token_routes(service, section),
         audio_routes(service, section, speech),
         model_routes(service),
-        server_routes(service, registry),
+        server_routes(service, measured),
         adapter_routes(service, section),
         weight_routes(service, section, weight_updates),
         triton_routes(triton, section),

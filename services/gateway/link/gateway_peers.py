@@ -54,6 +54,16 @@ class GatewayPeers:
         request = gateway_peers_pb2.StopHereRequest(owner=encode_owner(owner), id=client_id)
         _answers(await self._ask(lambda stub, **options: stub.StopHere(request, **options), TIMEOUT_S))
 
+    @property
+    def has_any(self) -> bool:
+        """Whether there are peers."""
+        return bool(self._addresses)
+
+    async def measure(self, *, has_metrics: bool) -> list[gateway_peers_pb2.MeasureResponse]:
+        """What each peer measures that answers in time."""
+        request = gateway_peers_pb2.MeasureRequest(has_metrics=has_metrics)
+        return _answers(await self._ask(lambda stub, **options: stub.Measure(request, **options), TIMEOUT_S))
+
     async def stage_adapter(self, adapter: gateway_peers_pb2.PeerAdapter) -> None:
         """Has all peers read an adapter. If one cannot, none keeps it: raises `PeerError` with names and reasons."""
         outcomes = await self._ask(lambda stub, **options: stub.StageAdapter(adapter, **options), ADAPTER_TIMEOUT_S)

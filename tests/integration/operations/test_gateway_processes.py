@@ -131,6 +131,11 @@ def test_two_gateways_serve_at_the_same_ports(cluster: Cluster, gateways: list[G
         assert all(served(before)), f"one process got all of {MAX_CONNECTIONS} connections"
         assert all(answer == answers[0] for answer in answers), "the answers differ"
 
+    # A scrape of either process has what both count, and once what the workers measure.
+    scraped = Scrape(cluster.http_address)
+    assert scraped.value("twostroke_gateway_answers_total") == sum(gateway.num_answers() for gateway in gateways)
+    assert [len(each.samples) for each in scraped.families if each.name == "vllm:num_requests_running"] == [1]
+
     # An Abort is sent to the other process.
     first, second = gateways
     endless = {"n": 8, "temperature": 1.0, "ignore_eos": True}  # long enough to run still on a busy machine

@@ -69,6 +69,8 @@ def test_processes_divide_what_each_alone_can_count(tmp_path: Path) -> None:
         (16, ["gateway.store_responses=true"], 1),
         (16, ["gateway.address=unix:/a.sock"], 1),
         (16, ["gateway.http_address=127.0.0.1:0"], 1),
+        (16, ["gateway.metrics_address=127.0.0.1:9100"], 1),
+        (16, ["metrics.compat=vllm"], 1),
         (2, ["launch.gateway_processes=3"], 3),
         (16, ['launch.services=["gateway"]', "dense.device=cpu", "attention.device=cpu"], 1),
         (16, ['launch.services=["gateway"]'], 4),

@@ -6,12 +6,11 @@ from typing import Any, Literal, NotRequired
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 from typing_extensions import TypedDict
 
 from services.gateway import __version__
 from services.gateway.core.request_service import RequestService
+from services.gateway.metrics.all_processes import AllProcesses
 
 
 class Live(TypedDict):
@@ -28,7 +27,7 @@ class Health(TypedDict):
 
 
 class Load(TypedDict):
-    """Requests that one gateway process has accepted and not answered completely, those that wait included."""
+    """Requests that the gateway processes have accepted and not answered completely, those that wait included."""
 
     server_load: int
 
@@ -39,11 +38,8 @@ class Version(TypedDict):
     version: str
 
 
-def server_routes(service: RequestService, registry: CollectorRegistry) -> APIRouter:
-    """The routes with information about one gateway process.
-
-    With several processes at one port, Prometheus scrapes `gateway.metrics_address` instead of `/metrics`.
-    """
+def server_routes(service: RequestService, measured: AllProcesses) -> APIRouter:
+    """The routes with information about the server."""
     router = APIRouter(tags=["Server"])
     health_answers: dict[int | str, dict[str, Any]] = {200: {"model": Health}, 503: {"model": Health}}
 
@@ -67,8 +63,8 @@ def server_routes(service: RequestService, registry: CollectorRegistry) -> APIRo
 
     @router.get("/load")
     async def load() -> Load:
-        """How many requests this gateway is working on, for load balancers that ask vLLM."""
-        return {"server_load": service.num_open_requests}
+        """How many requests the gateways are working on, for load balancers that ask vLLM."""
+        return {"server_load": await measured.num_open_requests()}
 
     @router.get("/version")
     async def version() -> Version:
@@ -80,9 +76,9 @@ def server_routes(service: RequestService, registry: CollectorRegistry) -> APIRo
         response_class=Response,
         responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "The metrics"}},
     )
-    def metrics(request: Request) -> Response:  # not a coroutine, so it runs in a thread
-        """Prometheus metrics, as text."""
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(registry), media_type=content_type)
+    async def metrics(request: Request) -> Response:
+        """Prometheus metrics of all gateway processes, as text."""
+        text, content_type = await measured.metrics(request.headers.get("accept", ""))
+        return Response(text, media_type=content_type)
 
     return router

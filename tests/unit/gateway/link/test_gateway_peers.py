@@ -13,6 +13,7 @@ import grpc
 import httpx2
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from services.common.child_options import ChildOptions
 from services.common.config import EMBEDDED_MODEL
@@ -53,6 +54,7 @@ def options_of(directory: Path, index: int, num_gateways: int) -> ChildOptions:
         peer_address=addresses[index],
         peer_addresses=tuple(each for each in addresses if each != addresses[index]),
         change_lock=directory / "lock",
+        process_index=index,
     )
 
 
@@ -107,6 +109,58 @@ async def names_at(gateway: RunningGateway, headers: dict[str, str]) -> set[str]
 
 def bearer(name: str) -> list[tuple[str, str]]:
     return [("authorization", f"Bearer {KEYS[name]}")]
+
+
+def test_each_gateway_tells_the_metrics_and_the_load_of_all(tmp_path: Path) -> None:
+    """What the workers measure, which all tell alike, is there once."""
+
+    async def scrape(gateway: RunningGateway, accept: str) -> dict[tuple[str, ...], float]:
+        async with async_client(gateway.http_address) as client:
+            answer = await client.get("/metrics", headers={"accept": accept})
+        assert answer.status_code == 200, answer.text
+        lines = [line for line in answer.text.splitlines() if line.startswith("# TYPE ")]
+        assert len(lines) == len(set(lines)), "each metric is described once"
+        samples = [each for family in text_string_to_metric_families(answer.text) for each in family.samples]
+        found = {(each.name, *sorted(map("=".join, each.labels.items()))): each.value for each in samples}
+        assert len(found) == len(samples), "no two samples have one name and the same labels"
+        return found
+
+    async def load(gateway: RunningGateway) -> int:
+        async with async_client(gateway.http_address) as client:
+            return (await client.get("/load")).json()["server_load"]
+
+    async def test(gateways: Gateways, workers: list[FakeDense]) -> None:
+        body = {"prompt": [5], "max_tokens": 3}
+        for index in (0, 2, 2):
+            assert (await post(gateways[index], "/v1/completions", body, {})).status_code == 200
+        for gateway in gateways:
+            for accept in ("text/plain", "application/openmetrics-text; version=1.0.0"):
+                found = await scrape(gateway, accept)
+                for name, counts in (
+                    ("twostroke_gateway_generated_tokens_total", (3, 0, 6)),
+                    ("twostroke_gateway_time_to_first_token_seconds_count", (1, 0, 2)),
+                ):
+                    values = tuple(found[name, f"process={index}"] for index in range(3))
+                    assert values == counts, name
+                assert all("process=" in " ".join(key) for key in found if not key[0].startswith("vllm:"))
+        endless_body = {**body, "max_tokens": 4000, "stream": True}
+        async with (
+            async_client(gateways[1].http_address) as client,
+            client.stream("POST", "/v1/completions", json=endless_body),
+        ):
+            assert [await load(gateway) for gateway in gateways] == [1, 1, 1]
+
+    with_gateways(tmp_path, test)
+
+
+def test_a_gateway_that_does_not_answer_is_left_out_of_the_metrics(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with gateway_of(tmp_path, 0, 2, endless()) as gateway, async_client(gateway.http_address) as client:
+            text = (await client.get("/metrics")).text
+            assert 'twostroke_gateway_connected{process="0"} 1.0' in text and 'process="1"' not in text
+            assert (await client.get("/load")).json() == {"server_load": 0}
+
+    run(body())
 
 
 def test_an_adapter_is_loaded_by_all_gateways_whichever_way_the_key_is_given(tmp_path: Path, adapters: Path) -> None:
