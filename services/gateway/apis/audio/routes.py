@@ -88,6 +88,7 @@ def audio_routes(service: RequestService, section: GatewaySection, speech: Speec
         caller = request.state.caller
         service.count_requests(1, caller)
         held: HeldMemory = request.state.held
+        held.add(len(data) - held.num_bytes)  # of the form only the file is left, and nothing is made of it here
         sound = await speech.reader.read(data, caller.number, held)
         del data
         transcription = Transcription(service, speech.model, sound, options, caller.for_parts())
