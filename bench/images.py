@@ -22,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -213,10 +214,11 @@ def times_of_stream(address: str, num_tokens: int) -> list[float]:
     return asyncio.run(read()).times
 
 
-async def measure(address: str, arguments: argparse.Namespace, beside: ProcessPoolExecutor) -> dict[str, float]:
+async def measure(
+    address: str, arguments: argparse.Namespace, urls: Sequence[str], beside: ProcessPoolExecutor
+) -> dict[str, float]:
     """Prints what it measures; returns what is required. beside: the process that reads a stream of text."""
     async with client_of(address) as client:
-        urls = [picture(arguments.size, seed) for seed in range(arguments.chats + 12)]
         print(f"a picture has {len(urls[0])} characters")
         for url in urls[:2]:
             await ask(client, url, 8)  # starts the processes that decode
@@ -290,8 +292,9 @@ def main() -> None:
         }
         overrides = [f"{key}={value}" for key, value in settings.items()]
         beside = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        pictures = beside.map(picture, itertools.repeat(arguments.size), range(arguments.chats + 12))  # meanwhile
         with running_cluster(directory, *overrides, *arguments.set) as cluster, beside:
-            figures = asyncio.run(measure(cluster.http_address, arguments, beside))
+            figures = asyncio.run(measure(cluster.http_address, arguments, list(pictures), beside))
     for name, value in figures.items():
         print(f"{name:18} {value:10.1f}, required {REQUIRED[name]:.0f} (large shape), roof {roof.get(name, 0):.1f}")
 
