@@ -203,7 +203,8 @@ class DenseSection(Section):
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
     # stages: ranks of which each has some layers as a whole, and their KV cache
     pipeline_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
-    # fp8: linear layers of an unquantized model become FP8 while they load; checkpoint: weights as they are stored
+    # fp8: linear layers of an unquantized model, and of the layers of Qwen's towers, become FP8 while they load;
+    # checkpoint: weights as they are stored
     quantization: Literal["checkpoint", "fp8"] = "checkpoint"
     num_threads: Count | None = None  # CPU threads of one step; none: all cores but one
     # true: the logits of a token are the same to the last bit whatever else is computed beside it, and however; both

@@ -106,3 +106,8 @@ class QuantizationConfig:
 def on_the_fly_fp8() -> QuantizationConfig:
     """FP8 for all linear layers of an unquantized checkpoint except lm_head."""
     return QuantizationConfig("fp8 on the fly", (SchemeGroup(("Linear",), OnTheFlyFp8()),), (LM_HEAD,))
+
+
+def fp8_towers() -> QuantizationConfig:
+    """FP8 for the layers of Qwen's towers, without what makes rows of the prompt of their output."""
+    return QuantizationConfig("fp8 on the fly", (SchemeGroup(("visual.blocks.*",), OnTheFlyFp8()),), ())

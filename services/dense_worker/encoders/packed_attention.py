@@ -63,6 +63,17 @@ class PackedSequences:
         self._lengths, self._device = lengths, torch.device(device)
         self.cu_seqlens = upload(ends.numpy(), self._device)
 
+    @classmethod
+    def in_place(cls, cu_seqlens: torch.Tensor, num_tokens: int, max_length: int) -> PackedSequences:
+        """Sequences whose ends are written to `cu_seqlens` when this exists, where `suits_flash_kernel` says so.
+
+        cu_seqlens: int32 [num_sequences + 1]; sequences may be empty, and tokens behind the last end belong to none:
+        their results have no meaning. max_length: of a sequence, at most.
+        """
+        sequences = cls.__new__(cls)
+        sequences.num_tokens, sequences.max_length, sequences.cu_seqlens = num_tokens, max_length, cu_seqlens
+        return sequences
+
     @cached_property
     def buckets(self) -> tuple[_Bucket, ...]:
         """Those that are padded together."""
@@ -100,7 +111,7 @@ def attend(
             f"{2 * sequences.max_length - 1}"
         )
     assert positions is None or (window is None and distance_bias is None), "no family has them together"
-    if positions is None and _suits_flash_kernel(q, distance_bias):
+    if positions is None and distance_bias is None and suits_flash_kernel(q.device, q.dtype, q.shape[2]):
         return _attend_unpadded(q, k, v, sequences, scale, window)
     out = q.new_empty(len(q) + 1, *q.shape[1:])  # the last row is that of padding
     repeats = q.shape[1] // k.shape[1]
@@ -117,9 +128,10 @@ def attend(
     return out[:-1]
 
 
-def _suits_flash_kernel(q: torch.Tensor, distance_bias: torch.Tensor | None) -> bool:
-    is_16_bit = q.dtype in (torch.bfloat16, torch.float16)
-    return q.is_cuda and is_16_bit and distance_bias is None and q.shape[2] % 8 == 0 and q.shape[2] <= _MAX_FLASH_DIM
+def suits_flash_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether one kernel takes all sequences as they lie, if there is no bias."""
+    is_16_bit = dtype in (torch.bfloat16, torch.float16)
+    return device.type == "cuda" and is_16_bit and head_dim % 8 == 0 and head_dim <= _MAX_FLASH_DIM
 
 
 def _attend_unpadded(

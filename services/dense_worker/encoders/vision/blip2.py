@@ -67,8 +67,8 @@ class QueryLayer:
         x = self.norm.normalize(x + multiply(self.o, attend(q, k, v, sequences).flatten(1)))
         if self.cross is not None:
             x = self.cross.forward(x, rows)
-        inner = operations.activate(multiply(self.up, x), self.activation)
-        return self.mlp_norm.normalize(x + multiply(self.down, inner))
+        delta = operations.multiply(self.down, multiply(self.up, x), activation=self.activation)
+        return self.mlp_norm.normalize(x + delta)
 
 
 @dataclass(frozen=True, slots=True)

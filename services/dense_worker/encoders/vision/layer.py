@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from services.common.families.kinds import Activation
-from services.dense_worker.encoders.packed_attention import PackedSequences, attend
+from services.dense_worker.encoders.packed_attention import PackedSequences
 from services.dense_worker.encoders.vision.operations import Rotation, RowPart, TowerOperations
 from services.dense_worker.kernels.linear.activation import ACTIVATIONS, MlpActivation
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
@@ -55,7 +55,7 @@ class LayerStart(RowPart):
 
     def forward(self, operations: TowerOperations, x: torch.Tensor) -> torch.Tensor:
         """x [n, hidden] -> [n, 3 * hidden]"""
-        qkv = multiply(self.qkv, operations.norm(x, self.norm))
+        qkv = operations.multiply(self.qkv, x, norm=self.norm)
         if not self.qk_norms:
             return qkv
         q, k, v = qkv.split(self.qkv.out_features // 3, dim=1)
@@ -81,9 +81,9 @@ class LayerEnd(RowPart):
 
     def forward(self, operations: TowerOperations, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """x [n, hidden], attended [n, hidden] -> [n, hidden]"""
-        x, normed = operations.add_norm(x, self._scale(multiply(self.o, attended), 0), self.norm)
-        inner = operations.activate(multiply(self.mlp_in, normed), self.activation)
-        return x + self._scale(multiply(self.down, inner), 1)
+        delta = self._scale(operations.multiply(self.o, attended), 0)
+        x, inner = operations.add_multiply(self.mlp_in, x, delta, self.norm)
+        return x + self._scale(operations.multiply(self.down, inner, activation=self.activation), 1)
 
     def _scale(self, delta: torch.Tensor, index: int) -> torch.Tensor:
         return delta * self.scales[index].data if self.scales else delta
@@ -106,8 +106,7 @@ class VisionLayer:
     ) -> torch.Tensor:
         """x [num_tokens, hidden] of sequences that see themselves, which may be overwritten -> the same shape."""
         heads = operations.run(self.start, x).view(len(x), 3, self.num_heads, -1)
-        q, k, v = heads.unbind(1) if rotation is None else operations.rotate(heads, rotation)
-        return operations.run(self.end, x, attend(q, k, v, sequences).flatten(1))
+        return operations.run(self.end, x, operations.attend(heads, sequences, rotation))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import torch
 
 from services.common.errors import ModelError
 from services.common.gpu import naming_what_needs_memory
+from services.common.quantization.schemes import QuantizationConfig
 from services.common.vision.vision_config import PixelScale, TowerConfig, VisionConfig
 from services.dense_worker.encoders.vision.blip2 import build_blip2_tower
 from services.dense_worker.encoders.vision.gemma3 import build_gemma3_tower
@@ -21,12 +22,14 @@ from services.dense_worker.encoders.vision.operations import TowerOperations
 from services.dense_worker.encoders.vision.picture import Picture
 from services.dense_worker.encoders.vision.pixtral import build_mistral3_tower
 from services.dense_worker.encoders.vision.qwen_vl import build_qwen2_5_tower, build_qwen3_tower
+from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.checkpoint import open_checkpoint
 from services.dense_worker.model.held_weights import HeldWeights
 from services.dense_worker.model.weight_memory import Empty
 from services.dense_worker.model.weights import RANDOM_STD, fill, places
-from services.dense_worker.parameters import parameters
+from services.dense_worker.parameters import parameters, parts_of_type
 
 
 class Tower(Protocol):
@@ -79,10 +82,11 @@ class StoredTower:
     dtype: torch.dtype
     device: torch.device
     seed: int | None  # of random weights; None: they are in the files
+    quantization: QuantizationConfig | None = None  # that is made while they load
 
     def empty(self, device: torch.device, empty: Empty | None = None) -> TowerWeights:
         """Uninitialised. `empty` makes the tensors; None: each one has memory of its own."""
-        allocator = WeightAllocator(self.dtype, device, empty=empty)
+        allocator = WeightAllocator(self.dtype, device, self.quantization, empty)
         return TowerWeights(BUILDERS[self.vision.family](self.vision.tower, allocator))
 
     @property
@@ -95,10 +99,16 @@ class StoredTower:
         weights = self.empty(self.device, empty)
         if self.seed is not None:
             generator = torch.Generator(self.device).manual_seed(self.seed)
+            quantized = [
+                each.weight for each in parts_of_type(Linear, weights) if not isinstance(each.weight, PlainWeight)
+            ]
+            for weight in quantized:
+                weight.fill_random(RANDOM_STD, generator)
+            filled = {id(parameter.data) for parameter in parameters(tuple(quantized))}
             for name, tensor in weights.named_tensors():
                 if re.search(r"norm\d?$", name):
                     tensor.fill_(1.0)
-                else:
+                elif id(tensor) not in filled:
                     tensor.normal_(std=RANDOM_STD, generator=generator)
             return weights
         with open_checkpoint(self.path, canonical) as checkpoint:

@@ -1,4 +1,4 @@
-"""`TowerOperations`: what the parts of towers do beside products and attention. In torch here, by kernels on a GPU.
+"""`TowerOperations`: what the layers of towers do. In torch here, by kernels on a GPU.
 
 A `RowPart` has weights and computes each row by itself: what ONNX and TensorRT get of a tower. Between such parts lies
 what has no weights, or adds tables: attention, rotation, positions.
@@ -11,7 +11,10 @@ from typing import ClassVar, Protocol
 
 import torch
 
+from services.dense_worker.encoders import packed_attention
+from services.dense_worker.encoders.packed_attention import PackedSequences
 from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.parameters import parts_of_type
 
@@ -68,17 +71,29 @@ class TowerOperations(Protocol):
     def run(self, part: RowPart, *inputs: torch.Tensor) -> torch.Tensor:
         """What `part` makes of its inputs, which may be overwritten."""
 
-    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """x [n, hidden] -> its norm."""
+    def multiply(
+        self,
+        linear: Linear,
+        x: torch.Tensor,
+        *,
+        norm: Norm | None = None,
+        activation: MlpActivation | None = None,
+    ) -> torch.Tensor:
+        """The product with x [n, in_features], normalised or activated before, for which it may be twice as wide.
 
-    def add_norm(self, x: torch.Tensor, delta: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of both, [n, hidden], and its norm. Either may be overwritten."""
+        [n, out_features], in x's dtype.
+        """
 
-    def rotate(self, heads: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """heads [n, 3, num_heads, head_dim], q, k and v, which may be overwritten -> the same, with q and k turned."""
+    def add_multiply(
+        self, linear: Linear, x: torch.Tensor, delta: torch.Tensor, norm: Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of x and delta, [n, in_features], and the product with its norm. Both may be overwritten."""
 
-    def activate(self, inner: torch.Tensor, activation: MlpActivation) -> torch.Tensor:
-        """inner [n, size], if gated [n, 2 * size] -> [n, size]."""
+    def attend(self, heads: torch.Tensor, sequences: PackedSequences, rotation: Rotation | None) -> torch.Tensor:
+        """heads [n, 3, num_heads, head_dim], q, k and v, which may be overwritten -> [n, num_heads * head_dim].
+
+        rotation: of q and k; None: they are not turned
+        """
 
 
 class TorchTowerOperations:
@@ -87,16 +102,28 @@ class TorchTowerOperations:
     def run(self, part: RowPart, *inputs: torch.Tensor) -> torch.Tensor:
         return part.forward(self, *inputs)
 
-    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        return norm.normalize(x)
+    def multiply(
+        self,
+        linear: Linear,
+        x: torch.Tensor,
+        *,
+        norm: Norm | None = None,
+        activation: MlpActivation | None = None,
+    ) -> torch.Tensor:
+        if norm is not None:
+            x = norm.normalize(x)
+        if activation is not None:
+            x = activation.apply(x)
+        return linear.weight.multiply(x, linear.bias_data)
 
-    def add_norm(self, x: torch.Tensor, delta: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_multiply(
+        self, linear: Linear, x: torch.Tensor, delta: torch.Tensor, norm: Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         x = x + delta
-        return x, norm.normalize(x)
+        return x, self.multiply(linear, x, norm=norm)
 
-    def rotate(self, heads: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def attend(self, heads: torch.Tensor, sequences: PackedSequences, rotation: Rotation | None) -> torch.Tensor:
         q, k, v = heads.unbind(1)
-        return rotation.apply(q), rotation.apply(k), v
-
-    def activate(self, inner: torch.Tensor, activation: MlpActivation) -> torch.Tensor:
-        return activation.apply(inner)
+        if rotation is not None:
+            q, k = rotation.apply(q), rotation.apply(k)
+        return packed_attention.attend(q, k, v, sequences).flatten(1)

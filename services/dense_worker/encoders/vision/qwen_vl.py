@@ -10,8 +10,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from functools import lru_cache
+from typing import ClassVar, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -34,18 +36,27 @@ from services.dense_worker.sampling.upload import upload
 _ROPE_THETA = 1e4
 _ALL = 2**30  # as the side of a window
 # Of the size of an MLP. For rows of 3420 cuBLAS takes an older kernel, which takes 3.7 times as long on an H100.
-_MLP_MULTIPLE = 8
+# Products of FP8 need a multiple of 16.
+_MLP_MULTIPLE = 16
 Kind = TypeVar("Kind", bound="Merger")
 
 
 @dataclass(frozen=True, slots=True)
-class _Grids:
-    """Where the patches of several pictures lie."""
+class Grids:
+    """Where the patches of several pictures lie, as the layers see it: ordered by window."""
 
-    order: torch.Tensor  # int64 [num_tokens]: squares of patches by window
     windows: PackedSequences
     pictures: PackedSequences
     rotation: Rotation
+
+
+class TowerLayout(NamedTuple):
+    """The same in the host's memory."""
+
+    order: np.ndarray  # int64 [num_tokens]: squares of patches by window
+    windows: list[int]  # patches of each window
+    pictures: list[int]  # patches of each picture
+    positions: np.ndarray  # int32 [num_patches, 2]: row and column of each patch, ordered by window
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,23 +110,45 @@ class QwenVisionTower:
 
         Yields after each layer.
         """
-        config, square = self.config, self.config.merge_size**2
+        layout, device = self.lay_out(pictures), self.embedding.matrix.data.device
+        order = upload(layout.order, device)
+        x = self.embed(pictures, pixels, order, operations)
+        grids = Grids(
+            PackedSequences(layout.windows, device), PackedSequences(layout.pictures, device), self.rotation(layout)
+        )
+        rows = yield from self.compute(x, grids, operations)
+        return self.by_picture(rows, order, pictures)
+
+    def embed(
+        self, pictures: Sequence[Picture], pixels: PixelScale, order: torch.Tensor, operations: TowerOperations
+    ) -> torch.Tensor:
+        """What the first layer reads, [num_patches, hidden]; order: of `TowerLayout`."""
         x = operations.run(self.embedding, torch.cat([self._patches(each, pixels) for each in pictures]))
         if self.positions is not None:
             x = x + torch.cat([self._positions_of(each) for each in pictures])
-        grids = self._lay_out(pictures, x.device)
-        x = x.unflatten(0, (-1, square))[grids.order].flatten(0, 1)
-        deep = []
+        return x.unflatten(0, (-1, self.config.merge_size**2))[order].flatten(0, 1)
+
+    def compute(
+        self, x: torch.Tensor, grids: Grids, operations: TowerOperations
+    ) -> Generator[None, None, torch.Tensor]:
+        """All layers: x [num_patches, hidden], which may be overwritten -> [num_tokens, width], ordered by window.
+
+        Yields after each layer.
+        """
+        config, square, deep = self.config, self.config.merge_size**2, list[torch.Tensor]()
         for index, layer in enumerate(self.layers):
             sees_all = not config.window_size or index in config.full_layers
             x = layer.forward(x, grids.pictures if sees_all else grids.windows, operations, grids.rotation)
             if index in config.deep_layers:
                 deep.append(operations.run(self.deep_mergers[len(deep)], x.unflatten(0, (-1, square))))
             yield
-        rows = torch.cat((operations.run(self.merger, x.unflatten(0, (-1, square))), *deep), dim=-1)
-        in_place = torch.empty_like(rows)
-        in_place[grids.order] = rows
-        return list(in_place.split([each.shape.num_tokens for each in pictures]))
+        return torch.cat((operations.run(self.merger, x.unflatten(0, (-1, square))), *deep), dim=-1)
+
+    def by_picture(self, rows: torch.Tensor, order: torch.Tensor, pictures: Sequence[Picture]) -> list[torch.Tensor]:
+        """The rows of each picture, in the order of its tokens."""
+        found = torch.empty_like(rows)
+        found[order] = rows
+        return list(found.split([each.shape.num_tokens for each in pictures]))
 
     def _positions_of(self, picture: Picture) -> torch.Tensor:
         """[num_patches, hidden], square by square: the table, stretched over the picture by bilinear interpolation."""
@@ -141,39 +174,48 @@ class QwenVisionTower:
         films = squares.unsqueeze(-3).expand(*squares.shape[:-2], config.num_frames, *squares.shape[-2:])
         return films.reshape(-1, config.patch_dim)
 
-    def _lay_out(self, pictures: Sequence[Picture], device: torch.device) -> _Grids:
-        config = self.config
-        merge, side = config.merge_size, config.window_size or _ALL
-        orders, windows, lengths, positions, first = [], [], [], [], 0
+    def lay_out(self, pictures: Sequence[Picture]) -> TowerLayout:
+        """Of several pictures together."""
+        config, first = self.config, 0
+        orders, windows, lengths, positions = [], [], [], []
         for picture in pictures:
             rows, columns = picture.shape.grid_rows, picture.shape.grid_columns
-            row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-            window = (row // side * -(-columns // side) + column // side).flatten()
-            orders.append(first + window.argsort(stable=True))
-            windows += [count * merge**2 for count in window.bincount().tolist()]
-            lengths.append(rows * columns * merge**2)
-            inner = torch.cartesian_prod(torch.arange(merge), torch.arange(merge))  # [square, 2]
-            positions.append(torch.stack((row.flatten(), column.flatten()), -1)[:, None] * merge + inner)
+            one = _layout_of(rows, columns, config.merge_size, config.window_size or _ALL)
+            orders.append(one.order + first)
+            windows += one.windows
+            lengths += one.pictures
+            positions.append(one.positions)
             first += rows * columns
-        order = torch.cat(orders)
-        angles = axial_angles(torch.cat(positions)[order].flatten(0, 1), self._head_dim)
-        return _Grids(
-            upload(order.numpy(), device),
-            PackedSequences(windows, device),
-            PackedSequences(lengths, device),
-            Rotation.of(upload(angles.numpy(), device)),
-        )
+        return TowerLayout(np.concatenate(orders), windows, lengths, np.concatenate(positions))
+
+    def rotation(self, layout: TowerLayout) -> Rotation:
+        """Of all patches, on the device of the tower."""
+        positions = upload(layout.positions, self.embedding.matrix.data.device)
+        return Rotation.of(axial_angles(positions, self.head_dim))
 
     @property
-    def _head_dim(self) -> int:
+    def head_dim(self) -> int:
+        """Of the attention of its layers."""
         return self.config.hidden_size // self.config.num_heads
 
 
+@lru_cache(maxsize=16)
+def _layout_of(rows: int, columns: int, merge: int, side: int) -> TowerLayout:
+    """Of one picture with so many squares of `merge` x `merge` patches, in windows of `side` x `side` squares."""
+    row, column = np.divmod(np.arange(rows * columns), columns)
+    window = row // side * -(-columns // side) + column // side
+    order = window.argsort(kind="stable")
+    inner = np.stack(np.divmod(np.arange(merge**2), merge), axis=-1)  # [square, 2]
+    positions = np.stack((row, column), axis=-1)[order, None] * merge + inner
+    windows = [count * merge**2 for count in np.bincount(window).tolist()]
+    return TowerLayout(order, windows, [rows * columns * merge**2], positions.reshape(-1, 2).astype(np.int32))
+
+
 def axial_angles(positions: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """positions int64 [n, 2], rows and columns -> float32 [n, head_dim / 2]: half of the angles by row, half by column.
-    """
+    """positions int32 [n, 2] -> float32 [n, head_dim / 2]: half of the angles by row, half by column."""
     exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
-    return (positions[..., None].float() / _ROPE_THETA**exponents).flatten(-2)
+    steps = upload((_ROPE_THETA**exponents).numpy(), positions.device)
+    return (positions[..., None].float() / steps).flatten(-2)
 
 
 def _interpolate(size: int, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

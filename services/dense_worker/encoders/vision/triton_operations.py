@@ -2,60 +2,98 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from services.dense_worker.backends.cuda_linear import CudaLinear
+from services.dense_worker.encoders import packed_attention
+from services.dense_worker.encoders.packed_attention import PackedSequences
 from services.dense_worker.encoders.vision.operations import Rotation, RowPart
+from services.dense_worker.encoders.vision.triton_windows import MAX_LENGTH, attend_short
 from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.linear_choice import LinearKernel
 from services.dense_worker.kernels.linear.triton_activation import activate
 from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.kernels.norm.triton_norm import add_norm
 from services.dense_worker.kernels.triton_launch import KernelLauncher, begin
 
 _HEADS_PER_PROGRAM = 8
+_KERNEL = LinearKernel.CUBLAS  # the one for many rows, in any format
 
 
 class TritonTowerOperations:
     """On the current stream. Reference: `TorchTowerOperations`."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        """dtype: of the model"""
         self._launcher = KernelLauncher(device)
+        self._linear = CudaLinear(self._launcher, device, dtype)
 
     def run(self, part: RowPart, *inputs: torch.Tensor) -> torch.Tensor:
         return part.forward(self, *inputs)
 
-    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        out = torch.empty_like(x)
-        add_norm(self._launcher, x, None, norm, out)
-        return out
+    def multiply(
+        self,
+        linear: Linear,
+        x: torch.Tensor,
+        *,
+        norm: Norm | None = None,
+        activation: MlpActivation | None = None,
+    ) -> torch.Tensor:
+        if norm is not None and not self._fuses(linear, norm, x, has_delta=False):
+            normed = torch.empty_like(x)
+            add_norm(self._launcher, x, None, norm, normed)
+            x, norm = normed, None
+        if activation is not None and not self._linear.fuses_activation(_KERNEL, linear, len(x)):
+            activated = x.new_empty(len(x), linear.in_features)
+            activate(self._launcher, x, activated, activation)
+            x, activation = activated, None
+        return self._multiply(linear, x, norm=norm, activation_before=activation)
 
-    def add_norm(self, x: torch.Tensor, delta: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_multiply(
+        self, linear: Linear, x: torch.Tensor, delta: torch.Tensor, norm: Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._fuses(linear, norm, x, has_delta=True):
+            return x, self._multiply(linear, x, norm=norm, delta=delta)
         add_norm(self._launcher, x, delta, norm, delta)
-        return x, delta
+        return x, self._multiply(linear, delta)
 
-    def rotate(self, heads: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        num_tokens, _, num_heads, head_dim = heads.shape
-        self._launcher(
-            _rotate_kernel,
-            (num_tokens, triton.cdiv(2 * num_heads, _HEADS_PER_PROGRAM)),
-            heads,
-            rotation.cos,
-            rotation.sin,
-            2 * num_heads,
-            heads.stride(0),
-            HALF=head_dim // 2,
-            BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
-            BLOCK_HEADS=_HEADS_PER_PROGRAM,
-            num_warps=4,
-        )
-        q, k, v = heads.unbind(1)
-        return q, k, v
+    def attend(self, heads: torch.Tensor, sequences: PackedSequences, rotation: Rotation | None) -> torch.Tensor:
+        if rotation is not None:
+            if heads.dtype.itemsize == 2 and sequences.max_length <= MAX_LENGTH:
+                return attend_short(self._launcher, heads, sequences, rotation)
+            rotate(self._launcher, heads, rotation)
+        return packed_attention.attend(*heads.unbind(1), sequences).flatten(1)
 
-    def activate(self, inner: torch.Tensor, activation: MlpActivation) -> torch.Tensor:
-        out = inner.new_empty(len(inner), inner.shape[1] // (1 + activation.is_gated))
-        activate(self._launcher, inner, out, activation)
-        return out
+    def _fuses(self, linear: Linear, norm: Norm, x: torch.Tensor, *, has_delta: bool) -> bool:
+        return self._linear.fuses_norm(_KERNEL, linear, norm, len(x), has_delta=has_delta)
+
+    def _multiply(self, linear: Linear, x: torch.Tensor, **before: Any) -> torch.Tensor:
+        product = x.new_empty(len(x), linear.out_features)
+        self._linear.multiply(_KERNEL, linear, x, product, **before)
+        return product
+
+
+def rotate(launcher: KernelLauncher, heads: torch.Tensor, rotation: Rotation) -> None:
+    """Turns q and k of heads [n, 3, num_heads, head_dim] in place."""
+    num_tokens, _, num_heads, head_dim = heads.shape
+    launcher(
+        _rotate_kernel,
+        (num_tokens, triton.cdiv(2 * num_heads, _HEADS_PER_PROGRAM)),
+        heads,
+        rotation.cos,
+        rotation.sin,
+        2 * num_heads,
+        heads.stride(0),
+        HALF=head_dim // 2,
+        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        BLOCK_HEADS=_HEADS_PER_PROGRAM,
+        num_warps=4,
+    )
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import structlog
 from services.common.config import Config
 from services.common.gpu import naming_what_needs_memory
 from services.common.lifeline import Lifeline
+from services.common.quantization.schemes import fp8_towers
 from services.common.resolve import ResolvedModel
 from services.common.vision.vision_config import VisionConfig, load_vision_config
 from services.dense_worker.backends.select import TensorRTPlans, build_command
@@ -45,8 +46,10 @@ class PreparedImages:
         model, vision = self.model, self.vision
         tower = load_tower(self.stored, self.held)
         with naming_what_needs_memory("the buffers of the tower"):
-            encoder = VisionEncoder(tower, vision.pixels, model.dtype, model.device, self.plans)
-            encoder.warm_up(vision.layout, self.config.dense.max_encoder_rows)
+            encoder = VisionEncoder(
+                tower, vision.pixels, model.dtype, model.device, self.config.dense.max_encoder_rows, self.plans
+            )
+            encoder.warm_up(vision.layout)
         log.info("pictures are served", family=vision.family, tower_bytes=self.num_bytes)
         dense, scheduler = self.config.dense, self.config.scheduler
         # The bits of a picture's rows depend on what a run computes beside it: here nothing.
@@ -80,12 +83,14 @@ def prepare_images(
     vision = load_vision_config(config.model.path)
     assert vision is not None, "there is no reason against it"
     seed = config.model.dummy_seed if config.model.load_format == "dummy" else None
-    stored = StoredTower(vision, config.model.path, model.dtype, model.device, seed)
+    is_planned = config.dense.backend == "tensorrt" and tensorrt is not None
+    quantization = fp8_towers() if config.dense.quantization == "fp8" and not is_planned else None
+    stored = StoredTower(vision, config.model.path, model.dtype, model.device, seed, quantization)
     held = None
     if lifeline is not None:
         held = HeldWeights(lifeline, f"{digest} tower", stored.empty, model.device)
     plans = None
-    if config.dense.backend == "tensorrt" and tensorrt is not None:
+    if is_planned:
         command = build_command(config.dense, config.model, model)
         with on_device(model.device):
             plans = find_or_build_tower(tensorrt, vision, model.dtype, command, report)

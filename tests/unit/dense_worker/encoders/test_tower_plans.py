@@ -53,7 +53,7 @@ def test_plans_are_built_once_and_run_the_tower(tmp_path: Path, monkeypatch: pyt
     picture = Picture("00", shape, torch.from_numpy(tiles))
     outputs = []
     for of_encoder in (None, plans):
-        run = VisionEncoder(tower, vision.pixels, torch.float32, CPU, of_encoder).begin([picture])
+        run = VisionEncoder(tower, vision.pixels, torch.float32, CPU, 4096, of_encoder).begin([picture])
         while (encoded := run.advance()) is None:
             pass
         outputs.append(encoded[0].rows)

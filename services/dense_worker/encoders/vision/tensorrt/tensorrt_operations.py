@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from services.dense_worker.encoders.packed_attention import PackedSequences
 from services.dense_worker.encoders.vision.load import Tower
 from services.dense_worker.encoders.vision.operations import (
     OUTPUT,
@@ -13,6 +14,7 @@ from services.dense_worker.encoders.vision.operations import (
     segments_of_tower,
 )
 from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.parameters import tensors_by_name
 from services.dense_worker.tensorrt.engine_segments import PlanRuns
@@ -42,17 +44,23 @@ class TensorRTTowerOperations:
             self._runs.run(segment, index, len(named[0][1]), named, [(OUTPUT, out[some])])
         return out
 
-    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        return self._others.norm(x, norm)
+    def multiply(
+        self,
+        linear: Linear,
+        x: torch.Tensor,
+        *,
+        norm: Norm | None = None,
+        activation: MlpActivation | None = None,
+    ) -> torch.Tensor:
+        return self._others.multiply(linear, x, norm=norm, activation=activation)
 
-    def add_norm(self, x: torch.Tensor, delta: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._others.add_norm(x, delta, norm)
+    def add_multiply(
+        self, linear: Linear, x: torch.Tensor, delta: torch.Tensor, norm: Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._others.add_multiply(linear, x, delta, norm)
 
-    def rotate(self, heads: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self._others.rotate(heads, rotation)
-
-    def activate(self, inner: torch.Tensor, activation: MlpActivation) -> torch.Tensor:
-        return self._others.activate(inner, activation)
+    def attend(self, heads: torch.Tensor, sequences: PackedSequences, rotation: Rotation | None) -> torch.Tensor:
+        return self._others.attend(heads, sequences, rotation)
 
 
 def weights_of_tower(tower: Tower) -> dict[str, list[dict[str, torch.Tensor]]]:

@@ -18,6 +18,8 @@ from services.dense_worker.encoders.encoder import EncodedKey
 from services.dense_worker.encoders.vision.picture import Picture
 from services.dense_worker.features.images.images_feature import SequenceImages
 from services.dense_worker.features.images.prepare_images import prepare_images, why_no_pictures
+from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.parameters import parameters, parts_of_type
 from tests.support.dense.vision_models import make_vision_model
 from tests.unit.dense_worker.engine.test_scheduler import make_sequence
 
@@ -66,3 +68,18 @@ def test_with_equal_bits_a_run_has_one_picture(is_deterministic: bool, runs: lis
             break
         feature.provide(waiting, None)
     assert found == runs
+
+
+@pytest.mark.parametrize(("variant", "is_fp8"), [("qwen2_5_vl", True), ("llava", False)])
+def test_fp8_is_for_the_layers_of_qwen_towers(variant: str, is_fp8: bool, tmp_path: Path) -> None:
+    path = make_vision_model(tmp_path / "model", variant)
+    config = Config(model=ModelSection(path=path), dense=DenseSection(quantization="fp8"))
+    model = resolve_model(config.model, "cpu")
+    prepared = prepare_images(config, model, "digest", None, None, lambda line: None)
+    assert prepared is not None
+    found = {each.name for each in parts_of_type(Linear, prepared.stored.load().tower) if _is_fp8(each)}
+    assert found == ({"qkv", "o", "mlp_in", "down"} if is_fp8 else set())
+
+
+def _is_fp8(linear: Linear) -> bool:
+    return any(each.data.dtype == torch.float8_e4m3fn for each in parameters(linear))
