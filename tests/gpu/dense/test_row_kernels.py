@@ -120,6 +120,25 @@ def test_heads_are_normalised_one_by_one(
     assert torch.equal(wide[:, sum(sizes) :], before[:, sum(sizes) :])
 
 
+@pytest.mark.parametrize("num_rows", [64, 65, 300])
+def test_heads_have_equal_bits_in_steps_of_any_size(
+    launcher: KernelLauncher, kernel_device: torch.device, dtype: torch.dtype, num_rows: int
+) -> None:
+    """Also where a program has two rows, and the last one has one; what lies behind the rows stays."""
+    case = Case(kernel_device, dtype, num_rows + 1, (128, 128))
+    norm = RmsNorm(Parameter("norm", case.norm_weight), EPS)
+    norms = HeadNorms(norm, norm, 5, 3)
+    qkv = case.randn(num_rows + 1, 11 * 128)
+    together, single = qkv.clone(), qkv.clone()
+    normalize_heads(launcher, together[:num_rows], norms)
+    for row in (0, 1, num_rows - 2, num_rows - 1):
+        normalize_heads(launcher, single[row : row + 1], norms)
+        assert torch.equal(together[row], single[row])
+    heads = qkv[:num_rows].unflatten(1, (-1, 128))[:, :8]
+    case.check(together[:num_rows].unflatten(1, (-1, 128))[:, :8], rms_norm(heads, case.norm_weight))
+    assert torch.equal(together[num_rows], qkv[num_rows])
+
+
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(4, 12), (32, 128), (5, 100), (3, 2048)])
 def test_gates_multiply_values_or_normalised_heads(
     launcher: KernelLauncher, kernel_device: torch.device, dtype: torch.dtype, num_heads: int, head_dim: int

@@ -16,6 +16,7 @@ from services.dense_worker.kernels.triton_launch import KernelLauncher, begin
 
 _HEADS_PER_PROGRAM = 8
 _HEAD_ELEMENTS_PER_PROGRAM = 4096
+_MOST_SINGLE_ROWS = 64  # beyond, a program of `normalize_heads` has two, in the same order of sums
 _KINDS = {RmsNorm: "rms", RmsNormPlusOne: "rms_plus_one", LayerNorm: "layer"}  # of `normalize_as`
 
 
@@ -87,12 +88,14 @@ def normalize_heads(
     num_normed = norms.num_heads + num_kv_heads * (1 if norms.v is None else 2)
     block_dim = triton.next_power_of_2(head_dim)
     block_heads = max(min(_HEADS_PER_PROGRAM, _HEAD_ELEMENTS_PER_PROGRAM // block_dim), 1)
+    block_rows = 1 if len(qkv) <= _MOST_SINGLE_ROWS else 2
     launcher(
         _normalize_heads_kernel,
-        (qkv.shape[0], triton.cdiv(num_normed, block_heads)),
+        (triton.cdiv(len(qkv), block_rows), triton.cdiv(num_normed, block_heads)),
         qkv,
         q.weight,
         k.weight,
+        len(qkv),
         qkv.stride(0),
         q.eps,
         NORM=q.kind,
@@ -103,7 +106,8 @@ def normalize_heads(
         HEAD_DIM=head_dim,
         BLOCK_DIM=block_dim,
         BLOCK_HEADS=block_heads,
-        num_warps=4,
+        BLOCK_ROWS=block_rows,
+        num_warps=4 * block_rows,
     )
 
 
@@ -183,11 +187,12 @@ def _add_norm_kernel(
         tl.store(out + row * out_stride + columns, normed, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _normalize_heads_kernel(
     qkv,
     q_weight,
     k_weight,
+    num_rows,
     qkv_stride,
     eps,
     NORM: tl.constexpr,
@@ -198,28 +203,32 @@ def _normalize_heads_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program normalises BLOCK_HEADS heads of a row. If not only q and k are normalised, v heads follow."""
-    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    """One program normalises BLOCK_HEADS heads of each of its rows. If not only q and k are normalised, v heads follow.
+    """
+    places = tl.arange(0, BLOCK_ROWS * BLOCK_HEADS)
+    rows = tl.program_id(0) * BLOCK_ROWS + places // BLOCK_HEADS
+    heads = tl.program_id(1) * BLOCK_HEADS + places % BLOCK_HEADS
     dims = tl.arange(0, BLOCK_DIM)
     is_dim = dims < HEAD_DIM
     is_q, is_k = heads < NUM_HEADS, (heads >= NUM_HEADS) & (heads < NUM_HEADS + NUM_KV_HEADS)
     if HAVE_OWN_WEIGHTS:
-        places = heads[:, None] * HEAD_DIM + dims[None, :]
-        gain = tl.load(q_weight + places, mask=is_q[:, None] & is_dim[None, :], other=0.0)
+        weights = heads[:, None] * HEAD_DIM + dims[None, :]
+        gain = tl.load(q_weight + weights, mask=is_q[:, None] & is_dim[None, :], other=0.0)
     else:
         gain = tl.load(q_weight + dims, mask=is_dim, other=0.0)[None, :]
     if k_weight is not None:
         if HAVE_OWN_WEIGHTS:
-            k_gain = tl.load(k_weight + places - NUM_HEADS * HEAD_DIM, mask=is_k[:, None] & is_dim[None, :], other=0.0)
+            k_gain = tl.load(k_weight + weights - NUM_HEADS * HEAD_DIM, mask=is_k[:, None] & is_dim[None, :], other=0.0)
         else:
             k_gain = tl.load(k_weight + dims, mask=is_dim, other=0.0)[None, :]
         gain = tl.where(is_q[:, None], gain, k_gain)
     if NUM_NORMED > NUM_HEADS + NUM_KV_HEADS:  # v heads have no weight
         gain = tl.where((is_q | is_k)[:, None], gain, 0.0 if NORM == "rms_plus_one" else 1.0)
     begin(PDL)
-    at = qkv + tl.program_id(0).to(tl.int64) * qkv_stride + heads[:, None] * HEAD_DIM + dims[None, :]
-    mask = (heads < NUM_NORMED)[:, None] & is_dim[None, :]
+    at = qkv + rows.to(tl.int64)[:, None] * qkv_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+    mask = ((rows < num_rows) & (heads < NUM_NORMED))[:, None] & is_dim[None, :]
     x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     tl.store(at, normalize_as(x, is_dim[None, :], gain, None, HEAD_DIM, eps, 1, NORM), mask=mask)
