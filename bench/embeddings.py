@@ -159,14 +159,17 @@ def run_on_cpu(repeats: int) -> dict[str, float]:
     return figures
 
 
-def run_on_gpu(num_inputs: int, num_batched_tokens: int, options: Sequence[str] = ()) -> dict[str, float]:
+def run_on_gpu(
+    names: Sequence[str], num_inputs: int, num_batched_tokens: int, options: Sequence[str] = ()
+) -> dict[str, float]:
     """The rates of the dense worker alone, and through the gateway; the roof is that of a large product."""
     from bench.gpu.device_rates import measure_matrix_rate, require_gpu
 
     require_gpu()
     figures = {"bf16 product of 8192 x 8192, TFLOP/s": measure_matrix_rate(torch.device("cuda"), torch.bfloat16)}
     torch.cuda.empty_cache()
-    for name, shape in SHAPES.items():
+    for name in names:
+        shape = SHAPES[name]
         with tempfile.TemporaryDirectory() as directory:
             (Path(directory) / "config.json").write_text(json.dumps(shape))
             settings = [f"model.path={directory}", "model.load_format=dummy", "model.runner=pooling"]
@@ -189,13 +192,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpu", action="store_true", help="true shapes on a CUDA device")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each side on the CPU, in turn (3)")
+    parser.add_argument("--shape", action="append", choices=SHAPES, help="a shape on a GPU (all)")
     parser.add_argument("--num-inputs", type=int, default=4096, help="inputs of a run on a GPU (4096)")
     parser.add_argument("--num-batched-tokens", type=int, default=8192, help="tokens of a step on a GPU (8192)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting on a GPU")
     parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args()
     if arguments.gpu:
-        figures = run_on_gpu(arguments.num_inputs, arguments.num_batched_tokens, arguments.set)
+        names = arguments.shape or list(SHAPES)
+        figures = run_on_gpu(names, arguments.num_inputs, arguments.num_batched_tokens, arguments.set)
     else:
         figures = run_on_cpu(arguments.repeats)
     for name, value in figures.items():

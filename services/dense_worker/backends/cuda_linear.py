@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.gated_product import GatedProduct
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.kernels.linear.matmul_choice import MatmulChoice
@@ -28,6 +29,9 @@ from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 if TYPE_CHECKING:
     from services.dense_worker.kernels.lora.cuda_lora import CudaLora
+
+
+_ADDED_FROM_ROWS = 1024  # by cuBLAS; below, it gains nothing, and `MatmulChoice` has the faster product
 
 
 class StreamingKernels(Protocol):
@@ -51,8 +55,6 @@ class StreamingKernels(Protocol):
 class CudaLinear:
     """Multiplies linear layers on one stream, on which the kernels share their workspaces."""
 
-    compiled_rows: tuple[int, ...] = ()  # numbers of rows that have kernels of their own besides those of `choice`
-
     def __init__(
         self,
         launcher: KernelLauncher,
@@ -71,6 +73,9 @@ class CudaLinear:
         self._codes = ScaledMatmul(launcher, device, dtype)
         self._values = DequantizedMatmul(launcher, dtype)
         self._tiles = TiledMatmul(launcher, device, dtype)
+        self._gated = GatedProduct(launcher, device)
+        # Numbers of rows that have kernels of their own besides those of `choice`.
+        self.compiled_rows: tuple[int, ...] = self._gated.compiled_rows
 
     @property
     def adds_deltas(self) -> bool:
@@ -81,9 +86,19 @@ class CudaLinear:
         """The choice for this layer and number of rows. With adapters it is streamed wherever that adds the deltas."""
         return LinearKernel.STREAMED if self._fuses_deltas(linear, num_rows) else self.choice.kernel(linear, num_rows)
 
-    def fuses_activation_after(self, kernel: LinearKernel, linear: Linear, num_rows: int) -> bool:
+    def fuses_activation_after(
+        self, kernel: LinearKernel, linear: Linear, num_rows: int, activation: MlpActivation
+    ) -> bool:
         """Whether `multiply` computes the activation of the product."""
+        if kernel is LinearKernel.CUBLAS:
+            return not self.adds_deltas and activation.is_gated and self._gated.can_multiply(linear, num_rows)
         return kernel is LinearKernel.STREAMED and (not self.adds_deltas or self._fuses_deltas(linear, num_rows))
+
+    def adds_residual(self, kernel: LinearKernel, linear: Linear, num_rows: int) -> bool:
+        """Whether `multiply` adds a residual to the product."""
+        if kernel is LinearKernel.CUBLAS and num_rows >= _ADDED_FROM_ROWS:
+            return isinstance(linear.weight, PlainWeight) and linear.bias is None
+        return kernel is LinearKernel.STREAMED
 
     def can_stream(self, linear: Linear) -> bool:
         """Whether there are streaming kernels for this layer; otherwise they must not be chosen."""
@@ -139,8 +154,8 @@ class CudaLinear:
         norm: Norm | None = None,  # x is first normalised; only where `fuses_norm`
         delta: torch.Tensor | None = None,  # [n, in_features]: before the norm it is added to x in place
         activation_before: MlpActivation | None = None,  # of x; only where `fuses_activation`
-        activation: MlpActivation | None = None,  # of the product; only streamed
-        residual: torch.Tensor | None = None,  # [n, out_features]: added; may be `out`; only streamed
+        activation: MlpActivation | None = None,  # of the product; only where `fuses_activation_after`
+        residual: torch.Tensor | None = None,  # [n, out_features]: added; may be `out`; only where `adds_residual`
     ) -> None:
         """out = W x + b, with the fused operations. `kernel` is the choice for this layer and number of rows.
 
@@ -154,8 +169,12 @@ class CudaLinear:
         if kernel is LinearKernel.STREAMED:
             assert delta is None and activation_before is None, "no streaming kernel fuses them"
             self._streaming[type(linear.weight)].multiply(linear, x, out, norm, activation, residual)
+        elif activation is not None:
+            assert residual is None, "a gated product is added to nothing"
+            self._gated.multiply(linear, x, out, activation)
+        elif residual is not None:
+            torch.addmm(residual, x, linear.weight.matrix.data.t(), out=out)
         else:
-            assert activation is None and residual is None, "only streaming kernels fuse what follows"
             self._multiply_unfused(kernel, linear, x, out, norm=norm, delta=delta, activation=activation_before)
         if self._lora is not None and self._lora.is_active:
             assert norm is None and activation is None, "an adapter's delta is of the plain product"

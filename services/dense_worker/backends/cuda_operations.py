@@ -59,7 +59,8 @@ class CudaOperations:
         experts = config.parts.experts
         shared_size = 0 if experts is None else experts.shared_intermediate_size or 0
         sizes = config.parts.layer_intermediate_sizes
-        self._activation = workspace((1 + config.parts.is_gated) * max(config.intermediate_size, shared_size, *sizes))
+        widest = (1 + config.parts.is_gated) * max(config.intermediate_size, shared_size, *sizes)
+        self._activation = workspace(-(-widest // 8) * 8)  # so that rows begin at multiples of 16 bytes
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)  # of the step's tokens
         self._num_rows = 0  # of the layers' inputs
         inputs = config.parts.layer_inputs
@@ -112,14 +113,14 @@ class CudaOperations:
     def norm_activate(
         self, residual: Residual, norm: Norm | None, linear: Linear, activation: MlpActivation
     ) -> tuple[Residual, MlpInput]:
-        """Like `norm_linear`. A streaming kernel computes the activation; otherwise it is left to the next product.
+        """Like `norm_linear`. The product's kernel computes the activation, or it is left to the next product.
 
         The result lies in a workspace.
         """
         num_rows = len(residual.hidden)
         rows = self._activation[:num_rows, : linear.out_features]
         kernel = self.products.kernel(linear, num_rows)
-        if self.products.fuses_activation_after(kernel, linear, num_rows):
+        if self.products.fuses_activation_after(kernel, linear, num_rows, activation):
             out = rows[:, : linear.out_features // (1 + activation.is_gated)]
             return self._norm_multiply(kernel, residual, norm, linear, out, activation), out
         return self._norm_multiply(kernel, residual, norm, linear, rows), Unactivated(rows, activation)
@@ -139,13 +140,13 @@ class CudaOperations:
         norm: Norm | None = None,
         multiplier: float = 1.0,
     ) -> Residual:
-        """A streaming kernel adds to the residual in place; any other leaves the product as the delta.
+        """Adds to the residual in place, if the kernel does that; any other leaves the product as the delta.
 
         So does a product that is normalised or multiplied before it is added.
         """
         hidden = self.settle(residual)
         kernel = self.products.kernel(linear, len(hidden))
-        if kernel is LinearKernel.STREAMED and norm is None and multiplier == 1.0:
+        if self.products.adds_residual(kernel, linear, len(hidden)) and norm is None and multiplier == 1.0:
             self._multiply(linear, x, hidden, residual=hidden)
             return Residual(hidden)
         delta = self._hidden[: len(hidden)]

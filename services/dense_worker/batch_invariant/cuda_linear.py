@@ -56,9 +56,15 @@ class BatchInvariantLinear:
         """What multiplies a layer, for the log."""
         return {"any_rows": "batch-invariant"}
 
-    def fuses_activation_after(self, kernel: LinearKernel, linear: Linear, num_rows: int) -> bool:
+    def fuses_activation_after(
+        self, kernel: LinearKernel, linear: Linear, num_rows: int, activation: MlpActivation
+    ) -> bool:
         """Always, but with adapters, whose deltas come before the activation."""
         return self._lora is None
+
+    def adds_residual(self, kernel: LinearKernel, linear: Linear, num_rows: int) -> bool:
+        """Always."""
+        return True
 
     def fuses_norm(self, kernel: LinearKernel, linear: Linear, norm: Norm, num_rows: int, *, has_delta: bool) -> bool:
         """What quantizes the input takes the norm before it, but with adapters, which read what is normalised."""

@@ -23,6 +23,7 @@ pytest.importorskip("triton", reason="needs triton")
 from services.dense_worker.backends.cuda_backend import CudaBackend
 from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.kernels.linear.quantized.operands import CodeScales
+from services.dense_worker.kernels.linear.triton_gated_product import multiply_gated
 from services.dense_worker.kernels.linear.triton_gemv import gemv
 from services.dense_worker.kernels.linear.triton_skinny import skinny_linear
 from services.dense_worker.kernels.linear.triton_tiles import SplitWorkspace
@@ -117,6 +118,35 @@ def test_skinny_linear_fuses_each_activation(
     weight, bias = (case.gate_up, case.gate_up_bias) if activation.is_gated else (case.weight, case.bias)
     skinny_linear(launcher, case.x, weight, bias, out, splits, activation=activation)
     case.check(out, exact_activation(linear(case.x, weight, bias), activation))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "shape"), [(1, (256, 512)), (300, (136, 272)), (130, (40, 1496)), (1100, (128, 64))]
+)
+def test_gated_product_computes_the_activation_of_all_rows(
+    launcher: KernelLauncher,
+    kernel_device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    num_rows: int,
+) -> None:
+    """Tiles that end beyond rows, features and columns, and a last group of tiles that is not full."""
+    case = Case(kernel_device, dtype, num_rows, shape)
+    workspace = case.nan(num_rows + 1, 2 * shape[0])
+    out = workspace[:num_rows, : shape[0]]  # as in the backend
+    multiply_gated(launcher, case.x, case.gate_up, out, SWIGLU)
+    case.check(out, exact_activation(linear(case.x, case.gate_up), SWIGLU))
+    assert workspace[num_rows:].isnan().all() and workspace[:, shape[0] :].isnan().all()
+
+
+@pytest.mark.parametrize("activation", [each for each in ACTIVATIONS if each.is_gated], ids=str)
+def test_gated_product_has_each_activation(
+    launcher: KernelLauncher, kernel_device: torch.device, dtype: torch.dtype, activation: MlpActivation
+) -> None:
+    case = Case(kernel_device, dtype, 7, (136, 64))
+    out = case.nan(7, 136)
+    multiply_gated(launcher, case.x, case.gate_up, out, activation)
+    case.check(out, exact_activation(linear(case.x, case.gate_up), activation))
 
 
 @pytest.mark.parametrize("num_rows", [3, 64])

@@ -44,6 +44,7 @@ USERS = (
     "services.dense_worker.kernels.linear.quantized.dequantized_matmul",
     "services.dense_worker.kernels.linear.quantized.quantized_gemv",
     "services.dense_worker.kernels.linear.plain_gemv",
+    "services.dense_worker.kernels.linear.gated_product",
 )
 # The operations of torch that launch a kernel. Views and allocations do not.
 TORCH_KERNELS = ("mm", "addmm", "linear", "index_select", "embedding", "copy_", "_to_copy")
@@ -130,6 +131,9 @@ class _Kernels:
         return {
             "services.dense_worker.kernels.linear.triton_activation": {
                 "activate": self.activate,
+            },
+            "services.dense_worker.kernels.linear.triton_gated_product": {
+                "multiply_gated": self.multiply_gated,
             },
             "services.dense_worker.kernels.linear.triton_gemv": {
                 "gemv": self.gemv,
@@ -253,6 +257,12 @@ class _Kernels:
     def activate(self, launcher: _Launcher, x: Tensor, out: Tensor, activation: MlpActivation) -> None:
         with self._own("activate", out, gated=activation.is_gated):
             out.copy_(activation.apply(x))
+
+    def multiply_gated(
+        self, launcher: _Launcher, x: Tensor, gate_up: Tensor, out: Tensor, activation: MlpActivation
+    ) -> None:
+        with self._own("multiply_gated", out):
+            _product(x, gate_up, None, out, activation, None)
 
     def gemv(
         self,

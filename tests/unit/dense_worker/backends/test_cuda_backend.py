@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 
 import pytest
@@ -151,6 +152,25 @@ def test_a_step_launches_the_expected_kernels_in_order(
     first, middle, last = expected.format(n=num_tokens, r=num_rows).strip().splitlines()
     lines = [first, *[middle] * (config.num_layers - 1), last]
     assert launches.launches == [launch for line in lines for launch in line.split(", ")]
+
+
+def test_cublas_adds_products_of_many_rows_to_the_residual(
+    launches: LaunchRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda_linear = importlib.import_module("services.dense_worker.backends.cuda_linear")  # with these kernels
+    choose(monkeypatch, LinearKernel.CUBLAS)
+    config, weights = make("llama")
+    token_ids, attn_out = torch.arange(5), torch.randn(5, config.attn_size).half()
+    found = []
+    for fewest in (6, 5):
+        monkeypatch.setattr(cuda_linear, "_ADDED_FROM_ROWS", fewest)
+        backend, qkv = make_backend(weights, config), torch.zeros(5, config.qkv_size).half()
+        launches.launches.clear()
+        with launches:
+            backend.middle(0, attn_out, backend.first(token_ids, qkv), qkv)
+        found.append((" ".join(map(str, launches.launches)), qkv))
+    assert "addmm" not in found[0][0] and found[1][0].count("addmm") == 2, "of attention and of the MLP"
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

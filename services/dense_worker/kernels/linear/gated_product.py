@@ -1,0 +1,37 @@
+"""`GatedProduct`: the first product of a gated MLP with its activation, of 16-bit weights and many rows."""
+
+from __future__ import annotations
+
+import torch
+
+from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.triton_gated_product import multiply_gated
+from services.dense_worker.kernels.triton_launch import KernelLauncher
+
+_DTYPES = (torch.bfloat16, torch.float16)
+# With which it is faster than cuBLAS and the kernel of the activation (bench/results/embeddings.md): for wider inputs
+# the rate of cuBLAS is worth more than what is not written and read again.
+_FEWEST_ROWS, _MOST_IN_FEATURES = 4096, 2048
+_MULTIPLE = 8  # of in_features and out_features: rows begin at multiples of 16 bytes
+
+
+class GatedProduct:
+    """Needs Hopper's copies of tiles."""
+
+    def __init__(self, launcher: KernelLauncher, device: torch.device) -> None:
+        self._launcher = launcher
+        self._has_tile_copies = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+        self.compiled_rows = (_FEWEST_ROWS,) if self._has_tile_copies else ()
+
+    def can_multiply(self, linear: Linear, num_rows: int) -> bool:
+        """Whether the layer and the number of rows are supported, and gain."""
+        is_known = isinstance(linear.weight, PlainWeight) and linear.weight.kind in _DTYPES and linear.bias is None
+        has_whole_rows = linear.in_features % _MULTIPLE == 0 and linear.out_features % (2 * _MULTIPLE) == 0
+        gains = num_rows >= _FEWEST_ROWS and linear.in_features <= _MOST_IN_FEATURES
+        return self._has_tile_copies and is_known and has_whole_rows and gains
+
+    def multiply(self, linear: Linear, x: torch.Tensor, out: torch.Tensor, activation: MlpActivation) -> None:
+        """out [n, out_features / 2] = activation of the product of x [n, in_features]."""
+        multiply_gated(self._launcher, x, linear.weight.matrix.data, out, activation)
