@@ -57,7 +57,8 @@ class SoundRows:
         """inputs: [num_mel_bins, 2 * num_positions] each, in the model's dtype -> [inputs * num_positions, hidden]"""
         x = F.gelu(F.conv1d(torch.stack(list(inputs)), self.first.data, self.first_bias.data, padding=1))
         x = F.gelu(F.conv1d(x, self.second.data, self.second_bias.data, stride=2, padding=1))
-        return (x.transpose(1, 2) + self.positions.data).flatten(0, 1)
+        # Made contiguous, also of one input: every later sum would have the order of its residual in memory.
+        return (x.transpose(1, 2) + self.positions.data).contiguous().flatten(0, 1)
 
     def num_rows(self, source: torch.Tensor) -> int:
         """The rows of an input."""
