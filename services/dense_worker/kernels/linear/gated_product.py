@@ -32,6 +32,12 @@ class GatedProduct:
         gains = num_rows >= _FEWEST_ROWS and linear.in_features <= _MOST_IN_FEATURES
         return self._has_tile_copies and is_known and has_whole_rows and gains
 
-    def multiply(self, linear: Linear, x: torch.Tensor, out: torch.Tensor, activation: MlpActivation) -> None:
-        """out [n, out_features / 2] = activation of the product of x [n, in_features]."""
+    def multiply(
+        self,
+        linear: Linear,  # gate rows, then up rows
+        x: torch.Tensor,  # [n, in_features], rows contiguous
+        out: torch.Tensor,  # [n, out_features / 2], rows of a wider workspace; all begin at multiples of 16 bytes
+        activation: MlpActivation,  # gated
+    ) -> None:
+        """out = activation(gate of x) * (up of x), both rounded to x's dtype before that, as separate kernels would."""
         multiply_gated(self._launcher, x, linear.weight.matrix.data, out, activation)
