@@ -193,6 +193,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
                     attachment_id,
                     lane,
                     wait_timeout_s=self._wait_timeout_s,
+                    num_lanes=_num_lanes(request),
                 )
             except CapacityError as error:
                 if time.monotonic() > deadline:

@@ -43,19 +43,23 @@ _NUM_FLAG_BYTES = len(Flag) * FLAG_BYTES
 # From this many tokens on, copying a peer's memory first is faster: a matrix product reads its input once per tile,
 # and reads from a peer are not cached. Measured by `bench/seam.py` on two GPUs.
 _COPIED_FROM_TOKENS = 5
+# From this many tokens on, copy engines move the rows of lanes on two GPUs. That takes longer than by kernels, but
+# another lane has work for all multiprocessors meanwhile.
+_COPIED_BY_ENGINES_FROM_TOKENS = 1024
 _ALIGNMENT = 512  # bytes; of attn_out and the flags within the data region
 
 
-def choose_kind(device: torch.device, peer_gpu: str) -> str:
+def choose_kind(device: torch.device, peer_gpu: str, num_lanes: int = 1) -> str:
     """The faster kind between this process on `device` and a peer on the GPU with the UUID `peer_gpu`.
 
-    Processes that share one GPU without MPS take turns on it; they must not spend their turns polling.
+    Processes that share one GPU without MPS take turns on it; they must not spend their turns polling. Nor must a lane
+    on two GPUs: another lane has work for the whole GPU meanwhile.
     """
-    takes_turns = peer_gpu == gpu_uuid(device)
-    if takes_turns:
-        attribute = runtime.cudaDeviceAttr.cudaDevAttrMpsEnabled
-        takes_turns = not check(runtime.cudaDeviceGetAttribute(attribute, device.index))
-    return QUEUED if takes_turns else SPINNING
+    if peer_gpu != gpu_uuid(device):
+        return SPINNING if num_lanes == 1 else QUEUED
+    attribute = runtime.cudaDeviceAttr.cudaDevAttrMpsEnabled
+    has_mps = check(runtime.cudaDeviceGetAttribute(attribute, device.index))
+    return SPINNING if has_mps else QUEUED
 
 
 class CudaIpcChannel:
@@ -89,10 +93,15 @@ class CudaIpcChannel:
         self._flags_pointer = device_pointer + _flags_offset(spec)
         attn_out_pointer = device_pointer + _attn_out_offset(spec)
         attn_out_shape = (spec.max_tokens, spec.attn_size)
-        with naming_what_needs_memory("attention's output"):
-            self._local_attn_out = None
+        qkv_shape = (spec.max_tokens, spec.qkv_size)
+        # Of the step whose layers are run, enqueued or captured; 0: it writes its rows where they are read.
+        self._num_copied_rows = 0
+        with naming_what_needs_memory("copies of what the peer's GPU holds"):
+            self._local_attn_out = self._local_qkv = None
             if lies_on_peer:
                 self._local_attn_out = torch.empty(attn_out_shape, dtype=spec.dtype, device=device)
+            if lies_on_peer and kind == QUEUED:
+                self._local_qkv = torch.empty(qkv_shape, dtype=spec.dtype, device=device)
         self._host = (ctypes.c_char * HEADER_BYTES).from_buffer(region.memory)
         address = ctypes.addressof(self._host)
         flags = runtime.cudaHostRegisterMapped | runtime.cudaHostRegisterPortable
@@ -103,7 +112,8 @@ class CudaIpcChannel:
         except BaseException:
             runtime.cudaHostUnregister(address)
             raise
-        self.qkv = _tensor_at(device_pointer, spec.dtype, (spec.max_tokens, spec.qkv_size), device)
+        self._region_qkv = _tensor_at(device_pointer, spec.dtype, qkv_shape, device)
+        self.qkv = self._region_qkv
         self.attn_out = _tensor_at(attn_out_pointer, spec.dtype, attn_out_shape, device)
 
     @classmethod
@@ -136,7 +146,7 @@ class CudaIpcChannel:
         """Maps the peer's region, which has the given `kind`, for work on `device`.
 
         Raises `StaleEpoch` if the region's epoch or attachment is not the expected one, `ConfigError` if `device`
-        cannot access the memory of the peer's GPU, and `CapacityError` if `device` has no room for a copy of attn_out.
+        cannot access the memory of the peer's GPU, and `CapacityError` if `device` has no room for the copies.
         """
         torch.cuda.init()
         with torch.cuda.device(device), contextlib.ExitStack() as undo:
@@ -180,10 +190,15 @@ class CudaIpcChannel:
         """Nothing: all rows are of one attention worker."""
 
     def begin_layers(self, num_rows: int) -> None:
-        """Nothing."""
+        """Chooses where qkv is written."""
+        is_copied = self._local_qkv is not None and num_rows >= _COPIED_BY_ENGINES_FROM_TOKENS
+        self._num_copied_rows = num_rows if is_copied else 0
+        self.qkv = self._local_qkv if is_copied else self._region_qkv
 
     def signal(self, flag: Flag) -> None:
-        """Enqueues setting the flag on torch's current stream."""
+        """Enqueues setting the flag on torch's current stream, and before that the copy of qkv, if there is one."""
+        if self._num_copied_rows and flag is not Flag.ATTENTION_READY:
+            _copy_by_engine(self._region_qkv[: self._num_copied_rows], self.qkv[: self._num_copied_rows])
         self._flags.signal(flag)
 
     def wait(self, flag: Flag) -> None:
@@ -195,6 +210,8 @@ class CudaIpcChannel:
         attn_out = self.attn_out[:num_tokens]
         if self._local_attn_out is None or num_tokens < _COPIED_FROM_TOKENS:
             return attn_out
+        if self._num_copied_rows:
+            return _copy_by_engine(self._local_attn_out[:num_tokens], attn_out)
         # A multiplication is a kernel. `copy_` would become a copy node in the CUDA graph, which takes 10 µs longer.
         return torch.mul(attn_out, 1.0, out=self._local_attn_out[:num_tokens])
 
@@ -230,7 +247,7 @@ class CudaIpcChannel:
             with torch.cuda.device(self._device):
                 torch.cuda.synchronize()
                 self._flags.close()
-                del self.qkv, self.attn_out, self._local_attn_out
+                del self.qkv, self.attn_out, self._local_attn_out, self._local_qkv, self._region_qkv
                 check(runtime.cudaHostUnregister(ctypes.addressof(self._host)))
                 del self._host
                 if self._is_owner:
@@ -246,6 +263,13 @@ def _make_flags(
 ) -> CudaFlags:
     queued = StreamMemoryOperations(region, header_pointer)
     return FlagKernels(device, flags_pointer, header_pointer, queued) if kind == SPINNING else queued
+
+
+def _copy_by_engine(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Enqueues a copy on torch's current stream. Returns `target`."""
+    stream, kind = torch.cuda.current_stream().cuda_stream, runtime.cudaMemcpyKind.cudaMemcpyDefault
+    check(runtime.cudaMemcpyAsync(target.data_ptr(), source.data_ptr(), source.nbytes, kind, stream))
+    return target
 
 
 def _tensor_at(pointer: int, dtype: torch.dtype, shape: tuple[int, int], device: torch.device) -> torch.Tensor:

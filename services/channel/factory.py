@@ -17,16 +17,18 @@ def create_channel(
     attachment_id: int,
     lane: int,
     wait_timeout_s: float,
+    num_lanes: int = 1,
 ) -> Channel:
     """Creates the attention worker's end of a channel between its `device` and the dense worker's GPU.
 
-    `peer_gpu` is that GPU's UUID. Raises `CapacityError` when memory is short.
+    `peer_gpu` is that GPU's UUID; `lane` is one of `num_lanes`. Raises `CapacityError` when memory is short.
     """
     if device.type == "cpu":
         return ShmChannel.create(spec, epoch, attachment_id, lane, wait_timeout_s)
     from services.channel.cuda_ipc import CudaIpcChannel, choose_kind  # needs cuda-bindings
 
-    return CudaIpcChannel.create(device, choose_kind(device, peer_gpu), spec, epoch, attachment_id, lane)
+    kind = choose_kind(device, peer_gpu, num_lanes)
+    return CudaIpcChannel.create(device, kind, spec, epoch, attachment_id, lane)
 
 
 def map_channel(

@@ -17,7 +17,7 @@ from services.channel import Channel, ChannelSpec, Flag
 from services.channel.factory import map_channel
 from services.common.errors import TwostrokeError
 
-SPEC = ChannelSpec(max_tokens=256, qkv_size=768, attn_size=256, dtype=torch.bfloat16)
+SPEC = ChannelSpec(max_tokens=1024, qkv_size=768, attn_size=256, dtype=torch.bfloat16)
 WAIT_TIMEOUT_S = 60.0  # of waits on a CPU
 MAPPED, DONE = "mapped", "done"
 
@@ -36,6 +36,7 @@ def answer(channel: Channel, question_ready: Flag) -> None:
 
 def give_back(channel: Channel, num_rounds: int, num_tokens: int) -> None:
     """In each round, fetches rows of `attn_out` as the dense worker does, and copies them into `qkv`."""
+    channel.begin_layers(num_tokens)
     for _ in range(num_rounds):
         channel.wait(Flag.ATTENTION_READY)
         channel.qkv[:num_tokens, : SPEC.attn_size] = channel.fetch_attn_out(num_tokens)

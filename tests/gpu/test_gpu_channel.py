@@ -398,3 +398,4 @@ def test_without_mps_a_kernel_polls_only_if_the_peer_has_another_gpu() -> None:
     device = torch.device("cuda:0")
     assert choose_kind(device, gpu_uuid(device)) == "cuda_ipc_queued"
     assert choose_kind(device, "the UUID of another one") == "cuda_ipc_spinning"
+    assert choose_kind(device, "the UUID of another one", num_lanes=2) == "cuda_ipc_queued"

@@ -1,4 +1,7 @@
-"""A CUDA channel whose creation fails leaves nothing behind. The driver is simulated; `tests/gpu` uses a real one."""
+"""A CUDA channel whose creation fails leaves nothing behind, and what moves its rows between two GPUs.
+
+The driver is simulated; `tests/gpu` uses a real one.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.channel import ChannelSpec
+from services.channel import ChannelSpec, Flag
 from services.channel.region import HEADER_BYTES, SharedRegion
 from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
 from services.common.errors import CapacityError, ConfigError, DeviceError, PeerError
@@ -94,8 +97,8 @@ class Driver:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    driver = Driver()
+def driver(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Driver]:
+    driver = getattr(request, "param", Driver)()
     bindings: Any = ModuleType("cuda.bindings")
     bindings.driver = bindings.runtime = driver
     monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
@@ -147,7 +150,8 @@ def test_a_gpu_without_memory_for_copies_from_its_peer_releases_everything(
     cuda_ipc = importlib.import_module(MODULES[1])
     region = make_region(cuda_ipc, UUID[::-1])
     monkeypatch.setattr(torch, "empty", refuse)
-    with pytest.raises(CapacityError, match=r"no room for attention's output: Tried to allocate 16 bytes\. GPU 0"):
+    match = r"no room for copies of what the peer's GPU holds: Tried to allocate 16 bytes\. GPU 0"
+    with pytest.raises(CapacityError, match=match):
         cuda_ipc.CudaIpcChannel.map(DEVICE, cuda_ipc.QUEUED, region.name.encode(), SPEC, EPOCH, 1)
     assert driver.held == []
     region.close()
@@ -201,3 +205,68 @@ def test_kernels_target_a_gpu_that_their_ptx_version_supports(
         cuda_flags.FlagKernels(DEVICE, POINTER, POINTER, queued=None)
     assert ".version 8.0\n" in driver.ptx and f".target {target}\n" in driver.ptx
     assert ("griddepcontrol" in driver.ptx) is has_dependent_launch
+
+
+class Memory(Driver):
+    """The peer's memory is the host's, and what is enqueued on a stream is done at once."""
+
+    cudaMemcpyKind = SimpleNamespace(cudaMemcpyDefault=4)
+    CUstreamWaitValue_flags = SimpleNamespace(CU_STREAM_WAIT_VALUE_EQ=1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.region = torch.zeros(1 << 20, dtype=torch.uint8)
+        self.done: list[str] = []
+
+    def cudaIpcOpenMemHandle(self, handle: object, flags: int) -> tuple[Error, int]:
+        return super().cudaIpcOpenMemHandle(handle, flags)[0], self.region.data_ptr()
+
+    def cudaMemcpyAsync(self, target: int, source: int, num_bytes: int, kind: int, stream: int) -> tuple[Error]:
+        ctypes.memmove(target, source, num_bytes)
+        self.done.append(f"copy {num_bytes}")
+        return (Error.cudaSuccess,)
+
+    def cuStreamWriteValue32(self, stream: int, address: int, value: int, flags: int) -> tuple[Error]:
+        self.done.append(f"write {value}")
+        return (Error.cudaSuccess,)
+
+    def cuStreamWaitValue32(self, stream: int, address: int, value: int, flags: int) -> tuple[Error]:
+        self.done.append("wait")
+        return (Error.cudaSuccess,)
+
+
+@pytest.mark.parametrize("driver", [Memory], indirect=True)
+def test_copy_engines_move_the_rows_of_long_steps_between_two_gpus(
+    driver: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    cuda_ipc = importlib.import_module(MODULES[1])
+    spec = ChannelSpec(max_tokens=2048, qkv_size=12, attn_size=4, dtype=torch.bfloat16)
+    region = make_region(cuda_ipc, UUID[::-1])
+    monkeypatch.setattr(cuda_ipc, "gpu_uuid", lambda device: UUID)
+    name = region.name.encode()
+    channel = cuda_ipc.CudaIpcChannel.map(torch.device("cpu"), cuda_ipc.QUEUED, name, spec, EPOCH, 1)
+    there = driver.region.view(torch.bfloat16)
+    qkv, attn_out = there[: 2048 * 12].view(2048, 12), there[2048 * 12 :][: 2048 * 4].view(2048, 4)
+
+    channel.begin_layers(1030)
+    channel.qkv[:1030] = 3.0
+    assert not qkv.any(), "rows go when the flag is set"
+    channel.signal(Flag.LONG_STEP_QKV_READY)
+    assert (qkv[:1030] == 3.0).all() and not qkv[1030:].any()
+    channel.wait(Flag.ATTENTION_READY)
+    attn_out[:1030] = 5.0
+    fetched = channel.fetch_attn_out(1030)
+    assert (fetched == 5.0).all() and fetched.data_ptr() != attn_out.data_ptr()
+    assert driver.done == ["copy 24720", "write 1", "wait", "write 0", "copy 8240"]
+
+    channel.begin_layers(8)  # a short step: its products write to the peer, and a kernel fetches
+    channel.qkv[:8] = 7.0
+    assert (qkv[:8] == 7.0).all() and (qkv[8:1030] == 3.0).all()
+    channel.signal(Flag.QKV_READY)
+    assert (channel.fetch_attn_out(8) == 5.0).all()
+    assert driver.done[5:] == ["write 1"]
+    del qkv, attn_out, there, fetched
+    channel.close()
+    region.close()
