@@ -15,10 +15,13 @@ from dataclasses import dataclass
 
 NUM_LAYERS = 16
 HANDOFF_US = 4.0
-# A layer's kernels of a lane with 436 sequences in a step of 872 tokens, in microseconds, in their order.
+# A layer's kernels of a lane, in microseconds, in their order: of a step of 872 tokens, 436 of them of prompts.
 DENSE = (25, 44, 10, 236, 18, 118, 10, 132)  # fetch, o, norm, gate and up, activation, down, norm, qkv
-DECODE_FIRST = (330, 10, 20, 7, 2)  # attention of sequences that decode, then of prompts, and the flag
-DECODE_ONLY = (330, 2)
+DECODE_FIRST = (330, 10, 20, 7, 2)  # attention of sequences that decode, then of prompts, and a kernel sets the flag
+DECODE_LAST = (10, 20, 7, 330)  # the queue sets the flag
+# Of a step of 512 sequences that decode.
+DENSE_OF_DECODES = (15, 26, 10, 139, 11, 70, 10, 78)
+DECODES = (400,)
 DENSE_GPU, ATTENTION_GPU = 0, 1
 _NUM_WARM_UPS, _NUM_STEPS = 4, 30
 _JITTER = 0.03  # no kernel takes equally long each time
@@ -89,8 +92,12 @@ def _end_kernel(
 
 
 def main() -> None:
-    for name, attention in (("decode and prompts", DECODE_FIRST), ("decode only", DECODE_ONLY)):
-        alone = overlap(DENSE, attention, num_lanes=1)
+    for name, dense, attention in (
+        ("872 tokens, decode first, kernels set flags", DENSE, DECODE_FIRST),
+        ("872 tokens, decode last, queues set flags", DENSE, DECODE_LAST),
+        ("512 tokens of sequences that decode, queues set flags", DENSE_OF_DECODES, DECODES),
+    ):
+        alone = overlap(dense, attention, num_lanes=1)
         print(f"{name}: a lane alone {alone.step_ms:.1f} ms")
         for where, prior in (
             ("nowhere", ()),
@@ -98,7 +105,7 @@ def main() -> None:
             ("on the dense worker's GPU", (DENSE_GPU,)),
             ("on both", (DENSE_GPU, ATTENTION_GPU)),
         ):
-            found = overlap(DENSE, attention, prior)
+            found = overlap(dense, attention, prior)
             shares = ", ".join(f"{share:.0%}" for share in found.busy)
             print(f"  two lanes, priority {where}: {found.step_ms:.1f} ms for a step of each; GPUs busy {shares}")
 

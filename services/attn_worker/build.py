@@ -408,18 +408,17 @@ def _build_runner(
     make_backend = _capturable_backend(spec, is_deterministic, section.split_context)
     most = {"max_num_seqs": limits.max_num_seqs, "max_num_tokens": limits.max_num_tokens}
 
-    def make_runner(backend: CapturableAttention, priority: int = 0) -> CudaLayerRunner:
+    def make_runner(backend: CapturableAttention) -> CudaLayerRunner:
         sizes = (spec.num_layers, limits.max_num_seqs)
-        options = {"captures_lazily": section.captures_lazily, "stream_priority": priority}
-        return CudaLayerRunner(backend, *sizes, _extra_rows_of(backend), **options)
+        return CudaLayerRunner(backend, *sizes, _extra_rows_of(backend), captures_lazily=section.captures_lazily)
 
     backend = make_backend(*arguments, **most)
     if limits.num_lanes == 1:
         return make_runner(backend), backend.storage
-    from services.attn_worker.lanes.cuda_lane_runner import FIRST_LANE_PRIORITY, CudaLaneRunner
+    from services.attn_worker.lanes.cuda_lane_runner import CudaLaneRunner
 
     others = [make_backend(*arguments, **most, storage=backend.storage) for _ in range(1, limits.num_lanes)]
-    return CudaLaneRunner([make_runner(backend, FIRST_LANE_PRIORITY), *map(make_runner, others)]), backend.storage
+    return CudaLaneRunner([make_runner(each) for each in (backend, *others)]), backend.storage
 
 
 def _extra_rows_of(backend: AttentionBackend) -> TakeExtraRows | None:

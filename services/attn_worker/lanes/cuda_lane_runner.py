@@ -10,12 +10,6 @@ from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Channel
 from services.common.attention.learned import Learned
 
-# Kernels of equal priority run in the order in which they could begin. Then lanes whose strokes coincide take turns
-# kernel by kernel: the first lane's last kernels, which are short, wait for a long one of the second, both strokes end
-# at once, and both lanes go on to the other GPU together. So the first lane's kernels go first. On the dense worker's
-# GPU that would be a loss (`bench/lane_turns.py`).
-FIRST_LANE_PRIORITY = -1  # of its stream, as torch counts them; the others have 0
-
 
 class CudaLaneRunner:
     """A `LayerRunner` made of one for each lane, with graphs and workspaces of its own; all have one storage."""

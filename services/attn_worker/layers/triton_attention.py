@@ -454,21 +454,6 @@ class TritonAttention:
         heads, pairs, kernel_kind = self._heads[layer], self._pairs[layer], self._kernel_kinds[layer]
         qkv_size, attn_size = self._widths[layer]
         qkv, out = rows_of_layer(qkv, qkv_size), rows_of_layer(out, attn_size)
-        if self._decode_items is not None:
-            items = self._decode_items[self._item_kinds[layer]]
-            self._kernels.decode(
-                qkv,
-                out,
-                cache,
-                scales,
-                angles,
-                items,
-                self._block_tables,
-                self._workspace,
-                self._decode_tiles[kernel_kind],
-                scores,
-                pairs,
-            )
         if self._prefills:
             prefill = self._prefills[self._item_kinds[layer].group]
             rows = prefill.angle_rows
@@ -509,6 +494,22 @@ class TritonAttention:
                     scores,
                     pairs,
                 )
+        # Last, as it takes longest: with lanes, short kernels behind it would wait for the other lane's longest one.
+        if self._decode_items is not None:
+            items = self._decode_items[self._item_kinds[layer]]
+            self._kernels.decode(
+                qkv,
+                out,
+                cache,
+                scales,
+                angles,
+                items,
+                self._block_tables,
+                self._workspace,
+                self._decode_tiles[kernel_kind],
+                scores,
+                pairs,
+            )
 
     @torch.inference_mode()
     def _compile_prompts(self, max_model_len: int) -> None:

@@ -40,15 +40,13 @@ class CudaLayerRunner:
         take_extra_rows: TakeExtraRows | None = None,
         *,
         captures_lazily: bool,
-        stream_priority: int = 0,
     ) -> None:
-        """`stream_priority`: as of `torch.cuda.Stream`."""
         self._take_extra_rows = take_extra_rows
         self._captures_lazily = captures_lazily
         self._backend = backend
         self._num_layers = num_layers
         self._buckets = batch_buckets(max_num_seqs)
-        self._stream = torch.cuda.Stream(priority=stream_priority)
+        self._stream = torch.cuda.Stream()
         self._graphs: dict[Channel, StepGraphs[_Size]] = {}
 
     def attach(self, channels: Iterable[Channel], learned: Learned) -> None:

@@ -8,16 +8,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from services.attn_worker import build
 from services.attn_worker.attachment import Attachment
 from services.attn_worker.build import StepLimits, build_engine
-from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.engine import Accepted, AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
 from services.channel import ChannelAborted, ChannelSpec, ChannelTimeout, Flag, qkv_flag
@@ -278,18 +275,3 @@ def test_progress_is_that_of_the_oldest_step() -> None:
         assert (progress.step_id, progress.request_ids, progress.waits_for) == (1, ("2",), "dense_worker")
         both.attachment.abort()
         both.failures.get(timeout=TIMEOUT_S)
-
-
-@pytest.mark.parametrize(("num_lanes", "expected"), [(1, [0]), (2, [-1, 0]), (3, [-1, 0, 0])])
-def test_on_a_gpu_the_kernels_of_the_first_of_several_lanes_go_first(
-    monkeypatch: pytest.MonkeyPatch, num_lanes: int, expected: list[int]
-) -> None:
-    priorities = list[int]()
-    monkeypatch.setattr(torch.cuda, "Stream", lambda priority=0: priorities.append(priority))
-    monkeypatch.setattr(build, "select_backend", lambda *_: "triton")
-    monkeypatch.setattr(build, "_capturable_backend", lambda *_: lambda *_, **options: SimpleNamespace(storage=None))
-    limits = StepLimits(max_num_seqs=4, max_num_tokens=MAX_NUM_TOKENS, num_lanes=num_lanes)
-    spec = KVCacheSpec.of_model(CONFIG, torch.float32, 16, BLOCK_SIZE)
-    metrics = AttentionMetrics(CollectorRegistry(), lambda: None)
-    build._build_runner(AttentionSection(), MODEL, limits, spec, 64, metrics, False)
-    assert priorities == expected
