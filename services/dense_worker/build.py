@@ -398,6 +398,7 @@ def _build_runner(
         logits_dtype=selected.backend.logits_dtype,
         features=features,
         hook=hook,
+        num_lanes=scheduler.num_lanes,
     )
     if takes_over:
         cuda_runner.warm_up()

@@ -62,10 +62,13 @@ class CudaModelRunner(ModelRunner):
         logits_dtype: torch.dtype = torch.float32,
         features: Iterable[Feature] = (),
         hook: StepHook | None = None,
+        num_lanes: int = 1,
     ) -> None:
+        """`num_lanes`: to which `max_num_seqs` sequences are dealt, of which this runner has those of one lane."""
         super().__init__(backend, sampler, config.num_layers, max_num_seqs, features, hook)
         self._num_kinds = config.num_middle_kinds
         self._buckets = token_buckets(max_num_seqs, max_num_tokens)
+        self._usual_sampled = max_num_seqs * 9 // (8 * num_lanes)  # lanes may differ somewhat
         self._stream = torch.cuda.Stream()
         self._dtype, self._seam_sizes = dtype, (config.qkv_size, config.attn_size)
         self._captures_lazily = captures_lazily
@@ -279,9 +282,12 @@ class CudaModelRunner(ModelRunner):
         return layers.finish(sampled_rows[:num_sampled], self._hidden_out(num_sampled))
 
     def _sampled_sizes(self, num_rows: int) -> list[int]:
-        """Numbers of sampled rows to capture: steps with prompts sample few tokens, decode steps one per row."""
+        """Numbers of sampled rows to capture: steps with prompts sample few tokens, decode steps one per row.
+
+        With prompts of other sequences a lane samples about its part of all.
+        """
         most = min(num_rows, self._max_num_seqs)
-        return sorted({min(most, FEW_SAMPLED), most})
+        return sorted({min(most, FEW_SAMPLED), min(most, self._usual_sampled), most})
 
     def _warm_up(self, channel: Channel, size: _Size) -> None:
         """Runs the segments without handoffs, so that kernels are compiled and libraries choose theirs."""
