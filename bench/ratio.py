@@ -73,7 +73,6 @@ class Strokes:
     sum_us: Sequence[float]
     after_ms: float  # sampler, upload and whatever else a server's step has beside its strokes
     after_row_ms: float  # the same for each row
-    lanes_overlap: float  # 1: with two lanes a step takes the longer stroke; 0: their steps run one after the other
     rank_efficiency: float  # rate at which a rank reads its part of the weights, of that of whole ones
     rank_after_layer_us: float  # norm and addition as kernels of their own, twice a layer
     cache_tokens: int  # that a GPU holds beside all weights
@@ -184,16 +183,14 @@ def _step_of_workers(strokes: Strokes, split: Arrangement, rows: float, context:
     """One dense worker, and attention workers that share the sequences; the step waits for the slowest of them.
 
     With two lanes one half of the rows is in a dense stroke while the other one is in attention. A step then takes as
-    long as the longer of both strokes for all halves, or as one lane takes alone; or, where lanes do not overlap, as
-    long as all of them one after the other.
+    long as the longer of both strokes for all halves, or as one lane takes alone.
     """
     lanes, workers = split.num_lanes, split.num_attention
     own, own_prompts = rows / lanes, prompts / lanes
     dense = strokes.dense(own + own_prompts) + strokes.after(own)
     attention = strokes.attention(own * context / workers) + strokes.prompt_attention_ms * own_prompts / workers
     alone = dense + attention + strokes.far_seam((own + own_prompts) / workers)
-    overlapping = max(alone, lanes * dense, lanes * attention)
-    return strokes.lanes_overlap * overlapping + (1 - strokes.lanes_overlap) * lanes * alone
+    return max(alone, lanes * dense, lanes * attention)
 
 
 def best_num_attention(strokes: Strokes, rows_each: float, context: float) -> float:
@@ -336,7 +333,6 @@ def read_strokes(results: Path = RESULTS) -> Strokes:
         sum_us=[each["nccl_us"] for each in ranks["sums"]],
         after_ms=0.0,
         after_row_ms=0.0,
-        lanes_overlap=ranks["lanes_overlap"],
         rank_efficiency=ranks["rank_efficiency"],
         rank_after_layer_us=ranks["rank_after_layer_us"],
         cache_tokens=ranks["cache_tokens"],
