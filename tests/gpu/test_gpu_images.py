@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,3 +73,19 @@ def test_pictures_of_gemma_3_whose_tokens_see_each_other(tmp_path: Path) -> None
                 truth = expected_tokens(model, rendered(turns), pictures_of(turns), NUM_TOKENS, "gemma3")
                 assert each.token_ids[0] == truth
         cluster.wait_idle()
+
+
+@pytest.mark.parametrize("variant", ["internvl", "llava_onevision", "qwen3_vl_moe"])
+def test_other_families(variant: str, tmp_path: Path) -> None:
+    text: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 3, "head_dim": 16}
+    if variant == "qwen3_vl_moe":
+        axes = {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, **axes}
+    model = make_served_vision_model(tmp_path / "model", variant, **text)
+    first, second = noise(50, 37, 1), noise(20, 60, 2)
+    chats: list[list[Turn]] = [[("user", [first, "What?"])], [("user", ["Both ", second, first])], [("user", ["None"])]]
+    with gpu_cluster(tmp_path, f"model.path={model}", "model.dtype=float32") as cluster:
+        found = collect_all(cluster.gateway, [chat_message(turns, NUM_TOKENS) for turns in chats])
+        for turns, each in zip(chats, found, strict=True):
+            truth = expected_tokens(model, rendered(turns), pictures_of(turns), NUM_TOKENS, variant)
+            assert each.token_ids[0] == truth
