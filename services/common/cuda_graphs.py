@@ -21,9 +21,18 @@ class StepGraphs(Generic[Size]):
     """One graph of `run(size)` for each size, all in one memory pool. For one thread.
 
     Before each capture, `warm_up(size)` runs uncaptured to compile kernels. Neither function may wait for the peer.
+    `what`: the graphs, in errors.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, warm_up: Callable[[Size], None], run: Callable[[Size], None]) -> None:
+    def __init__(
+        self,
+        stream: torch.cuda.Stream,
+        warm_up: Callable[[Size], None],
+        run: Callable[[Size], None],
+        *,
+        what: str = "the CUDA graphs of steps",
+    ) -> None:
+        self._what = what
         self._stream = stream
         self._warm_up = warm_up
         self._run = run
@@ -62,7 +71,7 @@ class StepGraphs(Generic[Size]):
         """Captures the graph of this size and waits for the device. Raises `CapacityError` if the GPU has no room."""
         graph = torch.cuda.CUDAGraph()
         with (
-            naming_what_needs_memory("the CUDA graphs of steps"),
+            naming_what_needs_memory(self._what),
             torch.inference_mode(),
             torch.cuda.stream(self._stream),
         ):

@@ -4,7 +4,7 @@ A sequence can only be opened while the outputs of all its inputs are in memory;
 queue, and others go on. One run computes inputs of several sequences, in their order, up to a budget of rows. It has
 parts, and there is at most one of them between two steps, so that running streams are delayed by a part alone. On a GPU
 a run is beside the steps, none of which waits for it: its sequences are opened when it has ended, or when no step is
-under way. A second run waits there behind it, because steps may take longer than a run. Outputs are kept by the hash of
+under way. Where steps take longer than a run, a second run may wait there behind it. Outputs are kept by the hash of
 their input, up to a number of bytes; the least recently used go first. What a sequence in the cache still reads stays,
 and so does what a sequence reads that is to be opened earlier.
 """
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from services.dense_worker.features.feature import Event
 
 
-_MAX_RUNS = 2  # under way on a GPU
-
-
 @dataclass(slots=True, eq=False)
 class _Output:
     encoded: Encoded
@@ -50,13 +47,18 @@ class _UnderWay(Generic[Input]):
 class EncoderRuns(Generic[Input]):
     """The runs of one encoder, for the sequences with its feature."""
 
-    def __init__(self, name: str, encoder: Encoder[Input], max_rows: int, max_bytes: int) -> None:
-        """name: of the feature. max_rows: of one run, which has one input at least. max_bytes: of kept outputs."""
+    def __init__(
+        self, name: str, encoder: Encoder[Input], max_rows: int, max_bytes: int, *, max_runs: int = 1
+    ) -> None:
+        """name: of the feature. max_rows: of one run, which has one input at least. max_bytes: of kept outputs.
+        max_runs: that a GPU has at a time.
+        """
         self.name = name
         self.counts = EncoderCounts()
         self._encoder = encoder
         self._max_rows = max_rows
         self._max_bytes = max_bytes
+        self._max_runs = max_runs
         self._outputs: OrderedDict[str, _Output] = OrderedDict()  # by hash, the least recently used first
         self._under_way: list[_UnderWay[Input]] = []  # a GPU has all of those before the last
         self._last_part_before: int | None = None  # the oldest step under way at the last part
@@ -117,13 +119,13 @@ class EncoderRuns(Generic[Input]):
     def _can_begin(self) -> bool:
         if not self._under_way:
             return True
-        return self._under_way[-1].found is not None and len(self._under_way) < _MAX_RUNS
+        return self._under_way[-1].found is not None and len(self._under_way) < self._max_runs
 
     def _advance(self, under_way: _UnderWay[Input]) -> None:
         """Goes on with the last run."""
         try:
             under_way.found = under_way.run.advance()
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, CapacityError) as error:  # the latter from the capture of a graph
             self._under_way.remove(under_way)
             count = len(under_way.inputs)
             reason = CapacityError(f"the device has no memory left to encode {count} inputs: {error}")

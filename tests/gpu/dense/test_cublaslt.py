@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from services.dense_worker.kernels.linear.cublaslt import CublasLt
-from services.dense_worker.kernels.linear.matmul_choice import MatmulChoice
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -41,15 +40,14 @@ def test_each_candidate_multiplies(
         check(x, matrix, out)
 
 
-def test_a_chosen_product_is_captured() -> None:
-    choice, (x, matrix, out) = MatmulChoice(CUDA), operands(240, 4096, 4096, torch.bfloat16)
-    with choice.choosing():
-        choice.multiply(x, matrix, out)
+def test_a_candidate_is_captured() -> None:
+    library, (x, matrix, out) = CublasLt(CUDA), operands(240, 4096, 4096, torch.bfloat16)
+    candidate = library.candidates(x, matrix, out, 1)[0]
+    library.multiply(candidate, x, matrix, out)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.graph(graph, stream=stream):
-        if not choice.multiply(x, matrix, out):
-            torch.mm(x, matrix.t(), out=out)
+        library.multiply(candidate, x, matrix, out)
     x.copy_(torch.randn_like(x))
     graph.replay()
     check(x, matrix, out)

@@ -29,7 +29,6 @@ CHATS: list[list[Turn]] = [
 ]
 
 
-
 def test_bits_do_not_depend_on_other_pictures(tmp_path: Path) -> None:
     model = make_served_vision_model(tmp_path / "model", "llava", num_attention_heads=8, num_hidden_layers=4)
     messages = [chat_message(turns, NUM_TOKENS) for turns in CHATS]

@@ -61,7 +61,10 @@ class TowerGraphs:
         self._graphs = graphs_of(self._run)
 
     def capture_largest(self) -> None:
-        """Now, because the KV cache will take the memory that is free; all others reuse its memory."""
+        """Now, because the KV cache will take the memory that is free.
+
+        All others reuse its memory, but before each capture its size runs once outside of the graphs' memory.
+        """
         if self._max_size:
             self._graphs.find(self._max_size)
 

@@ -49,13 +49,17 @@ class VisionEncoder:
             self._operations = plans.operations(tower, self._operations, device)
         elif isinstance(tower, QwenVisionTower) and suits_flash_kernel(device, dtype, tower.head_dim):
             self._graphs = TowerGraphs(
-                tower, self._operations, max_rows, lambda run: StepGraphs(self._stream, run, run)
+                tower,
+                self._operations,
+                max_rows,
+                lambda run: StepGraphs(self._stream, run, run, what="the CUDA graphs of the tower"),
             )
 
     def warm_up(self, layout: Layout) -> None:
         """Runs a GPU's largest usual batch, so that its memory is there and its kernels are loaded."""
         if self._stream is None:
             return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))  # which has filled the graphs' tables
         if self._graphs is not None:
             self._graphs.capture_largest()
         shape = resized_by_worker(layout, layout.shape_of(1023, 1023, is_low=False))  # no multiple of a unit

@@ -24,6 +24,8 @@ from services.dense_worker.tensorrt.gpu import on_device
 
 log = structlog.get_logger()
 
+_MAX_RUNS = 2  # a tower takes less time than a step with a prompt, behind which the next one would wait
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedImages:
@@ -54,7 +56,7 @@ class PreparedImages:
         dense, scheduler = self.config.dense, self.config.scheduler
         # The bits of a picture's rows depend on what a run computes beside it: here nothing.
         max_rows = 1 if dense.deterministic else dense.max_encoder_rows
-        runs = EncoderRuns("images", encoder, max_rows, dense.encoder_cache_bytes)
+        runs = EncoderRuns("images", encoder, max_rows, dense.encoder_cache_bytes, max_runs=_MAX_RUNS)
         return ImagesFeature(
             runs,
             vision.image_token_id,

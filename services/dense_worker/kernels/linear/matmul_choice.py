@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import structlog
 import torch
 
+from services.common.errors import DeviceError
 from services.dense_worker.kernels.linear.cublaslt import Candidate, CublasLt
 from services.dense_worker.kernels.linear.linear_choice import ROW_BUCKETS
 
@@ -41,8 +42,6 @@ class MatmulChoice:
     @contextmanager
     def choosing(self) -> Iterator[None]:
         """A context in which each product of a new kind is measured before it is computed."""
-        if self._library is None:
-            self._library = CublasLt(self._device)
         self._flushed = torch.empty(_FLUSHED_BYTES, dtype=torch.uint8, device=self._device)
         begin_s = time.monotonic()
         try:
@@ -61,10 +60,14 @@ class MatmulChoice:
 
         x: [n, in_features], matrix: [out_features, in_features], out: [n, out_features]
         """
-        if self._library is None or any(each.data_ptr() % _ALIGNMENT for each in (x, matrix, out)):
+        if not _has_choice(x, matrix, out):
             return False
+        if self._library is None:
+            if self._flushed is None:
+                return False
+            self._library = CublasLt(self._device)
         key = x.dtype, x.shape, matrix.shape, x.stride(0), out.stride(0)
-        if self._flushed is not None and key not in self._chosen and _has_choice(x, out):
+        if self._flushed is not None and key not in self._chosen:
             self._chosen[key] = self._fastest(self._library, x, matrix, out)
         candidate = self._chosen.get(key)
         if candidate is None:
@@ -89,10 +92,14 @@ class MatmulChoice:
         own_us = time_us(lambda: torch.mm(x, matrix.t(), out=out))
         limit_us = own_us - _MIN_GAIN * (own_us - flush_us)
         fastest: Candidate | None = None
-        for candidate in library.candidates(x, matrix, out, _NUM_CANDIDATES):
-            found_us = time_us(lambda candidate=candidate: library.multiply(candidate, x, matrix, out))
-            if found_us < limit_us:
-                fastest, limit_us = candidate, found_us
+        try:
+            for candidate in library.candidates(x, matrix, out, _NUM_CANDIDATES):
+                found_us = time_us(lambda candidate=candidate: library.multiply(candidate, x, matrix, out))
+                if found_us < limit_us:
+                    fastest, limit_us = candidate, found_us
+        except DeviceError as error:  # torch's own product is always there
+            shapes = {"x": tuple(x.shape), "matrix": tuple(matrix.shape)}
+            log.warning("no further candidates of a product", **shapes, reason=str(error))
         return fastest
 
 
@@ -114,5 +121,12 @@ def has_choice(num_rows: int) -> bool:
     return ROW_BUCKETS[-1] < num_rows <= _MAX_CHOSEN_ROWS
 
 
-def _has_choice(x: torch.Tensor, out: torch.Tensor) -> bool:
-    return has_choice(len(x)) and x.dtype in _DTYPES and x.dtype == out.dtype and x.stride(1) == out.stride(1) == 1
+def _has_choice(x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> bool:
+    return (
+        has_choice(len(x))
+        and x.dtype in _DTYPES
+        and x.dtype == matrix.dtype == out.dtype
+        and x.stride(1) == out.stride(1) == 1
+        and matrix.is_contiguous()
+        and not any(each.data_ptr() % _ALIGNMENT for each in (x, matrix, out))
+    )

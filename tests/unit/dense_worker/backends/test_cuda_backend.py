@@ -238,4 +238,3 @@ def test_products_of_graphs_with_prompts_are_chosen_at_the_start_and_no_others(
     measured.clear()
     run_step(backend, config, torch.float16, [*range(90)], [0])
     assert not measured, "no step waits for a measurement"
-

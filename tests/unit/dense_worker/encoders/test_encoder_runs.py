@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,7 +98,7 @@ class EncoderCluster(Cluster):
     ) -> None:
         super().__init__(**options)
         self.encoder = EncodeNames(num_parts, lag)
-        self.runs = EncoderRuns("pictures", self.encoder, max_rows, max_rows_kept * ROW_BYTES)
+        self.runs = EncoderRuns("pictures", self.encoder, max_rows, max_rows_kept * ROW_BYTES, max_runs=2)
         self.runs.start(lambda event: self.outputs.extend(self.scheduler.handle(event)))
         self.scheduler = Scheduler(self.limits, features=[EncodedFeature(self.runs)])
         self.scheduler.begin(new_session(self.cache))
@@ -290,9 +291,10 @@ def test_the_least_recently_used_output_makes_room() -> None:
     assert cluster.runs.counts.num_bytes <= 5 * ROW_BYTES
 
 
-def test_a_device_without_memory_ends_only_those_that_need_it() -> None:
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, CapacityError], ids=["a run", "the capture of its graph"])
+def test_a_device_without_memory_ends_only_those_that_need_it(kind: type[Exception]) -> None:
     cluster = EncoderCluster(max_rows=10, max_rows_kept=5)
-    cluster.encoder.error = torch.OutOfMemoryError("no room")
+    cluster.encoder.error = kind("no room")
     failed, other = cluster.add(1, [PICTURES[0]]), cluster.add(2, [])
     cluster.run_until_idle()
     [error] = [output.error for output in cluster.outputs if output.sequence is failed]

@@ -126,5 +126,4 @@ def test_fp8_moves_the_rows_by_little(variant: str, tmp_path: Path) -> None:
         tower = StoredTower(vision, path, torch.float32, torch.device("cpu"), None, quantization).load().tower
         found.append(torch.cat(run_tower(tower, pictures_of(vision, (50, 37), (20, 60)), vision.pixels)))
     error = (found[1] - found[0]).norm() / found[0].norm()
-    print("ERROR", error)
     assert 0.0 < error < 0.08

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from services.common.errors import DeviceError
 from services.dense_worker.kernels.linear import matmul_choice
 from services.dense_worker.kernels.linear.matmul_choice import MatmulChoice
 
@@ -125,6 +126,34 @@ def test_rows_that_lie_otherwise_are_measured_by_themselves(use: Callable[..., F
     num_products = len(library.multiplied)
     assert not choice.multiply(x, matrix, wide)
     assert len(library.multiplied) == num_products
+    with choice.choosing():
+        assert choice.multiply(x, matrix, wide)
+    assert len(library.multiplied) > num_products + 1, "measured again"
+
+
+def test_columns_of_a_wider_matrix_are_torchs(use: Callable[..., FakeLibrary]) -> None:
+    library, choice = use(50.0), MatmulChoice(CPU)
+    x, matrix, out = operands(100)
+    with choice.choosing():
+        assert not choice.multiply(x, aligned(torch.cat((matrix, matrix), 1))[:, :64], out)
+    assert not library.multiplied
+
+
+def test_a_candidate_that_fails_leaves_the_fastest_before_it(use: Callable[..., FakeLibrary]) -> None:
+    library, choice = use(50.0, 10.0), MatmulChoice(CPU)
+    multiply = library.multiply
+
+    def fail(candidate: int, *operands: torch.Tensor) -> None:
+        if candidate == 1:
+            raise DeviceError("cublasLtMatmul failed with status 15")
+        multiply(candidate, *operands)
+
+    library.multiply = fail
+    x, matrix, out = operands(100)
+    with choice.choosing():
+        assert choice.multiply(x, matrix, out)
+    assert set(library.multiplied) == {0}
+    torch.testing.assert_close(out, x @ matrix.t())
 
 
 def test_operands_that_begin_elsewhere_are_torchs(use: Callable[..., FakeLibrary]) -> None:
