@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol, Self
 
-import numpy as np
 import torch
 
 from services.dense_worker.backends import DenseBackend, InputEmbeds
@@ -98,7 +97,7 @@ class LeadingBackend:
             plan=encode_plan(plan),
             num_rows=num_tokens,
             num_sampled=num_sampled,
-            row_slots=self._row_slots(num_tokens),
+            row_slots=self._row_slots(plan, num_tokens),
         )
         if input_embeds is not None and self.shares_vectors:
             num_deep = 0 if input_embeds.deep is None else len(input_embeds.deep)
@@ -156,9 +155,12 @@ class LeadingBackend:
         for some_rows, out in zip(rows.split(_HIDDEN_AT_A_TIME), hidden_out.split(_HIDDEN_AT_A_TIME), strict=True):
             self.last(attn_out, residual, some_rows, out)
 
-    def _row_slots(self, num_rows: int) -> Iterable[int]:
+    def _row_slots(self, plan: StepPlan, num_rows: int) -> Iterable[int]:
         """The slots of the step's rows. What only warms up the kernels of adapters has rows without any."""
         if self._lora is None or not self._lora.is_active:
             return ()
-        known = self._lora.row_slots
-        return (np.full(num_rows, -1) if known is None or len(known) != num_rows else known).tolist()
+        if not len(plan.entries):
+            return [-1] * num_rows
+        slots = [] if self._lora.row_slots is None else self._lora.row_slots.tolist()
+        assert len(slots) == num_rows, f"step {plan.step_id} has {num_rows} rows, and {len(slots)} have slots"
+        return slots

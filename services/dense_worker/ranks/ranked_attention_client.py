@@ -48,6 +48,14 @@ from services.rpc.server import run_together
 from services.step import PlanAccepted, SequenceOpened, StepPlan
 from services.step.codec import encode_plan
 
+# A shard that answers an adapter's load with one of these is sound: what the adapter is, or its size, is the reason.
+_REFUSALS = (
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+)
+
 T = TypeVar("T")
 
 
@@ -250,8 +258,9 @@ class RankedAttentionClient(AttentionClient):
         try:
             await self._shard_stubs[rank - 1].LoadAdapter(request, timeout=limit_s)
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE:
-                await asyncio.sleep(self._rpc_timeout_s)  # a shard that has died ends the attachment, and this with it
+            if error.code() not in _REFUSALS:
+                # A shard that fails, stops or dies ends the attachment, and this with it.
+                await asyncio.sleep(self._rpc_timeout_s)
             reason = error.details() or error.code().name
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 reason = f"not loaded within {limit_s:g} s (peers.connect_timeout_s)"

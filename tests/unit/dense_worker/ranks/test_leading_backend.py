@@ -7,12 +7,13 @@ from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
+import pytest
 import torch
 
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.ranks.leading_backend import LeadingBackend, LeadingRanks
 from services.pb import shard_pb2
-from services.step import StepPlan
+from services.step import PlanEntries, PlanEntry, StepPlan
 
 
 def test_it_has_all_that_a_backend_has() -> None:
@@ -52,18 +53,26 @@ def test_the_other_ranks_are_told_of_rows_whose_hidden_states_are_needed() -> No
 
 
 def test_the_other_ranks_are_told_of_the_slots_of_the_rows() -> None:
-    """Also in a step that warms up what rows with adapters run, whatever the step before had."""
+    """Also in a step that warms up what rows with adapters run, whatever the step before had. No step has others."""
     own: Any = SimpleNamespace(gives_hidden_states=True, logits_dtype=torch.float32, begin_step=lambda *arguments: None)
     lora: Any = SimpleNamespace(is_active=False, row_slots=None)
     backend, sent = LeadingBackend(own, Mock(), lora), list[shard_pb2.ShardCommand]()
     backend.use_ranks(LeadingRanks([Mock()], sent.append, Mock()))
-    backend.begin_step(StepPlan(1), 3)
+    entries = PlanEntries.of([PlanEntry(seq_id=1, position=0, num_tokens=3, num_logits=1)])
+    backend.begin_step(StepPlan(1, entries=entries), 3)
     lora.is_active = True
     backend.begin_step(StepPlan(0), 3)
     lora.row_slots = np.array([1, -1, 0])
-    backend.begin_step(StepPlan(2), 3)
+    backend.begin_step(StepPlan(2, entries=entries), 3)
     backend.begin_step(StepPlan(0), 2)
-    assert [list(each.step.row_slots) for each in sent] == [[], [-1, -1, -1], [1, -1, 0], [-1, -1]]
+    backend.begin_step(StepPlan(0), 3)
+    told = [[], [-1, -1, -1], [1, -1, 0], [-1, -1], [-1, -1, -1]]
+    assert [list(each.step.row_slots) for each in sent] == told
+    for row_slots in (np.array([1, -1]), None):
+        lora.row_slots = row_slots
+        with pytest.raises(AssertionError, match=r"step 3 has 3 rows, and [02] have slots"):
+            backend.begin_step(StepPlan(3, entries=entries), 3)
+    assert len(sent) == len(told)
 
 
 def test_what_is_sent_names_the_lane() -> None:

@@ -15,7 +15,16 @@ from grpc_health.v1 import health_pb2
 
 from services.channel import ChannelSpec
 from services.common.config import PeerSection
-from services.common.errors import ConfigError, DeviceError, PeerError, RequestAborted, StaleEpoch, TwostrokeError
+from services.common.errors import (
+    CapacityError,
+    ConfigError,
+    DeviceError,
+    InvalidRequest,
+    PeerError,
+    RequestAborted,
+    StaleEpoch,
+    TwostrokeError,
+)
 from services.common.rank import Rank
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.attention_client import AttachOptions
@@ -187,32 +196,71 @@ def test_a_join_that_fails_is_named_and_retried_where_that_may_help(
         attach([Process(), Process()], Process(error=as_call_fails(error)))
 
 
+def call_error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+
+
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "told", "rpc_timeout_s"),
     [
-        (None, None),
-        (RequestAborted("its files have changed"), "the dense shard of rank 1: its files have changed"),
-        (PeerError("connection refused"), "the dense shard of rank 1: connection refused"),
+        (None, None, 60.0),
+        (as_call_fails(RequestAborted("its files have changed")), "its files have changed", 60.0),
+        (as_call_fails(InvalidRequest("it has values too large")), "it has values too large", 60.0),
+        (as_call_fails(CapacityError("no room")), "no room", 60.0),
+        (call_error(grpc.StatusCode.DEADLINE_EXCEEDED, ""), "not loaded within 7 s", 60.0),
+        (as_call_fails(PeerError("connection refused")), "connection refused", 0.01),
+        (call_error(grpc.StatusCode.INTERNAL, "internal error: OSError"), "internal error: OSError", 0.01),
     ],
 )
 def test_an_adapter_that_a_rank_cannot_load_is_named(
-    monkeypatch: pytest.MonkeyPatch, error: TwostrokeError | None, told: str | None
+    monkeypatch: pytest.MonkeyPatch, error: grpc.aio.AioRpcError | None, told: str | None, rpc_timeout_s: float
 ) -> None:
+    """At once if the adapter is the reason: the test's limit is far below the 60 s."""
     monkeypatch.setattr(ranked_attention_client, "join_groups", lambda *arguments: [])
 
     async def run() -> None:
         shard = Process()
-        client = make_client([Process(), Process()], shard, rpc_timeout_s=0.01)
+        client = make_client([Process(), Process()], shard, rpc_timeout_s=rpc_timeout_s, connect_timeout_s=7.0)
         ranks = (await client._attach_once()).ranks
-        shard.fail_from_now_on(error and as_call_fails(error))
+        shard.fail_from_now_on(error)
         loading = asyncio.wrap_future(await asyncio.to_thread(ranks.load_adapter, 3, ADAPTER))
         if told is None:
             await loading
         else:
-            with pytest.raises(RequestAborted, match=told):
+            with pytest.raises(RequestAborted, match=f"the dense shard of rank 1: {told}"):
                 await loading
         assert [(each.slot, each.adapter.path) for each in shard.loads] == [(3, "/a")]
         assert not client._serving.loads
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        call_error(grpc.StatusCode.UNAVAILABLE, "connection refused"),
+        call_error(grpc.StatusCode.INTERNAL, "internal error: AcceleratorError"),
+        call_error(grpc.StatusCode.CANCELLED, "it stops"),
+        as_call_fails(StaleEpoch("the attachment was replaced")),
+    ],
+)
+def test_no_sequence_fails_when_a_shard_fails_while_it_loads_an_adapter(
+    monkeypatch: pytest.MonkeyPatch, error: grpc.aio.AioRpcError
+) -> None:
+    """The attachment ends, and the next one loads the adapter again."""
+    monkeypatch.setattr(ranked_attention_client, "join_groups", lambda *arguments: [])
+
+    async def run() -> None:
+        shard = Process()
+        client = make_client([Process(), Process()], shard, rpc_timeout_s=60.0)
+        attachment = await client._attach_once()
+        shard.fail_from_now_on(error)
+        loading = asyncio.wrap_future(await asyncio.to_thread(attachment.ranks.load_adapter, 0, ADAPTER))
+        done, _ = await asyncio.wait([loading], timeout=0.1)
+        assert not done, "nobody is told that it failed"
+        await client._serve(attachment, None, None)
+        with pytest.raises(asyncio.CancelledError):
+            await loading
 
     asyncio.run(asyncio.wait_for(run(), LIMIT_S))
 
