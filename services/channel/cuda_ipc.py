@@ -100,7 +100,7 @@ class CudaIpcChannel:
             self._local_attn_out = self._local_qkv = None
             if lies_on_peer:
                 self._local_attn_out = torch.empty(attn_out_shape, dtype=spec.dtype, device=device)
-            if lies_on_peer and kind == QUEUED:
+            if lies_on_peer and kind == QUEUED and spec.max_tokens >= _COPIED_BY_ENGINES_FROM_TOKENS:
                 self._local_qkv = torch.empty(qkv_shape, dtype=spec.dtype, device=device)
         self._host = (ctypes.c_char * HEADER_BYTES).from_buffer(region.memory)
         address = ctypes.addressof(self._host)

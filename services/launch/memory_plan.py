@@ -241,6 +241,8 @@ def _drafts(config: Config, *, on_gpu: bool) -> Iterator[Need]:
         return
     if scheduler.draft_model is None:
         what, num_bytes = f"the heads {path.name}", _head_bytes(config, path, dtype)
+        if scheduler.speculation == "eagle3" and config.dense.num_ranks > 1:
+            num_bytes += _embedding_bytes(config.model.path, path, dtype)
     else:
         what, num_bytes = f"the draft model {path.name}", weight_bytes(path, dtype)
     if config.model.load_format == "safetensors":
@@ -271,6 +273,15 @@ def _head_bytes(config: Config, path: Path, dtype: str) -> int:
         if tensor.dtype in _FLOAT_BYTES and is_loaded:
             num_bytes += math.prod(tensor.shape) * _ITEM_BYTES.get(dtype, _FLOAT_BYTES[tensor.dtype])
     return num_bytes
+
+
+def _embedding_bytes(path: Path, heads: Path, dtype: str) -> int:
+    """Bytes of the model's whole embedding, which a rank with a part of it has, too, for heads that have none."""
+    names = _names(path)
+    if names is None or any(each.name == "embed_tokens.weight" for each in _tensors(heads)):
+        return 0
+    found = [each for each in _tensors(path) if names.canonical(each.name) == f"{names.embedding}.weight"]
+    return sum(math.prod(each.shape) * _ITEM_BYTES.get(dtype, _FLOAT_BYTES.get(each.dtype, 0)) for each in found)
 
 
 def _blocks(config: Config, *, on_gpu: bool) -> Need | None:

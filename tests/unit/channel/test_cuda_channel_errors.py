@@ -270,3 +270,24 @@ def test_copy_engines_move_the_rows_of_long_steps_between_two_gpus(
     del qkv, attn_out, there, fetched
     channel.close()
     region.close()
+
+
+@pytest.mark.parametrize("driver", [Memory], indirect=True)
+@pytest.mark.parametrize("max_tokens", [1023, 1024])
+def test_rows_that_no_copy_engine_moves_have_no_memory_beside_the_peers(
+    driver: Memory, monkeypatch: pytest.MonkeyPatch, max_tokens: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    cuda_ipc = importlib.import_module(MODULES[1])
+    monkeypatch.setattr(cuda_ipc, "gpu_uuid", lambda device: UUID)
+    spec = ChannelSpec(max_tokens=max_tokens, qkv_size=12, attn_size=4, dtype=torch.bfloat16)
+    region, made, empty = make_region(cuda_ipc, UUID[::-1]), list[object](), torch.empty
+    monkeypatch.setattr(torch, "empty", lambda shape, **options: made.append(shape) or empty(shape, **options))
+    name = region.name.encode()
+    channel = cuda_ipc.CudaIpcChannel.map(torch.device("cpu"), cuda_ipc.QUEUED, name, spec, EPOCH, 1)
+    copies = [shape for shape in made if shape != 0]  # 0: what gets the peer's memory
+    assert copies == [(max_tokens, 4), (max_tokens, 12)][: 1 if max_tokens < 1024 else 2]
+    channel.begin_layers(max_tokens)
+    assert (channel.qkv.data_ptr() == driver.region.data_ptr()) is (max_tokens < 1024)
+    channel.close()
+    region.close()

@@ -24,7 +24,7 @@ from services.dense_worker import standby
 from services.dense_worker.build import resolve_dense_model
 from services.dense_worker.features.drafting.eagle.load_eagle import find_eagle_head, make_eagle_model
 from services.dense_worker.kernels.linear.linear import Linear
-from services.dense_worker.model.weights import empty_weights
+from services.dense_worker.model.weights import empty_weights, whole_embedding
 from services.dense_worker.parameters import parts_of_type
 from services.launch import memory_plan
 from services.launch.gpus import Gpu
@@ -306,6 +306,21 @@ def test_heads_that_draft_and_their_cache_are_counted(tmp_path: Path) -> None:
     stored = find_eagle_head(config.scheduler, model)
     eagle = make_eagle_model(stored.load(), torch.empty(1024, 256), config.scheduler, model)
     assert cache.num_bytes == eagle.num_blocks * 64 * 2 * 2 * 16 * 4, "keys and values of 64 tokens and 2 heads of 16"
+
+
+@pytest.mark.parametrize("has_embedding", [True, False])
+def test_the_first_rank_has_the_whole_embedding_for_heads_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_embedding: bool
+) -> None:
+    with_two_gpus(monkeypatch, GIB, GIB)
+    head = random_head(256, 1024, layers=(1, 2, 3), draft_vocab_size=100, has_embedding=has_embedding)
+    path = write_head(tmp_path / "head", in_layout_of_vllm(head), config_of(head, 1024))
+    config = load_config(None, [*RANKS, "scheduler.speculation=eagle3", f"scheduler.speculation_model={path}"])
+    first, second = plan_memory(config)[-2:]
+    [need] = [each for each in (*first.needs, *second.needs) if each.what == "the heads head"]
+    floats = sum(each.numel() for each in head.tensors.values() if each.is_floating_point())
+    table = whole_embedding(config.model, load_model_config(EMBEDDED_MODEL), torch.bfloat16, torch.device("cpu"))
+    assert need in first.needs and need.num_bytes == 2 * floats + (0 if has_embedding else table.nbytes)
 
 
 def test_only_the_heads_that_run_are_counted(tmp_path: Path) -> None:
