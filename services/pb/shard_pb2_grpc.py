@@ -73,8 +73,9 @@ class DenseShardServicer:
     def LoadAdapter(self, request, context):
         """Loads the shard's part of an adapter into a slot that no further step uses until it is answered. Nothing is read if
         the slot has these tensors already. If the adapter cannot be loaded, fails with the reason: with ABORTED if its files
-        have changed, with INVALID_ARGUMENT if they cannot be read, their rank is too large or a value overflows the dtype.
-        Any other code says that the shard itself fails or stops: the attachment will end.
+        have changed, with INVALID_ARGUMENT if they cannot be read, its rank is too large or a value overflows the dtype,
+        with RESOURCE_EXHAUSTED if it is too large. Any other code but DEADLINE_EXCEEDED says that the shard itself fails or
+        stops: the first rank waits for the end of the attachment, at most peers.rpc_timeout_s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
