@@ -8,6 +8,7 @@ step's lengths, not its tokens. `waiting_queue.py` decides the order of sequence
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from itertools import compress
@@ -546,8 +547,11 @@ class Scheduler:
         self._has_rows = not self._drafting.looks_at_each and session.ledger.sliding_window.window is None
 
     def _next_suspect(self) -> Sequence | None:
-        suspect = self._suspects.next_to_open()
-        return suspect if suspect is not None and suspect.is_ready and self._admission.has_left(suspect) else None
+        """The first suspect that can be opened. One that waits for a KV cache to come back blocks nobody."""
+        for suspect in self._suspects:
+            if suspect.is_ready and self._admission.has_left(suspect) and self._admission.may_have_room(suspect):
+                return suspect
+        return None
 
     def _finish(self, sequence: Sequence) -> None:
         status, sequence.status = sequence.status, SequenceStatus.FINISHED
@@ -618,6 +622,9 @@ class _Suspects:
     def __init__(self) -> None:
         self._sequences: dict[int, Sequence] = {}  # by seq_id
 
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences.values())
+
     def add(self, sequence: Sequence) -> None:
         """Remembers a sequence if it is a suspect."""
         if sequence.is_suspect:
@@ -634,7 +641,3 @@ class _Suspects:
         if not self._sequences:
             return None
         return next((each for each in self._sequences.values() if each.status is not SequenceStatus.WAITING), None)
-
-    def next_to_open(self) -> Sequence | None:
-        """The suspect to open next."""
-        return next(iter(self._sequences.values()), None)

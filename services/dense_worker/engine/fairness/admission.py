@@ -48,6 +48,8 @@ class Admission:
         """
         if not self._waiting or not (self._num_places > 0 or self._waiting.has_several_clients):
             return None
+        if self._entitled is not None and not self.may_have_room(self._entitled):
+            self._entitled = None  # it waits for a KV cache to come back, and nobody waits behind it
         sequence = suspect or self._entitled or next(self._ready_heads(), None)
         self._session.awaits_caches = sequence is None and self._lacks_caches()
         if sequence is not None and not self._has_room(sequence):
@@ -60,6 +62,13 @@ class Admission:
         """Whether a waiting sequence may be opened: not before the last token of one that has just left a KV cache, or
         the answer to its closing, has arrived."""
         return not sequence.num_pending_tokens and sequence.seq_id not in self._session.closing
+
+    def may_have_room(self, sequence: Sequence) -> bool:
+        """Whether the KV caches that are there have room for it when they are empty."""
+        session, num_blocks = self._session, self._most_blocks(sequence)
+        if num_blocks <= session.ledger.num_blocks:
+            return True
+        return num_blocks <= self._placement.room_for(sequence, session.ledgers).num_blocks
 
     def forget(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
@@ -177,14 +186,7 @@ class Admission:
 
         Without those that are leaving. Sequences that wait for a KV cache to come back are passed by.
         """
-        return filter(self.has_left, self._waiting.heads(self._session.orphaned_blocks, self._may_have_room))
-
-    def _may_have_room(self, sequence: Sequence) -> bool:
-        """Whether the KV caches that are there have room for it when they are empty."""
-        session, num_blocks = self._session, self._most_blocks(sequence)
-        if num_blocks <= session.ledger.num_blocks:
-            return True
-        return num_blocks <= self._placement.room_for(sequence, session.ledgers).num_blocks
+        return filter(self.has_left, self._waiting.heads(self._session.orphaned_blocks, self.may_have_room))
 
     def _lacks_caches(self) -> bool:
         """Whether a head waits for a KV cache to come back. Whoever has none that is ready asks."""

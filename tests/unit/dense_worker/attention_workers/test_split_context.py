@@ -186,6 +186,56 @@ def test_others_do_not_wait_behind_a_sequence_that_waits_for_a_worker(client: in
     assert large.output_token_ids == expected_output(large)
 
 
+def test_others_do_not_wait_behind_a_suspect_that_waits_for_a_worker() -> None:
+    """A smaller suspect goes before all, alone. So does the large one when its worker is back."""
+    workers = PartedWorkers(2)
+    large, small, suspect, long = [make_sequence(seq_id + 1, each, 10) for seq_id, each in enumerate((30, 6, 6, 6))]
+    large.num_crashes = suspect.num_crashes = 2
+    for sequence in (large, small, suspect):
+        workers.scheduler.add(sequence)
+    workers.lose(1)
+
+    def step() -> None:
+        workers.step()
+        if workers.in_flight is not None:
+            running = set(workers.in_flight[0].plan.entries.seq_ids.tolist())
+            for each in (large, suspect):
+                assert each.seq_id not in running or not each.is_suspect or running == {each.seq_id}
+
+    for _ in range(50):
+        step()
+        assert suspect.output_token_ids or not small.output_token_ids, "a suspect goes before others"
+    assert [each.output_token_ids for each in (small, suspect)] == [expected_output(each) for each in (small, suspect)]
+    workers.scheduler.add(long)
+    for _ in range(3):
+        step()
+    assert long.status is SequenceStatus.RUNNING and large.is_suspect
+    workers.add()
+    for _ in range(40):
+        step()
+    assert [each.output_token_ids for each in (large, long)] == [expected_output(each) for each in (large, long)]
+
+
+def test_others_do_not_wait_behind_one_that_gets_room_when_a_worker_dies() -> None:
+    workers = PartedWorkers(3, num_blocks=12)
+    rich = crowd(workers, 6, 20)  # 6 blocks each
+    large = arrive(workers, 10, 30, 20)  # 13 blocks
+    workers.step()
+    assert workers.scheduler._admission._entitled is large and large.status is SequenceStatus.WAITING
+    for cache_id in (1, 2):
+        workers.lose(cache_id)
+    for sequence in rich:
+        workers.scheduler.cancel(sequence.seq_id)
+    small = make_sequence(100, 6, 4)
+    ask(small, client=10)  # the only one that is left
+    workers.scheduler.add(small)
+    run(workers, 20)
+    assert small.output_token_ids == expected_output(small)
+    workers.add()
+    workers.run_until_idle()
+    assert large.output_token_ids == expected_output(large)
+
+
 def test_waiting_for_a_worker_that_is_missing_is_no_stall() -> None:
     workers = PartedWorkers(2)
     large = make_sequence(1, 30, 10)
