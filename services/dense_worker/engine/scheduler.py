@@ -632,7 +632,7 @@ class _Suspects:
 
     def clear(self, sequence: Sequence) -> None:
         """Clears a sequence of suspicion: it got a token while the worker lives, or it has ended."""
-        if self._sequences:
+        if sequence.num_crashes:
             sequence.num_crashes = 0
             self._sequences.pop(sequence.seq_id, None)
 

@@ -458,6 +458,22 @@ def test_a_request_that_has_seen_two_workers_die_goes_on() -> None:
     assert [each.output_token_ids for each in sequences] == [expected_output(each) for each in sequences]
 
 
+def test_crashes_with_a_token_in_between_make_no_suspect() -> None:
+    """Also where nobody is a suspect, and its further tokens are those of rows."""
+    workers = Workers(4)
+    sequence = make_sequence(1, 6, 20)
+    workers.scheduler.add(sequence)
+    for _ in range(3):
+        num_tokens = len(sequence.output_token_ids)
+        while not (workers.computes(1) and len(sequence.output_token_ids) > num_tokens):
+            workers.step()
+        assert sequence.num_crashes == 0
+        workers.lose(sequence.cache_id)
+        assert sequence.num_crashes == 1
+    workers.run_until_idle()
+    assert sequence.output_token_ids == expected_output(sequence)
+
+
 def test_an_answer_that_does_not_fit_beside_its_first_one_is_opened_in_another_cache() -> None:
     """And those behind it, of other requests, do not wait."""
     scheduler = Scheduler(
