@@ -29,7 +29,7 @@ from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.features.sequence_feature import ResourceKey
 
 EXPECTED_OUTPUT_TOKENS = 256  # of a sequence that may get more; the real number is charged when it ends
-_MOST_PASSED_BY = 64  # of a client, which wait for more than is there; each plan looks at so many
+_MOST_PASSED_BY = 64  # which wait for more than is there; the waiting clients share this number evenly
 CHECK_INTERVAL_S = 0.25  # checking 10,000 sequences takes about 1 ms
 
 
@@ -217,15 +217,15 @@ class WaitingQueue:
         """The first sequence of each client, in the order of their turns. The priority whose turn it is counts.
 
         If preferred sequences wait, only the first of them. Those that `can_go` denies are passed by, up to
-        `_MOST_PASSED_BY` of each client.
+        `_MOST_PASSED_BY` of all clients together, besides the first one of each.
         """
-        preferred = (each for each in self._sequences if each.seq_id in preferred_seq_ids)
+        preferred = (each for each in self._sequences if each.seq_id in preferred_seq_ids and can_go(each))
         if preferred_seq_ids and (first := next(preferred, None)) is not None:
-            if can_go(first):
-                yield first
+            yield first
         elif self._sequences:
+            num_of_each = 1 + _MOST_PASSED_BY // len(self._of_client)
             for client in self._tenants[self._class_of(self._sequences[0])].waiting_clients():
-                yield from itertools.islice(filter(can_go, self._of_client[client][:_MOST_PASSED_BY]), 1)
+                yield from itertools.islice(filter(can_go, self._of_client[client][:num_of_each]), 1)
 
     def first(self, preferred_seq_ids: Collection[int]) -> Sequence:
         """The first of these. The queue must not be empty."""

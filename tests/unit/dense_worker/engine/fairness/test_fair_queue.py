@@ -145,6 +145,30 @@ def test_cached_prompt_tokens_cost_a_client_nothing() -> None:
     assert served[1] > 10 * served[2], "40 sequences of client 1 cost as much as one of client 2"
 
 
+def test_how_many_are_passed_by_is_bounded_over_all_clients() -> None:
+    """And each client has its part of them, however many others have."""
+    for num_clients, num_each in ((1, 200), (2, 200), (20, 30), (300, 5)):
+        server, asked = Server(), Counter[int]()
+        for client in range(num_clients):
+            for _ in range(num_each):
+                server.arrive(0, client, 3)
+
+        def denies(sequence: Sequence, asked: Counter[int] = asked) -> bool:
+            asked[sequence.spec.client] += 1
+            return False
+
+        assert not list(server.queue.heads((), denies))
+        assert asked.keys() == set(range(num_clients)) and asked.total() <= 64 + num_clients
+        assert set(asked.values()) == {1 + 64 // num_clients}
+
+
+def test_nobody_waits_behind_one_with_blocks_that_cannot_go() -> None:
+    server = Server()
+    stuck, held, other = [server.arrive(0, client, 3) for client in (1, 2, 3)]
+    assert list(server.queue.heads({stuck.seq_id, held.seq_id}, lambda each: each is not stuck)) == [held]
+    assert list(server.queue.heads({stuck.seq_id}, lambda each: each is not stuck)) == [held, other]
+
+
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 3)), min_size=2, max_size=40))
 def test_priorities_come_before_the_shares_of_clients(arrivals: list[tuple[int, int]]) -> None:
