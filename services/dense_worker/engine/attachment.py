@@ -67,10 +67,7 @@ class AttachmentEnd:
 
 
 class AttentionPort(Protocol):
-    """How the engine reaches the attention worker; see `AttentionClient`.
-
-    No method blocks, but `publish` while the attention worker does not read.
-    """
+    """How the engine reaches the attention worker; see `AttentionClient`. No method blocks."""
 
     def ready(self, attachment: Attachment) -> None: ...
     def publish(self, attachment: Attachment, plan: StepPlan) -> None: ...

@@ -278,7 +278,10 @@ class JournalEntry:
             self._put_in_updates()
 
     def take_plain_tokens(self) -> list[int]:
-        """`take_new_tokens` of an entry that has not ended and is asked for nothing but tokens."""
+        """`take_new_tokens` of an entry that has not ended and whose request wants no log-probabilities in chunks.
+
+        With `best_of` there are some, to choose by: they stay in `logprobs` until `take_new_tokens` takes the rest.
+        """
         self._is_in_updates = False
         start, token_ids = self._num_taken_tokens, self.output_token_ids
         self._num_taken_tokens = len(token_ids)
