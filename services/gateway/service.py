@@ -140,6 +140,7 @@ class Gateway:
         triton = Triton(service, section.max_prompts, peers, self._vectors)
         resumption = self._resumption = self._make_resumption() if section.resume else None
         measured = AllProcesses(self._registry, lambda: service.num_open_requests, peers, options.process_index)
+        self._opened.push_async_callback(measured.close)
         if options.peer_address is not None:
             await self._listen_to_peers(options.peer_address, PeerServicer(service, triton, measured, resumption))
         await service.adapters.load_configured(section.lora_modules)

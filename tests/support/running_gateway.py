@@ -20,7 +20,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from transformers import PreTrainedTokenizerFast
 
 from services.common.child_options import ChildOptions
-from services.common.config import EMBEDDED_MODEL, Config, DenseSection, GatewaySection, ModelSection, PeerSection
+from services.common.config import (
+    EMBEDDED_MODEL,
+    Config,
+    DenseSection,
+    GatewaySection,
+    MetricsSection,
+    ModelSection,
+    PeerSection,
+)
 from services.common.errors import TwostrokeError
 from services.gateway.apis.twostroke.servicer import SERVICE_NAME
 from services.gateway.service import Gateway
@@ -181,6 +189,7 @@ async def running_gateway(
     max_loras: int = 0,
     runner: Literal["auto", "pooling"] = "auto",
     options: ChildOptions | None = None,
+    compat: Literal["none", "vllm"] = "none",
     **gateway_options: Any,
 ) -> AsyncIterator[RunningGateway]:
     """Runs a gateway with its sockets in `directory`. With `dense` it serves when this returns.
@@ -195,6 +204,7 @@ async def running_gateway(
         dense=DenseSection(address=dense_address, max_loras=max_loras),
         model=ModelSection(path=model, runner=runner),
         peers=PeerSection(connect_timeout_s=connect_timeout_s),
+        metrics=MetricsSection(compat=compat),
     )
     if dense is not None:
         await dense.start(dense_address)

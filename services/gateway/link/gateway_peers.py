@@ -33,7 +33,10 @@ T = TypeVar("T")
 
 
 class GatewayPeers:
-    """Used in the event loop. Keeps no connections, because such calls are rare and peers may restart."""
+    """Used in the event loop. Keeps no connections, because peers may restart and calls are few.
+
+    What clients can ask for as often as they like is bounded by the caller: see `AllProcesses`.
+    """
 
     def __init__(
         self, addresses: Sequence[str] = (), max_message_bytes: int = 2**20, change_lock: Path | None = None

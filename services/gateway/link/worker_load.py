@@ -13,6 +13,7 @@ from typing import TypeVar
 import grpc
 
 from services.common.config import PeerSection
+from services.gateway.resources.shared_call import SharedCall
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc, launch_pb2, launch_pb2_grpc
 from services.rpc.client import open_channel, read_peer_tls
 
@@ -78,22 +79,15 @@ class WorkerLoad:
         if launcher_address is not None:
             self._channels.append(open_channel(launcher_address, peers.max_message_bytes))
             self._launcher = launch_pb2_grpc.LauncherStub(self._channels[-1])
-        self._reading: asyncio.Task[Load] | None = None
-        self._stale_at = 0.0
+        self._shared = SharedCall(self._ask, MAX_AGE_S)
 
     async def read(self) -> Load:
         """The load within the last `MAX_AGE_S`; takes at most `ANSWER_TIMEOUT_S`."""
-        loop = asyncio.get_running_loop()
-        if self._reading is None or (self._reading.done() and loop.time() >= self._stale_at):
-            self._reading = asyncio.create_task(self._ask())
-            self._stale_at = loop.time() + MAX_AGE_S
-        return await asyncio.shield(self._reading)  # a cancelled caller does not cancel it for the others
+        return await self._shared.read()
 
     async def close(self) -> None:
         """Closes the channels and cancels a running request."""
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.wait([self._reading])
+        await self._shared.close()
         for channel in self._channels:
             await channel.close()
 

@@ -7,7 +7,9 @@ tells its own at the socket for its peers, and the one that is reached tells all
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import choose_encoder
@@ -16,14 +18,21 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from services.gateway.link.gateway_peers import GatewayPeers
+from services.gateway.metrics.pool_metrics import NAMES
+from services.gateway.metrics.vllm_metrics import COPIES, PREFIX
+from services.gateway.resources.shared_call import SharedCall
 from services.pb import gateway_peers_pb2
 
+T = TypeVar("T")
+
 LABEL = "process"
-OF_WORKERS = "vllm:"  # the names of what every process tells alike
+# What every process tells alike, since it is the workers': told once, by the process that is reached.
+OF_WORKERS = NAMES | {PREFIX + copy for name in NAMES for copy in COPIES.get(name, ())}
+MAX_AGE_S = 0.5  # the other processes are not asked more often, however many clients ask: these need no key
 
 
 class AllProcesses:
-    """Used in the event loop. Metrics are collected in threads, because some of them ask the workers."""
+    """Used in the event loop. Metrics are collected in a thread, because some of them ask the workers."""
 
     def __init__(
         self,
@@ -37,6 +46,10 @@ class AllProcesses:
         self._count_open_requests = count_open_requests
         self._peers = peers
         self._process_index = process_index
+        self._thread = ThreadPoolExecutor(1, "metrics")
+        self._own = SharedCall(self._collect_own, MAX_AGE_S if peers.has_any else 0.0)
+        self._all = SharedCall(self._collect_all, MAX_AGE_S)
+        self._loads = SharedCall(lambda: peers.measure(has_metrics=False), MAX_AGE_S)
 
     async def own(self, *, has_metrics: bool) -> gateway_peers_pb2.MeasureResponse:
         """What this process tells its peers."""
@@ -44,46 +57,59 @@ class AllProcesses:
             process_index=self._process_index, num_open_requests=self._count_open_requests()
         )
         if has_metrics:
-            response.metrics = await asyncio.to_thread(generate_latest, self._registry)
+            response.metrics = await self._in_thread(generate_latest, _Collected(await self._own.read()))
         return response
 
     async def num_open_requests(self) -> int:
-        """Requests that the processes have accepted and not answered completely."""
-        others = await self._peers.measure(has_metrics=False)
+        """Requests that the processes have accepted and not answered completely; of others `MAX_AGE_S` ago."""
+        others = await self._loads.read() if self._peers.has_any else []
         return self._count_open_requests() + sum(each.num_open_requests for each in others)
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
         """The metrics as the header Accept asks for them, and their content type. A process that hangs is left out."""
         encode, content_type = choose_encoder(accept)
+        families = await (self._all if self._peers.has_any else self._own).read()
+        return await self._in_thread(encode, _Collected(families)), content_type
+
+    async def close(self) -> None:
+        """Cancels what runs."""
+        for each in (self._loads, self._all, self._own):
+            await each.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)  # the thread may wait for this event loop
+
+    async def _collect_own(self) -> list[Metric]:
+        return await self._in_thread(lambda: list(self._registry.collect()))
+
+    async def _collect_all(self) -> list[Metric]:
         others = await self._peers.measure(has_metrics=True)
-        if not self._peers.has_any:
-            return await asyncio.to_thread(encode, self._registry), content_type
-        texts = {each.process_index: each.metrics.decode() for each in others}
-        return await asyncio.to_thread(self._encode_all, encode, texts), content_type
+        own = await self._own.read()
+        return await self._in_thread(self._merge, own, {each.process_index: each.metrics for each in others})
 
-    def _encode_all(self, encode: Callable[[Collector], bytes], texts: dict[int, str]) -> bytes:
-        families = {self._process_index: list(self._registry.collect())}
-        families |= {index: list(text_string_to_metric_families(text)) for index, text in texts.items()}
-        return encode(_Merged(self._process_index, dict(sorted(families.items()))))
-
-
-class _Merged(Collector):
-    """The metrics of several processes as one's: the samples of each have a label more."""
-
-    def __init__(self, own_index: int, families: dict[int, list[Metric]]) -> None:
-        self._own_index = own_index
-        self._families = families  # by process
-
-    def collect(self) -> Iterator[Metric]:
+    def _merge(self, own: list[Metric], texts: dict[int, bytes]) -> list[Metric]:
+        """The metrics of all processes as one's: the samples of each have a label more."""
+        others = {index: list(text_string_to_metric_families(text.decode())) for index, text in texts.items()}
         merged: dict[str, Metric] = {}
-        for index, families in self._families.items():
+        for index, families in sorted((others | {self._process_index: own}).items()):
             for family in families:
-                if not family.name.startswith(OF_WORKERS):
+                if family.name not in OF_WORKERS:
                     into = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                     into.samples += _labelled(family, index)
-                elif index == self._own_index:
+                elif index == self._process_index:
                     merged[family.name] = family
-        yield from merged.values()
+        return list(merged.values())
+
+    async def _in_thread(self, call: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+
+
+class _Collected(Collector):
+    """Metrics that were collected before."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
 
 
 def _labelled(family: Metric, index: int) -> Iterable[object]:

@@ -16,6 +16,12 @@ from prometheus_client.registry import Collector
 from services.gateway.link.worker_load import ANSWER_TIMEOUT_S, Load, WorkerLoad
 
 WAIT_S = ANSWER_TIMEOUT_S + 1.0  # for the event loop, which asks the workers
+NAMES = frozenset({  # every gateway process tells the same of them
+    "vllm:num_requests_waiting",
+    "vllm:num_requests_running",
+    "vllm:kv_cache_usage_perc",
+    "vllm:cache_config_info",
+})
 
 
 class PoolMetrics(Collector):

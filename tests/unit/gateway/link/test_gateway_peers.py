@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from services.common.child_options import ChildOptions
 from services.common.config import EMBEDDED_MODEL
 from services.common.errors import InvalidRequest, PeerError
 from services.gateway.adapters.adapters import Adapters
+from services.gateway.link import gateway_peers
 from services.gateway.link.gateway_peers import GatewayPeers
 from services.lora.adapter_records import AdapterRecords
 from services.pb import gateway_pb2, gateway_peers_pb2, gateway_peers_pb2_grpc, triton_pb2_grpc
@@ -112,8 +114,6 @@ def bearer(name: str) -> list[tuple[str, str]]:
 
 
 def test_each_gateway_tells_the_metrics_and_the_load_of_all(tmp_path: Path) -> None:
-    """What the workers measure, which all tell alike, is there once."""
-
     async def scrape(gateway: RunningGateway, accept: str) -> dict[tuple[str, ...], float]:
         async with async_client(gateway.http_address) as client:
             answer = await client.get("/metrics", headers={"accept": accept})
@@ -142,7 +142,15 @@ def test_each_gateway_tells_the_metrics_and_the_load_of_all(tmp_path: Path) -> N
                 ):
                     values = tuple(found[name, f"process={index}"] for index in range(3))
                     assert values == counts, name
-                assert all("process=" in " ".join(key) for key in found if not key[0].startswith("vllm:"))
+                assert all("process=" in " ".join(key) for key in found)
+        found = await scrape(gateways[1], "text/plain")
+        [model] = {key[1] for key in found if key[0] == "vllm:generation_tokens_total"}
+        for name, counts in (
+            ("vllm:generation_tokens_total", (3, 0, 6)),
+            ("vllm:time_to_first_token_seconds_count", (1, 0, 2)),
+            ("vllm:request_generation_tokens_sum", (3, 0, 6)),
+        ):
+            assert tuple(found[name, model, f"process={index}"] for index in range(3)) == counts, name
         endless_body = {**body, "max_tokens": 4000, "stream": True}
         async with (
             async_client(gateways[1].http_address) as client,
@@ -150,7 +158,7 @@ def test_each_gateway_tells_the_metrics_and_the_load_of_all(tmp_path: Path) -> N
         ):
             assert [await load(gateway) for gateway in gateways] == [1, 1, 1]
 
-    with_gateways(tmp_path, test)
+    with_gateways(tmp_path, test, compat="vllm")
 
 
 def test_a_gateway_that_does_not_answer_is_left_out_of_the_metrics(tmp_path: Path) -> None:
@@ -159,6 +167,61 @@ def test_a_gateway_that_does_not_answer_is_left_out_of_the_metrics(tmp_path: Pat
             text = (await client.get("/metrics")).text
             assert 'twostroke_gateway_connected{process="0"} 1.0' in text and 'process="1"' not in text
             assert (await client.get("/load")).json() == {"server_load": 0}
+
+    run(body())
+
+
+class HungPeer(gateway_peers_pb2_grpc.GatewayPeersServicer):
+    """Answers nothing, and counts the calls by whether they ask for metrics."""
+
+    def __init__(self) -> None:
+        self.num_asked = {True: 0, False: 0}
+
+    async def Measure(
+        self, request: gateway_peers_pb2.MeasureRequest, context: grpc.aio.ServicerContext
+    ) -> gateway_peers_pb2.MeasureResponse:
+        self.num_asked[request.has_metrics] += 1
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+@pytest.mark.parametrize("path", ["/load", "/metrics"])
+def test_many_who_ask_at_once_cause_one_call_to_a_peer(
+    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while it hangs: anybody may ask, without a key."""
+    monkeypatch.setattr(gateway_peers, "TIMEOUT_S", 3600.0)  # so that the first call is still running for the last one
+    has_metrics = path == "/metrics"
+
+    async def body() -> None:
+        peer, server = HungPeer(), grpc.aio.server()
+        gateway_peers_pb2_grpc.add_GatewayPeersServicer_to_server(peer, server)
+        server.add_insecure_port(str(options_of(tmp_path, 1, 2).peer_address))
+        await server.start()
+        async with gateway_of(tmp_path, 0, 2, endless()) as gateway, async_client(gateway.http_address) as client:
+            asking = [asyncio.create_task(client.get(path, timeout=60)) for _ in range(20)]
+            await until(lambda: peer.num_asked[has_metrics] > 0)
+            # Asked after the others, so with a call for each most of these have been made now.
+            assert (await client.get("/version")).status_code == 200
+            asking[0].cancel()  # which does not end the call for the others
+            await server.stop(None)
+            answers = await asyncio.gather(*asking[1:])
+            assert {each.status_code for each in answers} == {200}
+            assert peer.num_asked == {has_metrics: 1, not has_metrics: 0}
+
+    run(body())
+
+
+def test_metrics_and_other_work_in_threads_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with gateway_of(tmp_path, 0, 1, endless()) as gateway, async_client(gateway.http_address) as client:
+            release = threading.Event()
+            busy = [asyncio.create_task(asyncio.to_thread(release.wait)) for _ in range(64)]  # more than threads
+            try:
+                assert (await client.get("/metrics", timeout=60)).status_code == 200
+            finally:
+                release.set()
+                await asyncio.gather(*busy)
 
     run(body())
 
