@@ -19,7 +19,7 @@ import grpc
 import pytest
 
 from tests.support.adapters import make_adapter, merge_adapter
-from tests.support.clients.streams import collect, collect_all
+from tests.support.clients.streams import Collected, collect, collect_all
 from tests.support.cluster import Cluster, request, running_cluster
 from tests.support.rank_processes import PROCESSES, pid_of
 from tests.support.reference import make_served_model, random_prompts, reference_tokens
@@ -35,6 +35,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 PROMPTS = random_prompts(3, 40, seed=5)
 NUM_LONG_TOKENS = 100  # so many that a kill comes in the middle
 
+Sent = tuple[str, list[int]]  # the name of an adapter, and a prompt
+
 
 @dataclass
 class Server:
@@ -42,13 +44,19 @@ class Server:
     models: dict[str, Path]  # as merged for Hugging Face, by the name of the adapter; "" is the model itself
     directory: Path  # of the adapters
 
-    def check(
-        self, sent: Sequence[tuple[str, list[int]]], num_tokens: int, disturb: Callable[[], object] = lambda: None
-    ) -> None:
+    def ask(
+        self, sent: Sequence[Sent], num_tokens: int, disturb: Callable[[], object] = lambda: None
+    ) -> list[Collected]:
         messages = [request(prompt, num_tokens, model=name, ignore_eos=True) for name, prompt in sent]
-        found = collect_all(self.cluster.gateway, messages, disturb)
+        return collect_all(self.cluster.gateway, messages, disturb)
+
+    def check_answers(self, sent: Sequence[Sent], num_tokens: int, found: Sequence[Collected]) -> None:
+        """In the main thread: Hugging Face loads one model at a time."""
         for (name, prompt), each in zip(sent, found, strict=True):
             assert each.token_ids[0] == reference_tokens(self.models[name], prompt, num_tokens), f"adapter {name!r}"
+
+    def check(self, sent: Sequence[Sent], num_tokens: int) -> None:
+        self.check_answers(sent, num_tokens, self.ask(sent, num_tokens))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -91,16 +99,19 @@ def test_more_adapters_than_slots_take_turns_in_shared_steps(server: Server) -> 
 def test_streams_with_adapters_survive_kills(server: Server, name: str) -> None:
     """And so does one whose adapter is asked for, and gets a free slot, as the process dies."""
     sent = [("0", PROMPTS[0]), ("", PROMPTS[1]), ("0", PROMPTS[2])]
+    late_sent = [("1", PROMPTS[1])]
     pids = {each: pid_of(server.cluster, each) for each in PROCESSES}
     with ThreadPoolExecutor(1) as thread:
-        late: list[Future[None]] = []
+        late: list[Future[list[Collected]]] = []
 
         def disturb() -> None:
-            late.append(thread.submit(server.check, [("1", PROMPTS[1])], NUM_LONG_TOKENS))
+            late.append(thread.submit(server.ask, late_sent, NUM_LONG_TOKENS))
             os.kill(pids[name], signal.SIGKILL)
 
-        server.check(sent, NUM_LONG_TOKENS, disturb)
-        late[0].result()
+        found = server.ask(sent, NUM_LONG_TOKENS, disturb)
+        found_late = late[0].result()
+    server.check_answers(sent, NUM_LONG_TOKENS, found)
+    server.check_answers(late_sent, NUM_LONG_TOKENS, found_late)
     changed = {each for each in PROCESSES if pid_of(server.cluster, each) != pids[each]}
     assert changed == {name}, f"{changed}: the other processes live on"
     server.cluster.wait_idle()
