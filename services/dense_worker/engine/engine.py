@@ -389,6 +389,10 @@ class Engine:
         except TwostrokeError as error:
             output = SequenceOutput(sequence, (), FinishReason.ERROR, error)
             self._deliver(StepReport(0, outputs=StepOutputs(others=[output])))
+            return
+        if (session := self._session) is not None and session.draining:
+            for cache_id in session.draining:
+                self._keep_if_needed(session, cache_id, sequence)
 
     def _handle_event(self, event: Event) -> None:
         if outputs := self._scheduler.handle(event):
@@ -433,9 +437,12 @@ class Engine:
             if is_given_up:
                 self._keep_if_needed(session, cache_id)
 
-    def _keep_if_needed(self, session: Session, cache_id: int) -> bool:
-        """Whether a KV cache that is given up must stay after all, which whoever gave it up is told."""
-        if (reason := self._scheduler.why_needed()) is not None:
+    def _keep_if_needed(self, session: Session, cache_id: int, new: Sequence | None = None) -> bool:
+        """Whether a KV cache that is given up must stay after all, which whoever gave it up is told.
+
+        With `new`: whether it must for this sequence, which has just been added.
+        """
+        if (reason := self._scheduler.why_needed(new)) is not None:
             self._attention.keep(session.attachment, cache_id, reason)
         return reason is not None
 

@@ -135,13 +135,15 @@ class Scheduler:
         """Those that are given up and have no sequence any more."""
         return [each for each in self.session.draining if self._moves.is_empty(each)]
 
-    def why_needed(self) -> str | None:
-        """Why the KV caches that are given up must stay: a request that no other one could hold. None: they may go."""
+    def why_needed(self, new: Sequence | None = None) -> str | None:
+        """Why the KV caches that are given up must stay: a request that no other one could hold. None: they may go.
+
+        With `new`, which has just been added, only that one is looked at.
+        """
         session, limit = self.session, self.limits.max_num_batched_tokens
-        left = {key: each for key, each in session.ledgers.items() if key not in session.draining}
-        for each in self._sequences.values():
+        for each in self._sequences.values() if new is None else (new,):
             num_blocks = session.ledger.most_blocks(each.max_num_cached_tokens, limit)
-            room = self._placement.room_for(each, left)
+            room = self._placement.room_for(each, session.open_ledgers)
             if num_blocks > room.num_blocks:
                 return f"a request needs {num_blocks} KV cache blocks, of those that would be left {room.text}"
         return None

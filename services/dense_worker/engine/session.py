@@ -165,6 +165,20 @@ class Session:
         """The cache_ids of those in which a running sequence could not grow: admit nobody."""
         return set().union(*[lane.short_caches for lane in self.lanes])
 
+    @property
+    def open_ledgers(self) -> dict[int, BlockLedger]:
+        """The KV caches that are not given up, by cache_id."""
+        if not self.draining:
+            return self.ledgers
+        return {cache_id: each for cache_id, each in self.ledgers.items() if cache_id not in self.draining}
+
+    @property
+    def most_blocks_of_one(self) -> int:
+        """The blocks of the largest KV cache that is not given up."""
+        if not self.draining:
+            return self.ledger.num_blocks
+        return max((each.num_blocks for each in self.open_ledgers.values()), default=0)
+
     def add_cache(self, cache: AttachedCache) -> None:
         """A further attention worker has sequences from now on."""
         self.ledgers[cache.cache_id] = BlockLedger(self.ledger.sliding_window, cache.num_blocks, cache.num_free_blocks)

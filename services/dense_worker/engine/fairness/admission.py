@@ -64,11 +64,10 @@ class Admission:
         return not sequence.num_pending_tokens and sequence.seq_id not in self._session.closing
 
     def may_have_room(self, sequence: Sequence) -> bool:
-        """Whether the KV caches that are there have room for it when they are empty."""
-        session, num_blocks = self._session, self._most_blocks(sequence)
-        if num_blocks <= session.ledger.num_blocks:
+        """Whether the KV caches that are there, and not given up, have room for it when they are empty."""
+        if not self._outgrows_each(sequence):
             return True
-        return num_blocks <= self._placement.room_for(sequence, session.ledgers).num_blocks
+        return self._most_blocks(sequence) <= self._placement.room_for(sequence, self._session.open_ledgers).num_blocks
 
     def forget(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
@@ -97,8 +96,8 @@ class Admission:
         session, num_blocks = self._session, self.blocks_to_reserve(sequence, 0)
         return any(
             num_blocks <= ledger.num_available_blocks
-            for cache_id, ledger in session.ledgers.items()
-            if cache_id not in session.draining and cache_id not in session.short_caches
+            for cache_id, ledger in session.open_ledgers.items()
+            if cache_id not in session.short_caches
         )
 
     def reserve_again(self, sequence: Sequence) -> None:
@@ -138,13 +137,12 @@ class Admission:
         """Whether it has room now; then it names the KV cache in which it is to be opened."""
         if sequence.num_rows > self._num_places or not self._session.has_room_for_sequence:
             return False
-        session, num_blocks = self._session, self._most_blocks(sequence)
-        if num_blocks > session.ledger.num_blocks:
-            return self._divide(sequence, num_blocks)
-        home = self._home_of(sequence)
+        if self._outgrows_each(sequence):
+            return self._divide(sequence, self._most_blocks(sequence))
+        session, home = self._session, self._home_of(sequence)
         fitting = [] if home is None else self._fitting([home], self.blocks_to_reserve(sequence))
         if not fitting and sequence.seq_id not in session.orphaned_blocks:
-            others = [each for each in session.ledgers if each != home and each not in session.draining]
+            others = [each for each in session.open_ledgers if each != home]
             fitting = self._fitting(others, self.blocks_to_reserve(sequence, 0))
         if not fitting:
             return False
@@ -164,6 +162,14 @@ class Admission:
 
     def _most_blocks(self, sequence: Sequence) -> int:
         return self._session.ledger.most_blocks(sequence.max_num_cached_tokens, self._max_num_batched_tokens)
+
+    def _outgrows_each(self, sequence: Sequence) -> bool:
+        """Whether it may need more blocks than there are in its home, or in any KV cache that is not given up."""
+        session, num_blocks = self._session, self._most_blocks(sequence)
+        if num_blocks <= session.most_blocks_of_one:
+            return False
+        home = self._home_of(sequence)
+        return home is None or num_blocks > session.ledgers[home].num_blocks
 
     def _home_of(self, sequence: Sequence) -> int | None:
         """The KV cache that has blocks of it already, or blocks that it could share; None: none has."""
@@ -189,10 +195,10 @@ class Admission:
         return filter(self.has_left, self._waiting.heads(self._session.orphaned_blocks, self.may_have_room))
 
     def _lacks_caches(self) -> bool:
-        """Whether a head waits for a KV cache to come back. Whoever has none that is ready asks."""
+        """Whether a head waits for a KV cache to come back, or to be kept. Whoever has none that is ready asks."""
         session = self._session
         heads = filter(self.has_left, self._waiting.heads(session.orphaned_blocks))
-        return any(self._most_blocks(each) > session.ledger.num_blocks for each in heads)
+        return any(map(self._outgrows_each, heads))
 
     def _make_room(self) -> Sequence | None:
         """Preempts sequences for the first client in turn that has a right to their places or blocks.
@@ -210,8 +216,7 @@ class Admission:
         return self._entitled if self._entitled is not None and self._has_room(self._entitled) else None
 
     def _newcomer(self, sequence: Sequence) -> Newcomer:
-        session, num_blocks = self._session, self._most_blocks(sequence)
-        if num_blocks > session.ledger.num_blocks:  # it needs them all at once, in several caches
-            return Newcomer(sequence, num_blocks, session.ledgers.keys() - session.draining)
+        if self._outgrows_each(sequence):  # it needs all blocks at once, in several caches
+            return Newcomer(sequence, self._most_blocks(sequence), self._session.open_ledgers.keys())
         home = self._home_of(sequence)
         return Newcomer(sequence, self.blocks_to_reserve(sequence), None if home is None else (home,))

@@ -274,6 +274,30 @@ def test_a_cache_that_a_waiting_request_needs_is_not_given_up() -> None:
     assert running.output_token_ids == expected_output(running)
 
 
+def test_others_do_not_wait_behind_a_sequence_that_only_a_cache_that_is_given_up_could_hold() -> None:
+    """It stays for a stream for which the other cache has no room, and is kept when that has ended."""
+    workers = Workers(1, num_blocks=10)
+    long = make_sequence(1, 8, 20)  # 7 blocks, which the other cache lacks
+    workers.scheduler.add(long)
+    workers.step()
+    workers.num_blocks = 6
+    workers.add()
+    workers.scheduler.give_up_cache(0)
+    large, small = make_sequence(2, 30, 8), make_sequence(3, 6, 4)  # 10 and 3 blocks
+    for sequence in (large, small):
+        workers.scheduler.add(sequence)
+    while not small.output_token_ids:
+        assert long.status is SequenceStatus.RUNNING, "the small one has waited for it"
+        workers.step()
+    assert large.status is SequenceStatus.WAITING
+    assert workers.scheduler.why_needed(small) is None and workers.scheduler.why_needed(large) is not None
+    workers.scheduler.give_up_cache(0, False)
+    workers.run_until_idle()
+    assert [each.output_token_ids for each in (long, large, small)] == [
+        expected_output(each) for each in (long, large, small)
+    ]
+
+
 def test_others_do_not_wait_behind_a_sequence_whose_larger_cache_is_missing() -> None:
     """The dense worker was started again, and so far has found only the smaller caches."""
     workers = Workers(1)

@@ -293,6 +293,23 @@ def test_a_worker_that_others_cannot_replace_while_one_is_away_stays() -> None:
     assert reason == "a request needs 10 KV cache blocks, of those that would be left all caches together have 6"
 
 
+def test_one_that_only_a_worker_which_leaves_could_hold_whole_is_divided_among_the_others() -> None:
+    workers = PartedWorkers(1, num_blocks=12)
+    long = make_sequence(1, 10, 28)  # 10 blocks: more than another cache has
+    workers.scheduler.add(long)
+    workers.step()
+    workers.num_blocks = NUM_BLOCKS
+    for _ in range(2):
+        workers.add()
+    workers.scheduler.give_up_cache(0)
+    large = make_sequence(2, 30, 8)  # 10 blocks
+    workers.scheduler.add(large)
+    run(workers, 4)
+    assert large.divided is not None and set(large.divided.cache_ids) == {1, 2} and 0 in workers.caches
+    workers.run_until_idle()
+    assert [each.output_token_ids for each in (long, large)] == [expected_output(each) for each in (long, large)]
+
+
 def test_what_no_worker_has_room_for_is_refused() -> None:
     workers = PartedWorkers(2)
     workers.scheduler._placement.expect(0, 0.0)  # nobody is missing

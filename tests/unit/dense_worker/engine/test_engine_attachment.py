@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from services.common.sampling_params import SamplingParams
-from services.dense_worker.engine.attachment import AttachedCache, AttachmentEnd
+from services.dense_worker.engine.attachment import AttachedCache, Attachment, AttachmentEnd
 from services.step import PlanAccepted, SequenceOpened, StepPlan
 from tests.support.dense.sequences import new_sequence
 from tests.support.scripted_attention import (
@@ -72,6 +72,30 @@ def test_the_data_region_of_a_worker_that_comes_after_its_attachment_is_unmapped
         engine.on_cache_added(attachment, cache, lambda: called.put("added"), lambda: called.put("dropped"))
         assert called.get(timeout=TIMEOUT_S) == expected
     engine.stop(TIMEOUT_S)
+
+
+def test_a_cache_that_leaves_is_kept_as_soon_as_a_request_comes_that_no_other_one_could_hold() -> None:
+    kept = queue.Queue[tuple[int, str]]()
+
+    class KeepingAttention(RecordingAttention):
+        def keep(self, attachment: Attachment, cache_id: int, reason: str) -> None:
+            kept.put((cache_id, reason))
+
+    runner, attention = SlowRunner(), KeepingAttention()
+    engine = started_engine(runner, attention, queue.Queue(), TIMEOUT_S)
+    engine.submit(new_sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=20))
+    runner.launched.get(timeout=TIMEOUT_S)
+    attachment = attention.attachment
+    assert attachment is not None
+    engine.on_cache_added(attachment, AttachedCache(1, 8, 0, {}), lambda: None, lambda: None)
+    engine.on_cache_given_up(attachment, 0, True)  # what runs there would fit into the other one, which is full
+    for seq_id, max_tokens in ((2, 27), (3, 28)):
+        engine.submit(new_sequence(seq_id, "", [5, 6, 7, 8, 9, 10], SamplingParams(), max_tokens=max_tokens))
+    cache_id, reason = kept.get(timeout=TIMEOUT_S)  # while the first sequence is still there
+    runner.has_ended.set()
+    engine.stop(TIMEOUT_S)
+    assert cache_id == 0
+    assert reason == "a request needs 9 KV cache blocks, of those that would be left the cache has 8"
 
 
 def test_steps_lost_with_an_attachment_are_run_again_by_the_next() -> None:
