@@ -14,7 +14,7 @@ import torch
 
 from services.channel import Channel, ChannelSpec
 from services.common.engine_thread import EngineThread
-from services.common.errors import ConfigError, DeviceError, PeerError, StaleEpoch, TwostrokeError
+from services.common.errors import ConfigError, DeviceError, PeerError, RequestAborted, StaleEpoch, TwostrokeError
 from services.common.rank import Rank
 from services.dense_worker.engine.attention_client import map_channels
 from services.dense_worker.features.adapters.adapter_loader import AdapterLoader
@@ -127,7 +127,16 @@ class ShardServicer(shard_pb2_grpc.DenseShardServicer):
         if self._loader is None or self._runner is None or adapter is None:
             raise ConfigError("this dense shard has no adapters: dense.max_loras is 0")
         await self._run(self._runner.finish_steps)  # the first rank's have ended; these may still read the slot
-        await asyncio.wrap_future(self._loader.load_part(request.slot, adapter))
+        try:
+            await asyncio.wrap_future(self._loader.load_part(request.slot, adapter))
+        except torch.AcceleratorError as error:  # the GPU computes nothing more in this process
+            self._note_failure(error)
+            raise
+        except TwostrokeError:
+            raise
+        except Exception as error:  # as on the first rank: whatever its files do concerns this adapter alone
+            log.exception("loading an adapter failed unexpectedly", adapter=adapter.name)
+            raise RequestAborted(str(error)) from error
         return shard_pb2.LoadAdapterReply()
 
     async def _read(

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from services.channel import ChannelSpec
-from services.common.errors import DeviceError, PeerError
+from services.common.errors import DeviceError, InvalidRequest, PeerError, RequestAborted
 from services.common.rank import Rank
 from services.dense_worker.ranks.join_group import RankStore
-from services.dense_worker.ranks.shard_servicer import ShardServicer
+from services.dense_worker.ranks.shard_servicer import ShardServicer, _Attachment
+from services.lora.adapter import Adapter, encode_adapter
+from services.pb import shard_pb2
 
 CPU = torch.device("cpu")
 SPEC = ChannelSpec(max_tokens=1, qkv_size=1, attn_size=1, dtype=torch.float32)
@@ -47,6 +52,40 @@ def test_a_shard_ends_when_its_device_has_failed(error: Exception, is_end: bool)
                 ends.result()
         ends.cancel()
         return bool(done)
+
+    assert asyncio.run(run()) == is_end
+
+
+@pytest.mark.parametrize(
+    ("error", "told", "is_end"),
+    [
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered", 700), RuntimeError, True),
+        (torch.OutOfMemoryError("no room for its tensors"), RequestAborted, False),
+        (IndexError("a file that nobody expected"), RequestAborted, False),
+        (InvalidRequest("rank 99 is too large"), InvalidRequest, False),
+    ],
+)
+def test_an_adapter_that_a_shard_cannot_load_ends_the_shard_only_if_its_device_has_failed(
+    error: Exception, told: type[Exception], is_end: bool
+) -> None:
+    """The first rank fails the adapter's sequences at once, or loses the shard at once."""
+
+    class FailingLoader:
+        def load_part(self, slot: int, adapter: Adapter) -> Future[None]:
+            future = Future[None]()
+            future.set_exception(error)
+            return future
+
+    async def run() -> bool:
+        servicer = make_servicer()
+        servicer._runner = cast(Any, SimpleNamespace(finish_steps=lambda: None))
+        servicer._loader = cast(Any, FailingLoader())
+        servicer._attachment = _Attachment(7, {}, ())
+        request = shard_pb2.LoadAdapterRequest(attachment_id=7, adapter=encode_adapter(Adapter("a", "0" * 64, "/a")))
+        with pytest.raises(told, match=str(error)):
+            await servicer.LoadAdapter(request, cast(Any, None))
+        servicer._engine.stop(LIMIT_S)
+        return servicer._failure.done() and servicer._failure.exception() is error
 
     assert asyncio.run(run()) == is_end
 
