@@ -6,7 +6,6 @@ started after a picture has ended it. The first one starts with the first pictur
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
@@ -26,6 +25,7 @@ from services.common.vision.layout import Layout, PictureShape
 from services.common.vision.layouts import describe
 from services.gateway.images.decode import MAX_CPU_S, shape_from
 from services.gateway.images.picture import Picture, Pixels
+from services.gateway.images.sources import PictureFile
 from services.gateway.resources.decoding_processes import DecodingProcesses
 from services.gateway.resources.memory_budget import HeldMemory
 from services.gateway.resources.piped_process import end_of
@@ -41,9 +41,9 @@ _MODULE = "services.gateway.images.decode"
 
 
 class Encoding(NamedTuple):
-    """A picture as a client sends it, and how it wants it read."""
+    """A file, and how a client wants it read."""
 
-    data: bytes
+    file: PictureFile
     is_low: bool  # little detail is enough
     worker_resizes: bool = False  # as far as `resized_by_worker` allows
 
@@ -67,7 +67,7 @@ class Decoder:
         Raises `InvalidRequest` for what is no picture, or too large, and `CapacityError` if it takes too long here, or
         if there is no memory for too long.
         """
-        key = await asyncio.to_thread(_hash_of, encoded)
+        key = _hash_of(encoded)
         if (kept := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
             await _reserve(held, len(kept.pixels))
@@ -126,7 +126,7 @@ def _exchange(
     """Writes a picture and reads what became of it. On a thread, until the process answers or ends."""
     assert process.stdin is not None and process.stdout is not None, "they are pipes"
     asked = {
-        "num_bytes": len(encoded.data),
+        "num_bytes": len(encoded.file.data),
         "max_pixels": max_pixels,
         "is_low": encoded.is_low,
         "worker_resizes": encoded.worker_resizes,
@@ -134,7 +134,7 @@ def _exchange(
     }
     try:
         process.stdin.write(json.dumps(asked).encode() + b"\n")
-        process.stdin.write(encoded.data)
+        process.stdin.write(encoded.file.data)
         process.stdin.flush()
     except BrokenPipeError:
         raise _why_ended(process) from None
@@ -169,6 +169,4 @@ async def _reserve(held: HeldMemory, num_bytes: int) -> None:
 
 
 def _hash_of(encoded: Encoding) -> bytes:
-    digest = hashlib.sha256(b"low" if encoded.is_low else b"any")
-    digest.update(encoded.data)
-    return digest.digest()
+    return hashlib.sha256((b"low" if encoded.is_low else b"any") + encoded.file.hash).digest()

@@ -78,6 +78,7 @@ class PictureReader:
 
         task = asyncio.create_task(decode_last())
         try:
+            await asyncio.sleep(0)  # it begins now: what is within may keep the event loop busy for some milliseconds
             yield task
         except asyncio.CancelledError:
             task.cancel()
@@ -89,10 +90,10 @@ class PictureReader:
         """The bytes of a picture, which its message has no more."""
         if picture.detail not in DETAILS:
             raise InvalidRequest(f"detail is {picture.detail!r}, must be low, high or auto", "messages")
-        data = await self._sources.read(picture)
+        file = await self._sources.read(picture)
         picture.ClearField("data")
         picture.ClearField("url")
-        return Encoding(data, picture.detail == "low", worker_resizes)
+        return Encoding(file, picture.detail == "low", worker_resizes)
 
     def expand(self, token_ids: list[int], pictures: Sequence[Picture]) -> tuple[list[int], tuple[PromptSpan, ...]]:
         """A prompt with all tokens of its pictures, and their spans. Raises `InvalidRequest` if places are missing.

@@ -8,8 +8,11 @@ are refused, whatever their names, also behind redirects; proxies of the environ
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import ipaddress
 import socket
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 from urllib.parse import urljoin, urlsplit
 
 import httpx2
@@ -29,6 +32,20 @@ _PORTS = {"https": 443, "http": 80}
 _REDIRECTS = (301, 302, 303, 307, 308)
 _FIELD = "messages"
 
+T = TypeVar("T", str, bytes)
+
+
+class PictureFile(NamedTuple):
+    """A picture as a client sends it."""
+
+    data: bytes
+    hash: bytes  # of the data
+
+    @classmethod
+    def of(cls, data: bytes) -> PictureFile:
+        """Hashing takes a millisecond per MB: for much data it is called in a thread."""
+        return cls(data, hashlib.sha256(data).digest())
+
 
 class PictureSources:
     """Used in the event loop."""
@@ -42,18 +59,18 @@ class PictureSources:
         self._timeout_s = section.image_timeout_s
         self._max_bytes = section.max_image_bytes
 
-    async def read(self, picture: gateway_pb2.MessagePicture) -> bytes:
+    async def read(self, picture: gateway_pb2.MessagePicture) -> PictureFile:
         """The file. Raises `InvalidRequest` if there is none, if it is too large, or if it may not be fetched."""
         if picture.data and picture.url:
             raise InvalidRequest("a picture has bytes and a URL, of which it may have one", _FIELD)
-        data = await self._read_url(picture.url) if picture.url else picture.data
-        if not data:
+        file = await (self._read_url(picture.url) if picture.url else _run(PictureFile.of, picture.data))
+        if not file.data:
             raise InvalidRequest("a picture has no bytes", _FIELD)
-        if len(data) > self._max_bytes:
-            raise self._too_large(len(data))
-        return data
+        if len(file.data) > self._max_bytes:
+            raise self._too_large(len(file.data))
+        return file
 
-    async def _read_url(self, url: str) -> bytes:
+    async def _read_url(self, url: str) -> PictureFile:
         if url[: len(_DATA)].lower() == _DATA:
             return await _decode(url)
         if len(url) > MAX_URL_CHARACTERS:
@@ -62,7 +79,7 @@ class PictureSources:
             )
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._fetch(url)
+                return await _run(PictureFile.of, await self._fetch(url))
         except TimeoutError:
             raise InvalidRequest(
                 f"{quote(url)} has not been fetched within {self._timeout_s:g} s (gateway.image_timeout_s)", _FIELD
@@ -172,11 +189,14 @@ def is_public(address: str) -> bool:
     return found.is_global and not found.is_multicast
 
 
-async def _decode(url: str) -> bytes:
-    """The bytes of a data URL, decoded in a thread if they are many."""
+async def _decode(url: str) -> PictureFile:
+    """What a data URL has."""
     head, comma, text = url.partition(",")
     if not comma or not head.lower().endswith(_BASE64):
         raise InvalidRequest("a data URL of a picture must begin with data:image/...;base64,", _FIELD)
-    if len(text) <= MAX_INLINE_BYTES:
-        return decode_base64(text, _FIELD)
-    return await asyncio.to_thread(decode_base64, text, _FIELD)
+    return await _run(lambda text: PictureFile.of(decode_base64(text, _FIELD)), text)
+
+
+async def _run(function: Callable[[T], PictureFile], given: T) -> PictureFile:
+    """`function(given)`, in a thread if much is given."""
+    return function(given) if len(given) <= MAX_INLINE_BYTES else await asyncio.to_thread(function, given)

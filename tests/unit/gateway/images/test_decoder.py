@@ -23,6 +23,7 @@ from services.common.vision.qwen_vl import QwenLayout
 from services.gateway.images import decoder
 from services.gateway.images.decoder import Decoder, Encoding
 from services.gateway.images.picture import Picture
+from services.gateway.images.sources import PictureFile
 from services.gateway.resources import decoding_processes
 from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
 from tests.support.dense.vision_models import noise
@@ -40,6 +41,10 @@ def encode(picture: Image.Image, kind: str = "PNG", **options: object) -> bytes:
     return buffer.getvalue()
 
 
+def encoding(data: bytes, is_low: bool = False, worker_resizes: bool = False) -> Encoding:
+    return Encoding(PictureFile.of(data), is_low, worker_resizes)
+
+
 class Runner:
     def __init__(self, max_kept_bytes: int = 0) -> None:
         self.loop = asyncio.new_event_loop()
@@ -47,12 +52,12 @@ class Runner:
 
     def decode_together(self, files: list[bytes]) -> list[Picture]:
         async def main() -> list[Picture]:
-            return await asyncio.gather(*(self.decoder.decode(Encoding(data, False), CLIENT, HELD) for data in files))
+            return await asyncio.gather(*(self.decoder.decode(encoding(data), CLIENT, HELD) for data in files))
 
         return self.loop.run_until_complete(main())
 
     def decode(self, data: bytes, *, is_low: bool = False) -> Picture:
-        return self.loop.run_until_complete(self.decoder.decode(Encoding(data, is_low), CLIENT, HELD))
+        return self.loop.run_until_complete(self.decoder.decode(encoding(data, is_low), CLIENT, HELD))
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +232,7 @@ def test_large_pictures_are_in_files_of_which_there_are_few(monkeypatch: pytest.
 
     def decode(*seeds: int) -> list[Picture]:
         async def main() -> list[Picture]:
-            encoded = [Encoding(encode(noise(160, 152, seed)), False) for seed in seeds]
+            encoded = [encoding(encode(noise(160, 152, seed))) for seed in seeds]
             return await asyncio.gather(*(large.decode(each, CLIENT, HELD) for each in encoded))
 
         return loop.run_until_complete(main())
@@ -248,7 +253,7 @@ def test_large_pictures_are_in_files_of_which_there_are_few(monkeypatch: pytest.
             assert each.pixels[:] == noise(160, 152, seed).tobytes()
         del found, each
         assert count(decode(7)) == 1
-        small = large.decode(Encoding(PNG, False), CLIENT, HELD)
+        small = large.decode(encoding(PNG), CLIENT, HELD)
         assert isinstance(loop.run_until_complete(small).pixels, bytes)
     finally:
         loop.run_until_complete(large.close())
@@ -289,7 +294,7 @@ def test_pictures_for_which_there_is_no_memory_are_not_kept(runner: Runner) -> N
 
     async def decode(data: bytes) -> Picture:
         held = HeldMemory(budget, NOBODY)
-        picture = await runner.decoder.decode(Encoding(data, False), NOBODY, held)
+        picture = await runner.decoder.decode(encoding(data), NOBODY, held)
         assert held.num_bytes == len(picture.pixels)
         held.release()
         return picture
@@ -317,7 +322,7 @@ def test_a_process_that_cannot_open_the_file_sends_the_pixels(monkeypatch: pytes
     monkeypatch.setattr(MemoryFile, "path", "/proc/self/fd/of another process")
     loop, large = asyncio.new_event_loop(), Decoder(QwenLayout(8, 64, 2**20, 3), 2**20)
     try:
-        found = loop.run_until_complete(large.decode(Encoding(encode(noise(160, 152, 1)), False), CLIENT, HELD))
+        found = loop.run_until_complete(large.decode(encoding(encode(noise(160, 152, 1))), CLIENT, HELD))
         assert found.pixels == noise(160, 152, 1).tobytes()
     finally:
         loop.run_until_complete(large.close())
@@ -332,7 +337,7 @@ def test_the_next_picture_takes_the_memory_of_the_last() -> None:
     try:
         num_faults = []
         for data in files:
-            loop.run_until_complete(large.decode(Encoding(data, False, worker_resizes=True), CLIENT, HELD))
+            loop.run_until_complete(large.decode(encoding(data, worker_resizes=True), CLIENT, HELD))
             [process] = large._processes.idle
             num_faults.append(int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[7]))
         assert num_faults[-1] - num_faults[3] < 4 * 250, "its pixels alone have 1,700 pages"

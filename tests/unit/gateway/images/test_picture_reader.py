@@ -28,7 +28,7 @@ class Decoder:
         self.was_cancelled = False
 
     async def decode(self, encoded: Encoding, client: object, held: object) -> bytes:
-        self.begun.append(encoded.data)
+        self.begun.append(encoded.file.data)
         try:
             if len(self.begun) == 2:
                 self.has_begun.set()
@@ -36,10 +36,10 @@ class Decoder:
         except asyncio.CancelledError:
             self.was_cancelled = True
             raise
-        if encoded.data == b"broken":
+        if encoded.file.data == b"broken":
             raise InvalidRequest("broken", "messages")
-        self.ended.append(encoded.data)
-        return encoded.data
+        self.ended.append(encoded.file.data)
+        return encoded.file.data
 
     async def close(self) -> None:
         pass
@@ -67,7 +67,7 @@ def run(tmp_path: Path, second: bytes, within: Callable[..., Awaitable[None]]) -
 def test_the_last_picture_is_decoded_beside_what_is_within(tmp_path: Path) -> None:
     async def within(reading: Awaitable[list[bytes]], message: gateway_pb2.GenerateRequest, decoder: Decoder) -> None:
         assert not any(each.data for each in message.pictures), "nothing else reads their bytes"
-        await decoder.has_begun.wait()
+        assert decoder.has_begun.is_set(), "before the text is tokenized, meanwhile nothing could begin"
         assert decoder.ended == [b"first"]
         decoder.may_end.set()
         assert await reading == [b"first", b"second"]

@@ -24,6 +24,7 @@ from services.dense_worker.features.images.received_pictures import ReceivedPict
 from services.gateway.images.decoder import Decoder, Encoding
 from services.gateway.images.picture import Picture, encode_pictures
 from services.gateway.images.sent_pictures import SentPictures
+from services.gateway.images.sources import PictureFile
 from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
 from services.step import SequenceSpec
 from services.step.prompt_span import PromptSpan
@@ -71,7 +72,8 @@ def test_a_tower_reads_the_same_numbers(kind: str, layout: Layout) -> None:
     async def decode(*, worker_resizes: bool) -> list[Picture]:
         decoder, held = Decoder(layout, 10**6), HeldMemory(MemoryBudget(2**30), CLIENT)
         try:
-            return [await decoder.decode(Encoding(data, False, worker_resizes), CLIENT, held) for data in files]
+            encoded = [Encoding(PictureFile.of(data), False, worker_resizes) for data in files]
+            return [await decoder.decode(each, CLIENT, held) for each in encoded]
         finally:
             await decoder.close()
 

@@ -12,7 +12,7 @@ import pytest
 from services.common.config import GatewaySection
 from services.common.errors import ConfigError, InvalidRequest
 from services.gateway.images import sources
-from services.gateway.images.sources import PictureSources, is_public
+from services.gateway.images.sources import PictureFile, PictureSources, is_public
 from services.pb import gateway_pb2
 
 FILE = b"\x89PNG no picture, but bytes"
@@ -52,7 +52,9 @@ async def serving(answer: Answer) -> AsyncIterator[LocalServer]:
 
 async def read(url: str, **settings: object) -> bytes:
     section = GatewaySection.model_validate(settings)
-    return await PictureSources(section).read(gateway_pb2.MessagePicture(url=url))
+    file = await PictureSources(section).read(gateway_pb2.MessagePicture(url=url))
+    assert file == PictureFile.of(file.data)
+    return file.data
 
 
 def test_data_urls_and_bytes() -> None:
