@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from services.common.config import Config, ModelSection
+from services.common.encoders.encoder_types import is_encoder_type
 from services.common.errors import ConfigError, ModelError
 from services.common.families.shape import ModelConfig
 from services.common.json_files.read_json import read_json
@@ -41,7 +42,7 @@ def check_before_start(config: Config) -> None:
     """Raises `ConfigError` for a `model.max_model_len` that the workers would refuse, and `ModelError` for no model.
 
     Reads the model's config by transformers, whose import takes a second, only if config.json itself does not say that
-    the model is long enough.
+    the model is long enough. Of encoders it does not: positions of some begin behind that of padding.
     """
     asked, raw = config.model.max_model_len, read_json(config.model.path / "config.json")
     if raw is None:
@@ -50,7 +51,7 @@ def check_before_start(config: Config) -> None:
         return
     text = raw.get("text_config")
     said = (text if isinstance(text, dict) else raw).get("max_position_embeddings")
-    if not isinstance(said, int) or asked > said:
+    if not isinstance(said, int) or asked > said or is_encoder_type(raw):
         check_max_model_len(config.model, read_shape(config))
 
 

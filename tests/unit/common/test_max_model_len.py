@@ -43,10 +43,16 @@ def test_only_a_length_without_positions_is_refused(
         check_before_start(config)
 
 
-def test_an_encoder_has_its_own_limit(tmp_path: Path) -> None:
-    path = write_config(tmp_path, "bert", max_position_embeddings=64, vocab_size=99, num_attention_heads=2)
-    with pytest.raises(ConfigError, match="is 65, the model's positions end at 64: set it to 64 or less"):
-        check_before_start(load_config(None, [f"model.path={path}", "model.max_model_len=65"]))
+@pytest.mark.parametrize(
+    ("kind", "fields", "most"),
+    [("bert", {}, 64), ("roberta", {"pad_token_id": 1}, 62), ("mpnet", {"pad_token_id": 1}, 62)],
+)
+def test_an_encoder_has_its_own_limit(tmp_path: Path, kind: str, fields: dict[str, Any], most: int) -> None:
+    """Positions of some begin behind that of padding, so that the first rows of the table belong to no token."""
+    path = write_config(tmp_path, kind, max_position_embeddings=64, vocab_size=99, num_attention_heads=2, **fields)
+    check_before_start(load_config(None, [f"model.path={path}", f"model.max_model_len={most}"]))
+    with pytest.raises(ConfigError, match=f"is {most + 1}, the model's positions end at {most}: set it to {most} or"):
+        check_before_start(load_config(None, [f"model.path={path}", f"model.max_model_len={most + 1}"]))
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
