@@ -106,6 +106,12 @@ class _ContainerFile:
             self._container.close()
             raise SoundError(f"the file has sound of the codec {codec}, supported: {', '.join(_CODECS)}")
         self._stream = streams[0]
+        if demuxer == "mov" and self._stream.time_base == 1:  # which FFmpeg takes for 0, too
+            self._container.close()
+            raise SoundError(
+                "the file counts the time of its sound in 0 or 1 units a second (timescale in mdhd), as no recorder "
+                "does: nobody can tell how long it is"
+            )
         self._stream.thread_count = 1
         self.sample_rate = self._stream.codec_context.sample_rate
         self.num_channels = self._stream.codec_context.channels

@@ -109,6 +109,16 @@ def test_a_codec_that_nobody_knows_is_refused() -> None:
         read_sound(data.replace(b"A_OPUS", b"A_OPUX"), RATE, 2)
 
 
+@pytest.mark.parametrize("codec", ["aac", "alac"])
+def test_a_file_without_a_time_scale_is_refused_and_not_cut_to_its_first_frame(codec: str) -> None:
+    data = bytearray(recording("ipod", codec, np.zeros((2, 48_000), np.float32)))
+    place = data.index(b"mdhd") + 16
+    assert data[place : place + 4] == struct.pack(">I", 48_000)
+    data[place : place + 4] = bytes(4)
+    with pytest.raises(SoundError, match=r"0 or 1 units a second \(timescale in mdhd\)"):
+        read_sound(bytes(data), RATE, 2)
+
+
 def test_titles_in_any_encoding_are_no_obstacle() -> None:
     file = io.BytesIO()
     with av.open(file, "w", format="ipod") as container:
