@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import structlog
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, disable_created_metrics, start_http_server
@@ -21,6 +22,7 @@ from services.rpc.bindable import cannot_listen
 log = structlog.get_logger()
 
 PREFIX = "twostroke"
+_OPENMETRICS = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8"
 HAND_OVER_TIMEOUT_S = 120.0
 HAND_OVER_RETRY_S = 0.2
 # 1, 2, 5 in each decade: 1 ms to 100 s for a client's waiting times, from 10 µs for a step and its parts.
@@ -43,6 +45,20 @@ def new_registry(service: str) -> CollectorRegistry:
     return registry
 
 
+def format_for(accept: str) -> str:
+    """The format for a scraper with this header Accept, as a header for prometheus_client's `choose_encoder`.
+
+    All names of metrics here are valid in both formats as they are, also vLLM's with their colons, which the library
+    replaces in OpenMetrics unless it is told not to escape.
+    """
+    for each in accept.split(","):
+        kind, *parameters = (part.strip() for part in each.split(";"))
+        versions = [part for part in parameters if part.startswith("version=")]
+        if kind == "application/openmetrics-text" and versions in ([], ["version=1.0.0"]):
+            return _OPENMETRICS
+    return "text/plain"
+
+
 @contextlib.contextmanager
 def serving_metrics(address: str | None, registry: CollectorRegistry, setting: str) -> Iterator[str | None]:
     """Serves the registry at `http://ADDRESS/metrics`, in threads of its own, as long as the context lasts.
@@ -58,6 +74,7 @@ def serving_metrics(address: str | None, registry: CollectorRegistry, setting: s
         server, thread = start_http_server(int(port), host.strip("[]"), registry)
     except OSError as error:
         raise cannot_listen(error, address, setting) from error
+    server.set_app(_with_format(server.get_app()))
     try:
         bound = f"{host}:{server.server_port}"
         log.info("metrics", address=bound)
@@ -66,6 +83,16 @@ def serving_metrics(address: str | None, registry: CollectorRegistry, setting: s
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _with_format(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+    """A WSGI application that answers in the format of `format_for`."""
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., object]) -> Iterable[bytes]:
+        environ["HTTP_ACCEPT"] = format_for(environ.get("HTTP_ACCEPT", ""))
+        return app(environ, start_response)
+
+    return answer
 
 
 async def serve_metrics_once_free(address: str | None, registry: CollectorRegistry, setting: str) -> None:

@@ -22,6 +22,7 @@ from services.gateway.metrics.pool_metrics import NAMES
 from services.gateway.metrics.vllm_metrics import COPIES, PREFIX
 from services.gateway.resources.shared_call import SharedCall
 from services.pb import gateway_peers_pb2
+from services.rpc.metrics import format_for
 
 T = TypeVar("T")
 
@@ -67,7 +68,7 @@ class AllProcesses:
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
         """The metrics as the header Accept asks for them, and their content type. A process that hangs is left out."""
-        encode, content_type = choose_encoder(accept)
+        encode, content_type = choose_encoder(format_for(accept))
         families = await (self._all if self._peers.has_any else self._own).read()
         return await self._in_thread(encode, _Collected(families)), content_type
 

@@ -9,7 +9,9 @@ import urllib.error
 import urllib.request
 
 import pytest
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from services import VERSION
 from services.common.errors import ConfigError
@@ -30,6 +32,47 @@ def test_counters_are_served_with_the_process_and_its_version() -> None:
         assert not [name for name in names if name.endswith("_created")], "one more series for every counter"
     with pytest.raises(urllib.error.URLError):
         Scrape(str(address))
+
+
+# What scrapers send: Prometheus 2 and 3, an OpenMetrics client, and what no scraper should.
+PROMETHEUS_2 = "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,*/*;q=0.1"
+PROMETHEUS_3 = (
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+    "application/openmetrics-text;version=0.0.1;q=0.5,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,"
+    "text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
+)
+
+
+@pytest.mark.parametrize(
+    ("accept", "is_openmetrics"),
+    [
+        (PROMETHEUS_2, True),
+        (PROMETHEUS_3, True),
+        ("application/openmetrics-text", True),
+        ("application/openmetrics-text; version=1.0.0; escaping=underscores", True),
+        ("application/openmetrics-text;version=0.0.1", False),
+        ("application/openmetrics-text;version=one", False),
+        ("text/plain;version=0.0.4", False),
+        ("*/*", False),
+    ],
+)
+def test_names_are_the_same_in_each_format(accept: str, is_openmetrics: bool) -> None:
+    registry = new_registry("gateway")
+    Gauge("vllm:num_requests_running", "Some.", ["model_name"], registry=registry).labels("tiny").set(7)
+    Histogram("vllm:e2e_request_latency_seconds", "Some.", registry=registry).observe(1)
+    with serving_metrics("127.0.0.1:0", registry, "dense.metrics_address") as address:
+        request = urllib.request.Request(f"http://{address}/metrics", headers={"Accept": accept})
+        with urllib.request.urlopen(request, timeout=20) as response:
+            text, content_type = response.read().decode(), response.headers["Content-Type"]
+    parse = parse_openmetrics if is_openmetrics else parse_text
+    families = {family.name: family for family in parse(text)}
+    assert content_type.startswith("application/openmetrics-text" if is_openmetrics else "text/plain")
+    assert [sample[:3] for sample in families["vllm:num_requests_running"].samples] == [
+        ("vllm:num_requests_running", {"model_name": "tiny"}, 7)
+    ]
+    assert "vllm:e2e_request_latency_seconds_count" in {
+        sample.name for sample in families["vllm:e2e_request_latency_seconds"].samples
+    }
 
 
 def test_two_registries_share_nothing() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
@@ -55,15 +57,21 @@ def vllm_registry(num_tokens: int, num_running: int) -> CollectorRegistry:
     return registry
 
 
-def test_the_workers_figures_are_told_once_and_all_others_by_process() -> None:
+@pytest.mark.parametrize(
+    ("accept", "parse"),
+    [("", text_string_to_metric_families), ("application/openmetrics-text;version=1.0.0", parse_openmetrics)],
+)
+def test_the_workers_figures_are_told_once_and_all_others_by_process(
+    accept: str, parse: Callable[[str], Iterator[Metric]]
+) -> None:
     async def body() -> None:
         first, second = vllm_registry(3, num_running=7), vllm_registry(4, num_running=8)
         text = await asyncio.to_thread(generate_latest, second)
         measured = AllProcesses(first, lambda: 0, Peers(text), 0)  # type: ignore[arg-type]
-        answer, _ = await measured.metrics("")
+        answer, _ = await measured.metrics(accept)
         await measured.close()
         found = {}
-        for sample in (each for family in text_string_to_metric_families(answer.decode()) for each in family.samples):
+        for sample in (each for family in parse(answer.decode()) for each in family.samples):
             if sample.name.startswith("vllm:") and "finished_reason" not in sample.labels:
                 key = sample.name, sample.labels.get("process"), sample.labels.get("le")
                 assert key not in found, "each sample is there once"
