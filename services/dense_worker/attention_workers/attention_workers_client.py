@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import glob
 import itertools
+import socket
+import time
 from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -56,6 +58,9 @@ log = structlog.get_logger()
 _RETRY_S = 0.1  # between two attempts to reach a worker whose sequences others have taken over
 _RETRY_REFUSED_S = 5.0  # the same if it has another model or other sizes
 _FIND_S = 1.0  # between two looks for new sockets
+# How long nobody may listen at a socket that a pattern names, before its worker counts as killed. A worker makes a new
+# file when it starts, and listens there at once.
+_ABANDONED_S = 10.0
 _POLL_S = 0.02
 _LANE = 0
 _File = tuple[int, int]  # its inode, and when that was made
@@ -543,6 +548,7 @@ class AttentionWorkersClient(AttentionClient):
 
     async def _seek(self, attachment: Attachment, worker: _Worker) -> None:
         """Attaches to a worker, for the first time or again, as long as others are left, and serves it."""
+        listened_s = time.monotonic()
         while True:
             if worker.socket is not None and not worker.socket.exists():
                 self._workers.pop(worker.address, None)
@@ -566,6 +572,11 @@ class AttentionWorkersClient(AttentionClient):
                 log.error("an attention worker cannot be used", reason=str(error))
                 worker.refusal = error
                 await asyncio.sleep(_RETRY_REFUSED_S)
+            if worker.socket is None or not _is_abandoned(worker.socket):
+                listened_s = time.monotonic()
+            elif time.monotonic() - listened_s > _ABANDONED_S:
+                log.warning("nobody listens at a socket any more: it is not looked at again", address=worker.address)
+                self._forget(worker.address)
             await asyncio.sleep(_RETRY_S)
         self._links[link.cache_id] = link
         assert self._listener is not None and self._joined is not None, "a link is served with them"
@@ -641,6 +652,19 @@ def _file_at(address: str) -> _File | None:
     except OSError:
         return None
     return found.st_ino, found.st_ctime_ns
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Whether nobody listens at a socket, as when its process was killed. A process that is busy does listen."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:  # it does not answer now, or is gone
+            return False
+    return False
 
 
 def _check_room(num_present: int, where: str) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -16,6 +17,7 @@ import torch
 from services.channel import ChannelSpec
 from services.common.config import MAX_ATTENTION_WORKERS, PeerSection
 from services.common.errors import ConfigError, InvalidRequest, PeerError
+from services.dense_worker.attention_workers import attention_workers_client
 from services.dense_worker.attention_workers.attention_workers_client import (
     AttentionWorkersClient,
     _cache_of_orphans,
@@ -277,6 +279,39 @@ def test_a_worker_that_has_left_is_not_found_again_at_the_same_socket(tmp_path: 
         assert found() == [f"unix:{path}"], "another one at the same address"
 
     asyncio.run(run())
+
+
+def test_a_socket_that_a_killed_worker_has_left_is_sought_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose worker still listens, but does not answer, is."""
+    monkeypatch.setattr(attention_workers_client, "_ABANDONED_S", 0.3)
+    left, hanging = (tmp_path / f"attention-{name}.sock" for name in ("left", "hanging"))
+
+    async def run() -> None:
+        client = make_client()
+        client._patterns = [f"{tmp_path}/attention-*.sock"]
+        with socket.socket(socket.AF_UNIX) as killed:
+            killed.bind(str(left))
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(hanging))
+            listener.listen()
+            workers = {each.socket: each for each in client._find()}
+            for each in workers.values():
+                each.health = cast(Any, SimpleNamespace(Check=unreachable))
+            attachment = cast(Any, None)
+            seeking = asyncio.create_task(client._seek(attachment, workers[hanging]))
+            await client._seek(attachment, workers[left])
+            assert not client._find() and not seeking.done()
+            left.rename(tmp_path / "other")  # so that the next one cannot have its inode
+            left.touch()
+            assert [each.socket for each in client._find()] == [left], "a new worker at the same address"
+            seeking.cancel()
+
+    async def unreachable(request: object, timeout: float) -> Any:
+        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
 
 
 class Serving:
