@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 
 from services.attn_worker.runner.layer_runner import RunningStep
 from services.channel import Channel
+from services.channel.message_link import LinkOffer, MessageLink
+from services.common.errors import PeerError
 from services.rpc.watchdog import Progress
 from services.step import StepPlan
 
@@ -23,8 +25,18 @@ class Attachment:
         self.before_reuse: tuple[RunningStep, ...] = ()
         self.launching: StepPlan | None = None  # the plan whose layers are being run or launched
         self.request_ids: dict[int, str] = {}  # of sequences opened in this attachment, for messages
+        self.offer: LinkOffer | None = None  # of a link for plans; None: they come by gRPC alone
+        self._link: MessageLink | None = None  # once the dense worker has connected
         # Gets the error of a step that fails between calls, which ends the attachment.
         self.fail: Callable[[Exception], None] = lambda error: None
+
+    def accept_link(self, send_timeout_s: float, max_message_bytes: int) -> MessageLink:
+        """The link to the dense worker, which has connected to the offer. Raises `PeerError` if it has not."""
+        if self.offer is None:
+            raise PeerError(f"attachment {self.attachment_id} offers no link for plans, or its link is in use")
+        offer, self.offer = self.offer, None
+        self._link = offer.accept(send_timeout_s, max_message_bytes)
+        return self._link
 
     def progress(self, num_steps: int, num_layers: int) -> Progress | None:
         """The progress of the running step, or None without one. May be called from any thread."""
@@ -49,11 +61,17 @@ class Attachment:
         self.before_reuse, self.launching = (), None
 
     def abort(self) -> None:
-        """Releases all waits in the channels, for good. May be called from any thread."""
+        """Releases all waits in the channels and of the link, for good. May be called from any thread."""
         for channel in self.channels.values():
             channel.abort()
+        if self._link is not None:
+            self._link.close()
 
     def close(self) -> None:
         """Unmaps and removes all data regions; they must not be used afterwards."""
+        if self.offer is not None:
+            self.offer.close()
+        if self._link is not None:
+            self._link.close()
         for channel in self.channels.values():
             channel.close()

@@ -91,6 +91,7 @@ class AttentionWorker:
                 config.channel.wait_timeout_s,
             ),
             is_deterministic=is_deterministic,
+            max_message_bytes=config.peers.max_message_bytes,
         )
         attn_pb2_grpc.add_AttentionWorkerServicer_to_server(servicer, server.server)
         self._opened.push_async_callback(asyncio.to_thread, servicer.stop)

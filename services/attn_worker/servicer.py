@@ -22,8 +22,9 @@ from services.attn_worker.kv_events.kv_events import KVEvents
 from services.attn_worker.metrics import AttentionMetrics
 from services.channel import Channel, ChannelSpec
 from services.channel.factory import create_channel
+from services.channel.message_link import LinkOffer
 from services.channel.region import shared_memory_id
-from services.channel.shm_cleanup import remove_stale_regions
+from services.channel.shm_cleanup import SHM_DIR, remove_stale_regions
 from services.common.attention.learned import Learned
 from services.common.config import MAX_LANES, AttentionSection
 from services.common.errors import (
@@ -53,6 +54,7 @@ _ROOM_RETRY_S = 0.1
 _STOP_TIMEOUT_S = 10.0  # for the engine thread to end its current call
 
 _Results = asyncio.Queue[attn_pb2.PlanAnswer | Exception]
+_Put = Callable[[attn_pb2.PlanAnswer | Exception], None]  # may be called from any thread
 
 
 class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
@@ -76,12 +78,14 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         peers: Peers | None = None,
         *,
         is_deterministic: bool = False,
+        max_message_bytes: int,
     ) -> None:
         """`pinned_tier`: the memory of the host tier, of a standby that has pinned it.
 
         `kv_events`: what becomes of blocks is recorded there. `peers`: other attention workers, if there may be some.
-        `is_deterministic`: the config's `dense.deterministic`.
+        `is_deterministic`: the config's `dense.deterministic`. `max_message_bytes`: of a plan.
         """
+        self._max_message_bytes = max_message_bytes
         self._section = section
         self._kv_events = kv_events
         self._peers = peers
@@ -132,6 +136,8 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         attachment = Attachment(self._num_attachments, channels, request.max_num_batched_tokens)
         self._attachment = attachment
         try:
+            if request.takes_plan_link:
+                attachment.offer = self._offer_link(attachment)
             limits = StepLimits(request.max_num_seqs, request.max_num_batched_tokens, len(channels))
             engine = await self._built_engine(limits)
         except BaseException:  # also when cancelled: the dense worker may die while it waits
@@ -160,7 +166,15 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             max_num_sources=cache.max_num_sequences or 0,
             shared_memory=shared_memory_id(),
             is_empty=cache.is_empty,
+            plan_link="" if attachment.offer is None else attachment.offer.name,
         )
+
+    def _offer_link(self, attachment: Attachment) -> LinkOffer | None:
+        try:
+            return LinkOffer(self._epoch, attachment.attachment_id)
+        except OSError as error:
+            log.warning("plans come by gRPC, which takes longer", reason=f"no socket in {SHM_DIR}: {error}")
+            return None
 
     async def _create_channels(self, request: attn_pb2.AttachRequest, attachment_id: int) -> dict[int, Channel]:
         """The channel of each lane: all, or none."""
@@ -219,8 +233,14 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         assert attachment is not None
         results = self._results = _Results()
         loop = asyncio.get_running_loop()
-        attachment.fail = lambda error: loop.call_soon_threadsafe(self._report, results, error)
-        reader = asyncio.create_task(self._read(requests, engine, attachment, results))
+
+        def put(result: attn_pb2.PlanAnswer | Exception) -> None:
+            loop.call_soon_threadsafe(self._report, results, result)
+
+        attachment.fail = put
+        if metadata.get("plan-link") == "1":
+            self._use_link(engine, attachment, put)
+        reader = asyncio.create_task(self._read(requests, engine, attachment, put))
         self._readers.add(reader)
         reader.add_done_callback(self._readers.discard)
         try:
@@ -323,17 +343,42 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         return self._engine
 
     async def _read(
-        self,
-        requests: AsyncIterator[step_pb2.StepPlan],
-        engine: AttentionEngine,
-        attachment: Attachment,
-        results: _Results,
+        self, requests: AsyncIterator[step_pb2.StepPlan], engine: AttentionEngine, attachment: Attachment, put: _Put
     ) -> None:
-        """Passes every plan to the engine. Answers to send, and errors that end the stream, go to `results`."""
-        loop = asyncio.get_running_loop()
+        """Passes every plan to the engine. Answers to send, and errors that end the stream, go to `put`."""
+        try:
+            async for message in until_over(requests):
+                self._pass_on(message, engine, attachment, put)
+        except Exception as error:  # no one awaits the reader task
+            put(error)
+        else:
+            put(PeerError("the dense worker ended the stream of plans"))
+
+    def _use_link(self, engine: AttentionEngine, attachment: Attachment, put_on_stream: _Put) -> None:
+        """Passes on every plan that comes by the link, too, and answers by it. Errors end the stream."""
+        link = attachment.accept_link(self._wait_timeout_s, self._max_message_bytes)
 
         def put(result: attn_pb2.PlanAnswer | Exception) -> None:
-            loop.call_soon_threadsafe(self._report, results, result)
+            if isinstance(result, Exception):
+                put_on_stream(result)
+                return
+            try:
+                link.send(result.SerializeToString())
+            except PeerError as error:
+                put_on_stream(error)
+
+        def receive(message: bytes) -> None:
+            try:
+                self._pass_on(step_pb2.StepPlan.FromString(message), engine, attachment, put)
+            except Exception as error:  # no one awaits the link's thread
+                put_on_stream(error)
+
+        link.receive(receive)
+
+    def _pass_on(
+        self, message: step_pb2.StepPlan, engine: AttentionEngine, attachment: Attachment, put: _Put
+    ) -> None:
+        """Passes a plan to the engine. Raises `InvalidRequest`, which ends the stream."""
 
         def report(step: Future[None]) -> None:
             if not step.cancelled() and (error := step.exception()) is not None:
@@ -343,28 +388,15 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             if accepted.plan.frees_blocks or accepted.step.errors:
                 put(encode_accepted(describe_accepted(accepted)))
 
-        try:
-            async for message in until_over(requests):
-                plan = decode_plan(message)
-                for new_sequence in plan.new_sequences:
-                    self._open(engine, attachment, new_sequence, put)
-                self._check_plan(plan, attachment)
-                if not plan.is_step:
-                    continue
-                step = engine.submit(engine.run_step, attachment, plan, time.perf_counter(), accept)
-                step.add_done_callback(report)
-        except Exception as error:  # no one awaits the reader task
-            put(error)
-        else:
-            put(PeerError("the dense worker ended the stream of plans"))
+        plan = decode_plan(message)
+        for new_sequence in plan.new_sequences:
+            self._open(engine, attachment, new_sequence, put)
+        self._check_plan(plan, attachment)
+        if plan.is_step:
+            step = engine.submit(engine.run_step, attachment, plan, time.perf_counter(), accept)
+            step.add_done_callback(report)
 
-    def _open(
-        self,
-        engine: AttentionEngine,
-        attachment: Attachment,
-        new: NewSequence,
-        put: Callable[[attn_pb2.PlanAnswer | Exception], None],
-    ) -> None:
+    def _open(self, engine: AttentionEngine, attachment: Attachment, new: NewSequence, put: _Put) -> None:
         """Passes a sequence to the engine; calls `put` with the answer, or with the error that ends the stream."""
         span = self._tracer.start("open_sequence", new.traceparent, request_id=new.request_id)
 

@@ -1,4 +1,4 @@
-"""Names of shared-memory regions, and the removal of regions that killed processes left behind. Needs no torch."""
+"""Names of shared-memory regions, and the removal of what killed processes left behind. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from pathlib import Path
 
 SHM_DIR = Path("/dev/shm")
 NAME_PREFIX = "twostroke-"
+FIRST_LANE = 0
+LINK_SUFFIX = "-plans"  # of sockets, see `message_link`
 
 
 def remove_stale_regions() -> list[str]:
-    """Removes regions whose creator is dead and returns their names."""
+    """Removes regions and sockets whose creator is dead and returns their names."""
     removed = []
     for path in SHM_DIR.glob(f"{NAME_PREFIX}*"):
         try:
@@ -26,4 +28,8 @@ def remove_stale_regions() -> list[str]:
             pass  # its creator lives
         finally:
             os.close(file)
+    for path in SHM_DIR.glob(f"{NAME_PREFIX}*{LINK_SUFFIX}"):  # they have no lock, but exist beside a region only
+        if not path.with_name(f"{path.name.removesuffix(LINK_SUFFIX)}-{FIRST_LANE}").exists():
+            path.unlink(missing_ok=True)
+            removed.append(path.name)
     return removed

@@ -26,7 +26,7 @@ from services.pb import stall_pb2 as stall__pb2
 from services.pb import step_pb2 as step__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\nattn.proto\x12\x11twostroke.attn.v1\x1a\x0bstall.proto\x1a\nstep.proto\"\xf6\x02\n\rAttachRequest\x12\x14\n\x0cweights_hash\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x1e\n\x16max_num_batched_tokens\x18\x04 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x05 \x01(\r\x12\x0b\n\x03gpu\x18\x06 \x01(\t\x12\x16\n\x0ekv_cache_dtype\x18\x07 \x01(\t\x12\x12\n\nkey_scales\x18\x08 \x03(\x02\x12\x14\n\x0cvalue_scales\x18\t \x03(\x02\x12\r\n\x05sinks\x18\n \x03(\x02\x12\x39\n\x0brecurrences\x18\x0b \x03(\x0b\x32$.twostroke.attn.v1.RecurrenceWeights\x12\x15\n\rdeterministic\x18\x0c \x01(\x08\x12\x15\n\rrelative_bias\x18\r \x03(\x02\x12\x11\n\tnum_lanes\x18\x0e \x01(\r\x12\x15\n\rsplit_context\x18\x0f \x01(\x08\"~\n\x11RecurrenceWeights\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0c\n\x04\x63onv\x18\x02 \x01(\x0c\x12\r\n\x05\x61_log\x18\x03 \x03(\x02\x12\x0f\n\x07\x64t_bias\x18\x04 \x03(\x02\x12\x11\n\tconv_bias\x18\x05 \x01(\x0c\x12\t\n\x01\x64\x18\x06 \x03(\x02\x12\x0e\n\x06\x61_logs\x18\x07 \x01(\x0c\"8\n\nLaneHandle\x12\x0c\n\x04lane\x18\x01 \x01(\r\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0e\n\x06handle\x18\x03 \x01(\x0c\"\x8f\x03\n\x0b\x41ttachReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x15\n\rattachment_id\x18\x02 \x01(\x04\x12,\n\x05lanes\x18\x03 \x03(\x0b\x32\x1d.twostroke.attn.v1.LaneHandle\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x06 \x01(\r\x12\x14\n\x0copen_seq_ids\x18\x07 \x03(\x06\x12\x17\n\x0fopen_num_blocks\x18\x08 \x03(\r\x12\x13\n\x06window\x18\t \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0fnum_sink_tokens\x18\x0b \x01(\r\x12\x15\n\rmax_model_len\x18\n \x01(\r\x12\x19\n\x0clayer_window\x18\x0c \x01(\rH\x01\x88\x01\x01\x12\x17\n\x0fmax_num_sources\x18\r \x01(\r\x12\x15\n\rshared_memory\x18\x0e \x01(\t\x12\x10\n\x08is_empty\x18\x0f \x01(\x08\x42\t\n\x07_windowB\x0f\n\r_layer_window\"\xbb\x01\n\x0eSequenceOpened\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_pinned_blocks\x18\x03 \x01(\r\x12\x17\n\x0fnum_held_blocks\x18\x04 \x01(\r\x12\x18\n\x10num_freed_blocks\x18\x05 \x01(\r\x12\x12\n\x05\x65rror\x18\x06 \x01(\tH\x00\x88\x01\x01\x12\x12\n\nhas_source\x18\x07 \x01(\x08\x42\x08\n\x06_error\"0\n\rSequenceError\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xc9\x01\n\nPlanAnswer\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x18\n\x10num_freed_blocks\x18\x02 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x03 \x01(\r\x12\x30\n\x06\x65rrors\x18\x04 \x03(\x0b\x32 .twostroke.attn.v1.SequenceError\x12\x12\n\nis_leaving\x18\x05 \x01(\x08\x12\x31\n\x06opened\x18\x06 \x01(\x0b\x32!.twostroke.attn.v1.SequenceOpened\"6\n\x11ReadBlocksRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x0f\n\x07\x64igests\x18\x02 \x01(\x0c\"/\n\tBlockPart\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x0c\x12\x11\n\tchecksums\x18\x02 \x03(\x10\"\x12\n\x10GetStatusRequest\"\xb5\x02\n\x0f\x41ttentionStatus\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x03 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x04 \x01(\r\x12\x15\n\rnum_sequences\x18\x05 \x01(\r\x12\x11\n\tnum_steps\x18\x06 \x01(\x04\x12\x1b\n\x13num_computed_tokens\x18\x07 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x08 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\t \x01(\x04\x12\"\n\x05stall\x18\n \x01(\x0b\x32\x13.twostroke.v1.Stall\x12\x12\n\nblock_size\x18\x0b \x01(\r\x12\x19\n\x11num_copied_tokens\x18\x0c \x01(\x04\x32\xd2\x02\n\x0f\x41ttentionWorker\x12J\n\x06\x41ttach\x12 .twostroke.attn.v1.AttachRequest\x1a\x1e.twostroke.attn.v1.AttachReply\x12I\n\x07\x45xecute\x12\x1b.twostroke.step.v1.StepPlan\x1a\x1d.twostroke.attn.v1.PlanAnswer(\x01\x30\x01\x12R\n\nReadBlocks\x12$.twostroke.attn.v1.ReadBlocksRequest\x1a\x1c.twostroke.attn.v1.BlockPart0\x01\x12T\n\tGetStatus\x12#.twostroke.attn.v1.GetStatusRequest\x1a\".twostroke.attn.v1.AttentionStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\nattn.proto\x12\x11twostroke.attn.v1\x1a\x0bstall.proto\x1a\nstep.proto\"\x8f\x03\n\rAttachRequest\x12\x14\n\x0cweights_hash\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x1e\n\x16max_num_batched_tokens\x18\x04 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x05 \x01(\r\x12\x0b\n\x03gpu\x18\x06 \x01(\t\x12\x16\n\x0ekv_cache_dtype\x18\x07 \x01(\t\x12\x12\n\nkey_scales\x18\x08 \x03(\x02\x12\x14\n\x0cvalue_scales\x18\t \x03(\x02\x12\r\n\x05sinks\x18\n \x03(\x02\x12\x39\n\x0brecurrences\x18\x0b \x03(\x0b\x32$.twostroke.attn.v1.RecurrenceWeights\x12\x15\n\rdeterministic\x18\x0c \x01(\x08\x12\x15\n\rrelative_bias\x18\r \x03(\x02\x12\x11\n\tnum_lanes\x18\x0e \x01(\r\x12\x15\n\rsplit_context\x18\x0f \x01(\x08\x12\x17\n\x0ftakes_plan_link\x18\x10 \x01(\x08\"~\n\x11RecurrenceWeights\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0c\n\x04\x63onv\x18\x02 \x01(\x0c\x12\r\n\x05\x61_log\x18\x03 \x03(\x02\x12\x0f\n\x07\x64t_bias\x18\x04 \x03(\x02\x12\x11\n\tconv_bias\x18\x05 \x01(\x0c\x12\t\n\x01\x64\x18\x06 \x03(\x02\x12\x0e\n\x06\x61_logs\x18\x07 \x01(\x0c\"8\n\nLaneHandle\x12\x0c\n\x04lane\x18\x01 \x01(\r\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0e\n\x06handle\x18\x03 \x01(\x0c\"\xa2\x03\n\x0b\x41ttachReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x15\n\rattachment_id\x18\x02 \x01(\x04\x12,\n\x05lanes\x18\x03 \x03(\x0b\x32\x1d.twostroke.attn.v1.LaneHandle\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x06 \x01(\r\x12\x14\n\x0copen_seq_ids\x18\x07 \x03(\x06\x12\x17\n\x0fopen_num_blocks\x18\x08 \x03(\r\x12\x13\n\x06window\x18\t \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0fnum_sink_tokens\x18\x0b \x01(\r\x12\x15\n\rmax_model_len\x18\n \x01(\r\x12\x19\n\x0clayer_window\x18\x0c \x01(\rH\x01\x88\x01\x01\x12\x17\n\x0fmax_num_sources\x18\r \x01(\r\x12\x15\n\rshared_memory\x18\x0e \x01(\t\x12\x10\n\x08is_empty\x18\x0f \x01(\x08\x12\x11\n\tplan_link\x18\x10 \x01(\tB\t\n\x07_windowB\x0f\n\r_layer_window\"\xbb\x01\n\x0eSequenceOpened\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_pinned_blocks\x18\x03 \x01(\r\x12\x17\n\x0fnum_held_blocks\x18\x04 \x01(\r\x12\x18\n\x10num_freed_blocks\x18\x05 \x01(\r\x12\x12\n\x05\x65rror\x18\x06 \x01(\tH\x00\x88\x01\x01\x12\x12\n\nhas_source\x18\x07 \x01(\x08\x42\x08\n\x06_error\"0\n\rSequenceError\x12\x0e\n\x06seq_id\x18\x01 \x01(\x06\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xc9\x01\n\nPlanAnswer\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x18\n\x10num_freed_blocks\x18\x02 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x03 \x01(\r\x12\x30\n\x06\x65rrors\x18\x04 \x03(\x0b\x32 .twostroke.attn.v1.SequenceError\x12\x12\n\nis_leaving\x18\x05 \x01(\x08\x12\x31\n\x06opened\x18\x06 \x01(\x0b\x32!.twostroke.attn.v1.SequenceOpened\"6\n\x11ReadBlocksRequest\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x0f\n\x07\x64igests\x18\x02 \x01(\x0c\"/\n\tBlockPart\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x0c\x12\x11\n\tchecksums\x18\x02 \x03(\x10\"\x12\n\x10GetStatusRequest\"\xb5\x02\n\x0f\x41ttentionStatus\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x03 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x04 \x01(\r\x12\x15\n\rnum_sequences\x18\x05 \x01(\r\x12\x11\n\tnum_steps\x18\x06 \x01(\x04\x12\x1b\n\x13num_computed_tokens\x18\x07 \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x08 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\t \x01(\x04\x12\"\n\x05stall\x18\n \x01(\x0b\x32\x13.twostroke.v1.Stall\x12\x12\n\nblock_size\x18\x0b \x01(\r\x12\x19\n\x11num_copied_tokens\x18\x0c \x01(\x04\x32\xd2\x02\n\x0f\x41ttentionWorker\x12J\n\x06\x41ttach\x12 .twostroke.attn.v1.AttachRequest\x1a\x1e.twostroke.attn.v1.AttachReply\x12I\n\x07\x45xecute\x12\x1b.twostroke.step.v1.StepPlan\x1a\x1d.twostroke.attn.v1.PlanAnswer(\x01\x30\x01\x12R\n\nReadBlocks\x12$.twostroke.attn.v1.ReadBlocksRequest\x1a\x1c.twostroke.attn.v1.BlockPart0\x01\x12T\n\tGetStatus\x12#.twostroke.attn.v1.GetStatusRequest\x1a\".twostroke.attn.v1.AttentionStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,27 +34,27 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'attn_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ATTACHREQUEST']._serialized_start=59
-  _globals['_ATTACHREQUEST']._serialized_end=433
-  _globals['_RECURRENCEWEIGHTS']._serialized_start=435
-  _globals['_RECURRENCEWEIGHTS']._serialized_end=561
-  _globals['_LANEHANDLE']._serialized_start=563
-  _globals['_LANEHANDLE']._serialized_end=619
-  _globals['_ATTACHREPLY']._serialized_start=622
-  _globals['_ATTACHREPLY']._serialized_end=1021
-  _globals['_SEQUENCEOPENED']._serialized_start=1024
-  _globals['_SEQUENCEOPENED']._serialized_end=1211
-  _globals['_SEQUENCEERROR']._serialized_start=1213
-  _globals['_SEQUENCEERROR']._serialized_end=1261
-  _globals['_PLANANSWER']._serialized_start=1264
-  _globals['_PLANANSWER']._serialized_end=1465
-  _globals['_READBLOCKSREQUEST']._serialized_start=1467
-  _globals['_READBLOCKSREQUEST']._serialized_end=1521
-  _globals['_BLOCKPART']._serialized_start=1523
-  _globals['_BLOCKPART']._serialized_end=1570
-  _globals['_GETSTATUSREQUEST']._serialized_start=1572
-  _globals['_GETSTATUSREQUEST']._serialized_end=1590
-  _globals['_ATTENTIONSTATUS']._serialized_start=1593
-  _globals['_ATTENTIONSTATUS']._serialized_end=1902
-  _globals['_ATTENTIONWORKER']._serialized_start=1905
-  _globals['_ATTENTIONWORKER']._serialized_end=2243
+  _globals['_ATTACHREQUEST']._serialized_end=458
+  _globals['_RECURRENCEWEIGHTS']._serialized_start=460
+  _globals['_RECURRENCEWEIGHTS']._serialized_end=586
+  _globals['_LANEHANDLE']._serialized_start=588
+  _globals['_LANEHANDLE']._serialized_end=644
+  _globals['_ATTACHREPLY']._serialized_start=647
+  _globals['_ATTACHREPLY']._serialized_end=1065
+  _globals['_SEQUENCEOPENED']._serialized_start=1068
+  _globals['_SEQUENCEOPENED']._serialized_end=1255
+  _globals['_SEQUENCEERROR']._serialized_start=1257
+  _globals['_SEQUENCEERROR']._serialized_end=1305
+  _globals['_PLANANSWER']._serialized_start=1308
+  _globals['_PLANANSWER']._serialized_end=1509
+  _globals['_READBLOCKSREQUEST']._serialized_start=1511
+  _globals['_READBLOCKSREQUEST']._serialized_end=1565
+  _globals['_BLOCKPART']._serialized_start=1567
+  _globals['_BLOCKPART']._serialized_end=1614
+  _globals['_GETSTATUSREQUEST']._serialized_start=1616
+  _globals['_GETSTATUSREQUEST']._serialized_end=1634
+  _globals['_ATTENTIONSTATUS']._serialized_start=1637
+  _globals['_ATTENTIONSTATUS']._serialized_end=1946
+  _globals['_ATTENTIONWORKER']._serialized_start=1949
+  _globals['_ATTENTIONWORKER']._serialized_end=2287
 # @@protoc_insertion_point(module_scope)

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AttachRequest(_message.Message):
-    __slots__ = ("weights_hash", "model_fingerprint", "dtype", "max_num_batched_tokens", "max_num_seqs", "gpu", "kv_cache_dtype", "key_scales", "value_scales", "sinks", "recurrences", "deterministic", "relative_bias", "num_lanes", "split_context")
+    __slots__ = ("weights_hash", "model_fingerprint", "dtype", "max_num_batched_tokens", "max_num_seqs", "gpu", "kv_cache_dtype", "key_scales", "value_scales", "sinks", "recurrences", "deterministic", "relative_bias", "num_lanes", "split_context", "takes_plan_link")
     WEIGHTS_HASH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +25,7 @@ class AttachRequest(_message.Message):
     RELATIVE_BIAS_FIELD_NUMBER: _ClassVar[int]
     NUM_LANES_FIELD_NUMBER: _ClassVar[int]
     SPLIT_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    TAKES_PLAN_LINK_FIELD_NUMBER: _ClassVar[int]
     weights_hash: str
     model_fingerprint: str
     dtype: str
@@ -40,7 +41,8 @@ class AttachRequest(_message.Message):
     relative_bias: _containers.RepeatedScalarFieldContainer[float]
     num_lanes: int
     split_context: bool
-    def __init__(self, weights_hash: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., gpu: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., key_scales: _Optional[_Iterable[float]] = ..., value_scales: _Optional[_Iterable[float]] = ..., sinks: _Optional[_Iterable[float]] = ..., recurrences: _Optional[_Iterable[_Union[RecurrenceWeights, _Mapping]]] = ..., deterministic: _Optional[bool] = ..., relative_bias: _Optional[_Iterable[float]] = ..., num_lanes: _Optional[int] = ..., split_context: _Optional[bool] = ...) -> None: ...
+    takes_plan_link: bool
+    def __init__(self, weights_hash: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., max_num_batched_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., gpu: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., key_scales: _Optional[_Iterable[float]] = ..., value_scales: _Optional[_Iterable[float]] = ..., sinks: _Optional[_Iterable[float]] = ..., recurrences: _Optional[_Iterable[_Union[RecurrenceWeights, _Mapping]]] = ..., deterministic: _Optional[bool] = ..., relative_bias: _Optional[_Iterable[float]] = ..., num_lanes: _Optional[int] = ..., split_context: _Optional[bool] = ..., takes_plan_link: _Optional[bool] = ...) -> None: ...
 
 class RecurrenceWeights(_message.Message):
     __slots__ = ("layer", "conv", "a_log", "dt_bias", "conv_bias", "d", "a_logs")
@@ -71,7 +73,7 @@ class LaneHandle(_message.Message):
     def __init__(self, lane: _Optional[int] = ..., kind: _Optional[str] = ..., handle: _Optional[bytes] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("epoch", "attachment_id", "lanes", "block_size", "num_blocks", "num_free_blocks", "open_seq_ids", "open_num_blocks", "window", "num_sink_tokens", "max_model_len", "layer_window", "max_num_sources", "shared_memory", "is_empty")
+    __slots__ = ("epoch", "attachment_id", "lanes", "block_size", "num_blocks", "num_free_blocks", "open_seq_ids", "open_num_blocks", "window", "num_sink_tokens", "max_model_len", "layer_window", "max_num_sources", "shared_memory", "is_empty", "plan_link")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     LANES_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +89,7 @@ class AttachReply(_message.Message):
     MAX_NUM_SOURCES_FIELD_NUMBER: _ClassVar[int]
     SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
     IS_EMPTY_FIELD_NUMBER: _ClassVar[int]
+    PLAN_LINK_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     attachment_id: int
     lanes: _containers.RepeatedCompositeFieldContainer[LaneHandle]
@@ -102,7 +105,8 @@ class AttachReply(_message.Message):
     max_num_sources: int
     shared_memory: str
     is_empty: bool
-    def __init__(self, epoch: _Optional[int] = ..., attachment_id: _Optional[int] = ..., lanes: _Optional[_Iterable[_Union[LaneHandle, _Mapping]]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., open_seq_ids: _Optional[_Iterable[int]] = ..., open_num_blocks: _Optional[_Iterable[int]] = ..., window: _Optional[int] = ..., num_sink_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., layer_window: _Optional[int] = ..., max_num_sources: _Optional[int] = ..., shared_memory: _Optional[str] = ..., is_empty: _Optional[bool] = ...) -> None: ...
+    plan_link: str
+    def __init__(self, epoch: _Optional[int] = ..., attachment_id: _Optional[int] = ..., lanes: _Optional[_Iterable[_Union[LaneHandle, _Mapping]]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., open_seq_ids: _Optional[_Iterable[int]] = ..., open_num_blocks: _Optional[_Iterable[int]] = ..., window: _Optional[int] = ..., num_sink_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., layer_window: _Optional[int] = ..., max_num_sources: _Optional[int] = ..., shared_memory: _Optional[str] = ..., is_empty: _Optional[bool] = ..., plan_link: _Optional[str] = ...) -> None: ...
 
 class SequenceOpened(_message.Message):
     __slots__ = ("seq_id", "num_cached_tokens", "num_pinned_blocks", "num_held_blocks", "num_freed_blocks", "error", "has_source")

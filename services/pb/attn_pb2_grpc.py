@@ -71,7 +71,9 @@ class AttentionWorkerServicer:
     def Execute(self, request_iterator, context):
         """Opens sequences and runs steps, strictly in order. The worker answers a plan only if the plan opens or closes
         sequences or drops blocks, or if a sequence could not take part, so that most steps cost one message and not two.
-        The stream's metadata carries `epoch` and `attachment-id`.
+        The stream's metadata carries `epoch` and `attachment-id`, and `plan-link` = 1 if the dense worker has connected to
+        the attachment's link. Then it sends plans there and gets its answers there; the stream tells when and why the
+        attachment ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

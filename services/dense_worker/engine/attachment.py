@@ -10,6 +10,7 @@ from services.step import StepPlan
 
 if TYPE_CHECKING:
     from services.channel import Channel  # needs torch, which the scheduler does without
+    from services.channel.message_link import MessageLink
     from services.dense_worker.ranks.leading_backend import LeadingRanks
 
 
@@ -42,12 +43,18 @@ class Attachment:
     others: tuple[AttachedCache, ...] = ()  # of further attention workers; the first one's cache has the id 0
     is_empty: bool = False  # no block of a sequence can be found in the KV cache, since none was there before
     max_num_sequences: int | None = None  # that the KV cache keeps at a time; None: as many as have blocks
+    link: MessageLink | None = None  # for plans and answers; None: they go by gRPC
     ranks: LeadingRanks | None = None  # the other ranks, of which each has an attention worker; None: there are none
 
     def abort(self) -> None:
-        """Releases all waits in the channels, and for other ranks, for good. May be called from any thread."""
+        """Releases all waits in the channels, of the link, and for other ranks, for good.
+
+        May be called from any thread.
+        """
         for channel in self.channels.values():
             channel.abort()
+        if self.link is not None:
+            self.link.close()
         if self.ranks is not None:
             self.ranks.abort()
 

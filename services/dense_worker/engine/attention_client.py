@@ -1,7 +1,8 @@
 """`AttentionClient`: attaches to the attention worker, opens sequences there and publishes plans.
 
-It runs on the event loop. The engine thread calls `publish` from outside. Answers go to the `AttentionListener`, whose
-methods pass them to the engine thread.
+It runs on the event loop. The engine thread calls `publish` from outside. On a GPU plans and answers go by a link, past
+the event loops of both workers (see `message_link`). Answers go to the `AttentionListener`, whose methods pass them to
+the engine thread.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import grpc
@@ -18,6 +20,7 @@ import torch
 
 from services.channel import Channel, ChannelSpec
 from services.channel.factory import map_channel
+from services.channel.message_link import MessageLink
 from services.channel.region import shared_memory_id
 from services.common.attention.learned import Learned, encode_learned
 from services.common.config import PeerSection
@@ -43,7 +46,7 @@ _Message: TypeAlias = Any  # from the engine: plans as `_serve` sends them, `Att
 
 
 class AttentionListener(Protocol):
-    """The engine's callbacks; called on the event loop."""
+    """The engine's callbacks; called on the event loop, `on_answer` also on the link's thread."""
 
     def on_attached(self, attachment: Attachment) -> None: ...
     def on_detached(self, attachment: Attachment, end: AttachmentEnd) -> None: ...
@@ -81,6 +84,7 @@ class AttachOptions:
     is_deterministic: bool = False  # the config's `dense.deterministic`
     num_lanes: int = 1  # the config's `scheduler.num_lanes`
     splits_context: bool = False  # the config's `attention.split_context`
+    takes_plan_link: bool = False  # its thread would take a core from one that computes, where there are no GPUs
 
 
 class AttentionClient:
@@ -94,6 +98,7 @@ class AttentionClient:
         self._address = address
         self._options = options
         self._connect_timeout_s = peers.connect_timeout_s
+        self._max_message_bytes = peers.max_message_bytes
         self._loop = asyncio.get_running_loop()
         self._grpc = open_channel(address, peers.max_message_bytes, read_peer_tls(peers))
         self._stub = attn_pb2_grpc.AttentionWorkerStub(self._grpc)
@@ -126,8 +131,15 @@ class AttentionClient:
         self._post(attachment, "ready")
 
     def publish(self, attachment: Attachment, plan: StepPlan) -> None:
-        """Sends a plan. Called on the engine thread; never blocks."""
-        self._post(attachment, plan)
+        """Sends a plan. Called on the engine thread; waits only while the attention worker does not read."""
+        if attachment.link is None:
+            self._post(attachment, plan)
+            return
+        try:
+            attachment.link.send(encode_plan(plan).SerializeToString())
+        except PeerError as error:
+            log.debug("a plan could not be sent", reason=str(error))  # the end of `Execute` gives the reason
+            self._post(attachment, AttachmentEnd(str(error), is_crash=True))
 
     def drop(self, attachment: Attachment, end: AttachmentEnd) -> None:
         """Gives up the attachment; a new one follows. Called on the engine thread; never blocks."""
@@ -170,7 +182,9 @@ class AttentionClient:
 
     async def _attach_once(self) -> Attachment:
         """Raises an error of gRPC, or what `map_channels` raises."""
-        reply = await self._stub.Attach(attach_request(self._options), timeout=self._connect_timeout_s)
+        request = attach_request(self._options)
+        request.takes_plan_link = self._options.takes_plan_link
+        reply = await self._stub.Attach(request, timeout=self._connect_timeout_s)
         return self._map(reply)
 
     def _map(self, reply: attn_pb2.AttachReply) -> Attachment:
@@ -188,13 +202,23 @@ class AttentionClient:
             layer_window=reply.layer_window if reply.HasField("layer_window") else None,
             is_empty=reply.is_empty,
             max_num_sequences=reply.max_num_sources or None,
+            link=self._connect(reply.plan_link) if reply.plan_link else None,
         )
+
+    def _connect(self, name: str) -> MessageLink | None:
+        try:
+            return MessageLink.connect(name, self._options.wait_timeout_s, self._max_message_bytes)
+        except PeerError as error:
+            log.warning("plans go by gRPC, which takes longer", reason=str(error))
+            return None
 
     async def _serve(
         self, attachment: Attachment, listener: AttentionListener, watcher: AttachmentWatcher
     ) -> AttachmentEnd:
         """Runs until the attachment ends; returns the reason."""
-        call = execute(self._stub, attachment.epoch, attachment.attachment_id)
+        call = execute(self._stub, attachment.epoch, attachment.attachment_id, has_link=attachment.link is not None)
+        if attachment.link is not None:
+            attachment.link.receive(partial(self._receive_by_link, attachment, listener))
         try:
             # No TaskGroup: in Python 3.11 it loses a cancellation if one of its tasks fails at the same time.
             await run_together(
@@ -206,6 +230,12 @@ class AttentionClient:
         finally:
             call.cancel()
         raise AssertionError("the stream's reader ends with an error")
+
+    def _receive_by_link(self, attachment: Attachment, listener: AttentionListener, message: bytes) -> None:
+        try:
+            listener.on_answer(attachment, decode_answer(attn_pb2.PlanAnswer.FromString(message)))
+        except Exception as error:  # no one awaits the link's thread
+            self._post(attachment, AttachmentEnd(f"reading an answer: {error!r}", is_crash=True))
 
     async def _handle_inbox(
         self, attachment: Attachment, send: Callable[[Any], Awaitable[None]], watcher: AttachmentWatcher
@@ -266,9 +296,14 @@ def map_channels(
         ) from error
 
 
-def execute(stub: attn_pb2_grpc.AttentionWorkerStub, epoch: int, attachment_id: int) -> grpc.aio.StreamStreamCall:
-    """Opens the stream of plans of an attachment."""
-    return stub.Execute(metadata=(("epoch", str(epoch)), ("attachment-id", str(attachment_id))))
+def execute(
+    stub: attn_pb2_grpc.AttentionWorkerStub, epoch: int, attachment_id: int, *, has_link: bool = False
+) -> grpc.aio.StreamStreamCall:
+    """Opens the stream of plans of an attachment. `has_link`: they go by its link."""
+    metadata = [("epoch", str(epoch)), ("attachment-id", str(attachment_id))]
+    if has_link:
+        metadata.append(("plan-link", "1"))
+    return stub.Execute(metadata=metadata)
 
 
 async def receive_answers(

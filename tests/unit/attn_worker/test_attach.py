@@ -31,6 +31,7 @@ from services.common.resolve import resolve_model
 from services.pb import attn_pb2, stall_pb2
 from services.rpc.spans import NoTracer
 
+MAX_PLAN_BYTES = 1 << 20
 EPOCH = 0x5EA1_ED5E_0000_0001
 TIMEOUT_S = 60.0
 MODEL = resolve_model(ModelSection(), "cpu")
@@ -50,7 +51,8 @@ async def on_stall(stall: stall_pb2.Stall | None) -> None:
 
 def make_servicer(kv_cache_dtype: str = "auto") -> AttentionServicer:
     section = AttentionSection(num_blocks=8, kv_cache_dtype=kv_cache_dtype)
-    return AttentionServicer(section, MODEL, EPOCH, TIMEOUT_S, CollectorRegistry(), NoTracer(), TIMEOUT_S, on_stall)
+    arguments = section, MODEL, EPOCH, TIMEOUT_S, CollectorRegistry(), NoTracer(), TIMEOUT_S, on_stall
+    return AttentionServicer(*arguments, max_message_bytes=MAX_PLAN_BYTES)
 
 
 def make_request(**changes: object) -> attn_pb2.AttachRequest:

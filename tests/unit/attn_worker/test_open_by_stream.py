@@ -22,6 +22,7 @@ from services.step import PlanEntry
 from services.step.codec import encode_plan
 from tests.support.plans import plan_of
 
+MAX_PLAN_BYTES = 1 << 20
 EPOCH = 0x5EA1_ED5E_0000_0002
 TIMEOUT_S = 60.0
 NUM_BLOCKS, BLOCK_SIZE = 8, 4
@@ -60,9 +61,8 @@ async def answers_to(
     is_over = asyncio.Event()
     model = resolve_model(ModelSection(), "cpu")
     section = AttentionSection(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
-    servicer = AttentionServicer(
-        section, model, EPOCH, TIMEOUT_S, CollectorRegistry(), NoTracer(), TIMEOUT_S, on_stall
-    )
+    arguments = section, model, EPOCH, TIMEOUT_S, CollectorRegistry(), NoTracer(), TIMEOUT_S, on_stall
+    servicer = AttentionServicer(*arguments, max_message_bytes=MAX_PLAN_BYTES)
     request = attn_pb2.AttachRequest(
         dtype="float32",
         kv_cache_dtype="model",

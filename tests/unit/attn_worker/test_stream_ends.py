@@ -14,6 +14,8 @@ from prometheus_client import CollectorRegistry
 
 from services.attn_worker.service import SERVICE_NAME
 from services.attn_worker.servicer import AttentionServicer
+from services.channel import message_link
+from services.channel.message_link import MessageLink
 from services.common.config import AttentionSection, ModelSection
 from services.common.resolve import resolve_model
 from services.pb import attn_pb2, attn_pb2_grpc, stall_pb2, step_pb2
@@ -23,13 +25,12 @@ from services.step import PlanEntry
 from services.step.codec import encode_plan
 from tests.support.plans import plan_of
 
+MAX_PLAN_BYTES = 1 << 20
 EPOCH = 0x5EA1_ED5E_0000_0003
 TEST_LIMIT_S = 60.0
 WAIT_TIMEOUT_S = 0.2  # time limit of a step for a dense worker that does nothing
 BLOCK_SIZE, MAX_NUM_TOKENS = 4, 16
 PROMPT = range(5, 5 + 3 * BLOCK_SIZE)
-
-Execute = grpc.aio.StreamStreamCall
 
 
 @asynccontextmanager
@@ -43,9 +44,8 @@ async def attention_worker(directory: Path) -> AsyncIterator[tuple[AttentionServ
     server = GrpcServer(address, [SERVICE_NAME], max_message_bytes=1 << 20)
     section = AttentionSection(num_blocks=8, block_size=BLOCK_SIZE)
     model = resolve_model(ModelSection(), "cpu")
-    servicer = AttentionServicer(
-        section, model, EPOCH, WAIT_TIMEOUT_S, CollectorRegistry(), NoTracer(), TEST_LIMIT_S, on_stall
-    )
+    arguments = section, model, EPOCH, WAIT_TIMEOUT_S, CollectorRegistry(), NoTracer(), TEST_LIMIT_S, on_stall
+    servicer = AttentionServicer(*arguments, max_message_bytes=MAX_PLAN_BYTES)
     attn_pb2_grpc.add_AttentionWorkerServicer_to_server(servicer, server.server)
     await server.start()
     try:
@@ -57,9 +57,37 @@ async def attention_worker(directory: Path) -> AsyncIterator[tuple[AttentionServ
         servicer.stop()
 
 
-async def attach(stub: Any) -> attn_pb2.AttachReply:
+class Plans:
+    """The dense worker's end: plans go by gRPC or by the link, and answers come the same way."""
+
+    def __init__(self, stub: Any, reply: attn_pb2.AttachReply) -> None:
+        metadata = [("epoch", str(reply.epoch)), ("attachment-id", str(reply.attachment_id))]
+        self._answers: asyncio.Queue[attn_pb2.PlanAnswer] = asyncio.Queue()
+        self.link = None
+        if reply.plan_link:
+            self.link = MessageLink.connect(reply.plan_link, TEST_LIMIT_S, MAX_PLAN_BYTES)
+            loop = asyncio.get_running_loop()
+            self.link.receive(lambda message: loop.call_soon_threadsafe(self._put, message))
+            metadata.append(("plan-link", "1"))
+        self.call = stub.Execute(metadata=metadata)
+
+    def _put(self, message: bytes) -> None:
+        self._answers.put_nowait(attn_pb2.PlanAnswer.FromString(message))
+
+    async def write(self, plan: step_pb2.StepPlan) -> None:
+        if self.link is None:
+            await self.call.write(plan)
+        else:
+            self.link.send(plan.SerializeToString())
+
+    async def read(self) -> attn_pb2.PlanAnswer:
+        return await (self.call.read() if self.link is None else self._answers.get())
+
+
+async def attach(stub: Any, *, takes_plan_link: bool = False) -> attn_pb2.AttachReply:
     return await stub.Attach(
         attn_pb2.AttachRequest(
+            takes_plan_link=takes_plan_link,
             dtype="float32",
             kv_cache_dtype="model",
             model_fingerprint=resolve_model(ModelSection(), "cpu").config.fingerprint,
@@ -70,9 +98,9 @@ async def attach(stub: Any) -> attn_pb2.AttachReply:
     )
 
 
-async def open_one(stub: Any, reply: attn_pb2.AttachReply, seq_id: int = 1) -> tuple[Execute, attn_pb2.SequenceOpened]:
+async def open_one(stub: Any, reply: attn_pb2.AttachReply, seq_id: int = 1) -> tuple[Plans, attn_pb2.SequenceOpened]:
     """Begins a stream of plans and opens a sequence with PROMPT."""
-    call = stub.Execute(metadata=(("epoch", str(reply.epoch)), ("attachment-id", str(reply.attachment_id))))
+    call = Plans(stub, reply)
     new = step_pb2.NewSequence(seq_id=seq_id, token_ids=PROMPT, num_prompt_tokens=len(PROMPT))
     await call.write(step_pb2.StepPlan(new_sequences=[new]))
     return call, (await call.read()).opened
@@ -82,19 +110,20 @@ def plan(num_tokens: int) -> step_pb2.StepPlan:
     return encode_plan(plan_of(1, PlanEntry(1, 0, num_tokens, 1)))
 
 
-async def stall(call: Execute, stub: Any) -> None:
+async def stall(call: Plans, stub: Any) -> None:
     """Begins a step for which the dense worker never signals that its queries, keys and values are ready."""
     await call.write(plan(len(PROMPT)))
 
 
-async def attach_again(call: Execute, stub: Any) -> None:
+async def attach_again(call: Plans, stub: Any) -> None:
     await attach(stub)
 
 
-async def exceed_a_limit(call: Execute, stub: Any) -> None:
+async def exceed_a_limit(call: Plans, stub: Any) -> None:
     await call.write(plan(MAX_NUM_TOKENS + 1))
 
 
+@pytest.mark.parametrize("takes_plan_link", [False, True], ids=["gRPC", "link"])
 @pytest.mark.parametrize(
     ("end", "status"),
     [
@@ -104,14 +133,18 @@ async def exceed_a_limit(call: Execute, stub: Any) -> None:
     ],
 )
 def test_the_worker_continues_after_a_stream_ends_with_an_error(
-    end: Callable[[Execute, Any], Coroutine[Any, Any, None]], status: grpc.StatusCode, tmp_path: Path
+    end: Callable[[Plans, Any], Coroutine[Any, Any, None]],
+    status: grpc.StatusCode,
+    takes_plan_link: bool,
+    tmp_path: Path,
 ) -> None:
     async def run() -> None:
         async with attention_worker(tmp_path) as (servicer, stub):
             failure = asyncio.create_task(servicer.wait_failure())
-            call, _ = await open_one(stub, await attach(stub))
-            await end(call, stub)
-            assert await call.code() is status
+            plans, opened = await open_one(stub, await attach(stub, takes_plan_link=takes_plan_link))
+            assert (plans.link is not None) == takes_plan_link and opened.seq_id == 1
+            await end(plans, stub)
+            assert await plans.call.code() is status
             while servicer._readers:  # noqa: ASYNC110  the test's limit bounds it
                 await asyncio.sleep(0.001)
             await asyncio.sleep(0.01)  # for the task to notice
@@ -120,5 +153,16 @@ def test_the_worker_continues_after_a_stream_ends_with_an_error(
             assert list(reply.open_seq_ids) == [1], "the sequence must be kept for the next attachment"
             await open_one(stub, reply, seq_id=2)
             failure.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), TEST_LIMIT_S))
+
+
+def test_plans_come_by_grpc_where_there_can_be_no_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(message_link, "SHM_DIR", tmp_path / "missing")
+
+    async def run() -> None:
+        async with attention_worker(tmp_path) as (_, stub):
+            plans, opened = await open_one(stub, await attach(stub, takes_plan_link=True))
+            assert plans.link is None and opened.seq_id == 1
 
     asyncio.run(asyncio.wait_for(run(), TEST_LIMIT_S))

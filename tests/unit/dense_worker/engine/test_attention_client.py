@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +15,8 @@ import pytest
 import torch
 
 from services.attn_worker.attach_request import read_sinks
-from services.channel import ChannelSpec
+from services.channel import ChannelSpec, message_link
+from services.channel.message_link import LinkOffer, MessageLink
 from services.channel.region import shared_memory_id
 from services.channel.shm import ShmChannel
 from services.common.attention.learned import Learned
@@ -27,7 +31,7 @@ from tests.unit.dense_worker.engine.test_scheduler import make_sequence
 
 TEST_LIMIT_S = 30.0
 NUM_SEQUENCES = 50
-ATTACHMENT: Any = SimpleNamespace(epoch=1, attachment_id=1)
+ATTACHMENT: Any = SimpleNamespace(epoch=1, attachment_id=1, link=None)
 SPEC = ChannelSpec(max_tokens=1, qkv_size=1, attn_size=1, dtype=torch.float32)
 
 
@@ -108,6 +112,69 @@ def open_all(refusal: str | None) -> Listener:
         return listener
 
     return asyncio.run(asyncio.wait_for(run(), TEST_LIMIT_S))
+
+
+@pytest.fixture
+def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[MessageLink, MessageLink]]:
+    """The two ends of a link, the attention worker's first."""
+    monkeypatch.setattr(message_link, "SHM_DIR", tmp_path)  # where no server cleans up
+    offer = LinkOffer(secrets.randbits(64), 1)
+    own = MessageLink.connect(offer.name, TEST_LIMIT_S, 1 << 20)
+    peer = offer.accept(TEST_LIMIT_S, 1 << 20)
+    yield peer, own
+    peer.close()
+    own.close()
+
+
+def test_plans_and_answers_go_by_the_link_if_there_is_one(ends: tuple[MessageLink, MessageLink]) -> None:
+    peer, own = ends
+
+    def answer(message: bytes) -> None:
+        for new in step_pb2.StepPlan.FromString(message).new_sequences:
+            opened = attn_pb2.SequenceOpened(seq_id=new.seq_id, num_held_blocks=1)
+            peer.send(attn_pb2.PlanAnswer(opened=opened).SerializeToString())
+
+    async def run() -> None:
+        listener: Any = Listener()
+        attachment: Any = SimpleNamespace(epoch=1, attachment_id=1, link=own)
+        peer.receive(answer)
+        client = make_client(Attention("nothing goes by the stream"))
+        serving = asyncio.create_task(client._serve(attachment, listener, Watcher()))
+        for seq_id in range(NUM_SEQUENCES):
+            client.publish(attachment, StepPlan(0, new_sequences=(make_sequence(seq_id, 4, 4).describe(),)))
+        while len(listener.opened) < NUM_SEQUENCES:  # noqa: ASYNC110  the test's limit bounds it
+            await asyncio.sleep(0.001)
+        assert listener.opened == list(range(NUM_SEQUENCES)) and not listener.refused
+        client.drop(attachment, AttachmentEnd("enough", is_crash=False))
+        assert (await serving).reason == "enough"
+
+    asyncio.run(asyncio.wait_for(run(), TEST_LIMIT_S))
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_closed_link_ends_the_attachment_for_the_reason_that_the_stream_gives(
+    ends: tuple[MessageLink, MessageLink], is_replaced: bool
+) -> None:
+    class EndingCall(Call):
+        async def read(self) -> attn_pb2.PlanAnswer:
+            await asyncio.sleep(0.05 if is_replaced else TEST_LIMIT_S)
+            metadata = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.FAILED_PRECONDITION, metadata, metadata, "replaced")
+
+    async def run() -> None:
+        peer, own = ends
+        attachment: Any = SimpleNamespace(epoch=1, attachment_id=1, link=own)
+        attention = Attention()
+        attention.call = EndingCall(None)
+        client = make_client(attention)
+        serving = asyncio.create_task(client._serve(attachment, Listener(), Watcher()))
+        peer.close()
+        for _ in range(2):  # the first one may still get into the socket
+            client.publish(attachment, StepPlan(0))
+        end = await serving
+        assert (end.is_replaced, end.is_crash) == (is_replaced, not is_replaced), end
+
+    asyncio.run(asyncio.wait_for(run(), TEST_LIMIT_S))
 
 
 def test_sequences_are_opened_in_order_by_the_stream_of_plans() -> None:

@@ -1,0 +1,125 @@
+"""`MessageLink`: whole messages between threads of two processes of one host, without an event loop in between.
+
+A message on the gRPC stream of plans passes the event loops of both workers, which takes it some tenths of a
+millisecond and more when they are busy. Over a Unix socket the engine thread sends it itself, and a thread of the
+receiver hands it on. The attention worker offers a socket for each attachment, beside its data region in shared memory;
+the dense worker connects to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Self
+
+from services.channel.shm_cleanup import LINK_SUFFIX, NAME_PREFIX, SHM_DIR
+from services.common.errors import PeerError
+
+_TIMEVAL = struct.Struct("ll")  # seconds, microseconds
+
+
+class LinkOffer:
+    """A socket that waits for one connection. The owner calls `accept` or `close`."""
+
+    def __init__(self, epoch: int, attachment_id: int) -> None:
+        """Raises OSError if there can be no socket in `SHM_DIR`."""
+        self._path = SHM_DIR / f"{NAME_PREFIX}{epoch:016x}-{attachment_id}{LINK_SUFFIX}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            os.fchmod(self._socket.fileno(), 0o600)  # before it has a name: `bind` keeps the mode
+            self._socket.bind(str(self._path))
+            self._socket.listen(1)
+        except BaseException:
+            self.close()
+            raise
+        self._socket.setblocking(False)
+
+    @property
+    def name(self) -> str:
+        """What the peer passes to `MessageLink.connect`."""
+        return self._path.name
+
+    def accept(self, send_timeout_s: float, max_message_bytes: int) -> MessageLink:
+        """The link to the peer, which has connected already. Raises `PeerError` if it has not."""
+        try:
+            connected, _ = self._socket.accept()
+        except OSError as error:
+            raise PeerError(f"nobody has connected to {self._path}: {error}") from error
+        finally:
+            self.close()
+        return MessageLink(connected, send_timeout_s, max_message_bytes)
+
+    def close(self) -> None:
+        """Removes the socket; nobody can connect any more. May be called again."""
+        self._socket.close()
+        self._path.unlink(missing_ok=True)
+
+
+class MessageLink:
+    """One end of a connection. `send` and `close` may be called from any thread."""
+
+    def __init__(self, connected: socket.socket, send_timeout_s: float, max_message_bytes: int) -> None:
+        seconds, fraction = divmod(send_timeout_s, 1.0)
+        connected.setblocking(True)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(seconds), int(fraction * 1e6)))
+        self._socket = connected
+        self._messages = Connection(os.dup(connected.fileno()))
+        self._send_timeout_s = send_timeout_s
+        self._max_message_bytes = max_message_bytes
+        self._sending = threading.Lock()
+        self._receiver: threading.Thread | None = None
+
+    @classmethod
+    def connect(cls, name: str, send_timeout_s: float, max_message_bytes: int) -> Self:
+        """Connects to the offer of that name. Raises `PeerError`."""
+        path = SHM_DIR / Path(name).name
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connected.connect(str(path))
+        except OSError as error:
+            connected.close()
+            raise PeerError(f"cannot connect to {path}: {error}") from error
+        return cls(connected, send_timeout_s, max_message_bytes)
+
+    def send(self, message: bytes) -> None:
+        """Sends a message. Waits only while the peer does not read, at most `send_timeout_s`. Raises `PeerError`."""
+        if len(message) > self._max_message_bytes:
+            raise PeerError(f"a message has {len(message)} bytes, the limit is {self._max_message_bytes}")
+        try:
+            with self._sending:
+                self._messages.send_bytes(message)
+        except OSError as error:
+            self.close()  # a part of the message may have been sent
+            raise PeerError(f"the other worker does not read: {error}, limit {self._send_timeout_s} s") from error
+
+    def receive(self, on_message: Callable[[bytes], None]) -> None:
+        """Starts a thread that calls `on_message` for each message, in order, until either side closes the link."""
+        self._receiver = threading.Thread(target=self._receive, args=(on_message,), name="plan-link", daemon=True)
+        self._receiver.start()
+
+    def close(self) -> None:
+        """Ends both directions. Messages that have not been read may be lost. May be called again."""
+        with contextlib.suppress(OSError):  # the peer has closed it
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if self._receiver is None:
+            self._release()
+
+    def _receive(self, on_message: Callable[[bytes], None]) -> None:
+        try:
+            while True:
+                on_message(self._messages.recv_bytes(self._max_message_bytes))
+        except (EOFError, OSError):
+            pass  # closed
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        with self._sending:  # otherwise a message might go to another file that gets the number
+            self._socket.close()
+            self._messages.close()

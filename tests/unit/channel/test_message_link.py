@@ -1,0 +1,135 @@
+"""Messages between two threads by a Unix socket: whole, in order, bounded in size and time, and nothing left behind."""
+
+from __future__ import annotations
+
+import fcntl
+import queue
+import secrets
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.channel import message_link, region, shm_cleanup
+from services.channel.message_link import LinkOffer, MessageLink
+from services.channel.region import SharedRegion
+from services.channel.shm_cleanup import remove_stale_regions
+from services.common.errors import PeerError
+
+TEST_LIMIT_S = 30.0
+SEND_TIMEOUT_S = 0.2
+MAX_BYTES = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """In place of /dev/shm, where a server that starts meanwhile would clean up. Names of sockets must be short."""
+    with tempfile.TemporaryDirectory(prefix="link-", dir="/tmp") as name:
+        for module in (message_link, region, shm_cleanup):
+            monkeypatch.setattr(module, "SHM_DIR", Path(name))
+        yield Path(name)
+
+
+@pytest.fixture
+def offer(directory: Path) -> Iterator[LinkOffer]:
+    offer = LinkOffer(secrets.randbits(64), 1)
+    yield offer
+    offer.close()
+
+
+@pytest.fixture
+def ends(offer: LinkOffer) -> Iterator[tuple[MessageLink, MessageLink]]:
+    """The two ends of a link."""
+    first = MessageLink.connect(offer.name, SEND_TIMEOUT_S, MAX_BYTES)
+    second = offer.accept(SEND_TIMEOUT_S, MAX_BYTES)
+    yield first, second
+    first.close()
+    second.close()
+
+
+def test_messages_arrive_whole_and_in_order_in_both_directions(ends: tuple[MessageLink, MessageLink]) -> None:
+    messages = [secrets.token_bytes(size) for size in (0, 1, 100, 70_000, MAX_BYTES, 3)]
+    for sender, receiver in (ends, ends[::-1]):
+        received: queue.Queue[bytes] = queue.Queue()
+        receiver.receive(received.put)
+        for message in messages:
+            sender.send(message)
+        assert [received.get(timeout=TEST_LIMIT_S) for _ in messages] == messages
+
+
+def test_threads_that_send_at_once_do_not_mix_their_messages(ends: tuple[MessageLink, MessageLink]) -> None:
+    received: queue.Queue[bytes] = queue.Queue()
+    ends[1].receive(received.put)
+    messages = [bytes([number]) * 50_000 for number in range(20)]
+    threads = [threading.Thread(target=ends[0].send, args=(message,)) for message in messages]
+    for thread in threads:
+        thread.start()
+    assert sorted(received.get(timeout=TEST_LIMIT_S) for _ in messages) == messages
+    for thread in threads:
+        thread.join(TEST_LIMIT_S)
+
+
+def test_an_offer_is_for_one_connection_of_the_same_user(offer: LinkOffer, directory: Path) -> None:
+    path = directory / offer.name
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    first = MessageLink.connect(offer.name, SEND_TIMEOUT_S, MAX_BYTES)
+    second = offer.accept(SEND_TIMEOUT_S, MAX_BYTES)
+    assert not path.exists()
+    with pytest.raises(PeerError, match=str(path)):
+        MessageLink.connect(offer.name, SEND_TIMEOUT_S, MAX_BYTES)
+    first.close()
+    second.close()
+
+
+def test_nobody_has_connected(offer: LinkOffer, directory: Path) -> None:
+    with pytest.raises(PeerError, match=offer.name):
+        offer.accept(SEND_TIMEOUT_S, MAX_BYTES)
+    assert list(directory.iterdir()) == []
+
+
+def test_a_peer_that_does_not_read_is_waited_for_within_a_bound(ends: tuple[MessageLink, MessageLink]) -> None:
+    start = time.monotonic()
+    with pytest.raises(PeerError, match=str(SEND_TIMEOUT_S)):
+        for _ in range(100):
+            ends[0].send(bytes(MAX_BYTES))
+    assert time.monotonic() - start < TEST_LIMIT_S
+    with pytest.raises(PeerError):  # a part of a message may have been sent: nothing can follow it
+        ends[0].send(b"next")
+
+
+def test_a_message_that_is_too_large_is_refused_with_both_numbers(ends: tuple[MessageLink, MessageLink]) -> None:
+    with pytest.raises(PeerError, match=rf"{MAX_BYTES + 1} bytes.*{MAX_BYTES}"):
+        ends[0].send(bytes(MAX_BYTES + 1))
+    received: queue.Queue[bytes] = queue.Queue()
+    ends[1].receive(received.put)
+    ends[0].send(b"the next one passes")
+    assert received.get(timeout=TEST_LIMIT_S) == b"the next one passes"
+
+
+@pytest.mark.parametrize("closes", [0, 1], ids=["the sender", "the receiver"])
+def test_closing_either_end_ends_the_receiving_thread(ends: tuple[MessageLink, MessageLink], closes: int) -> None:
+    ends[1].receive(lambda message: None)
+    thread = ends[1]._receiver
+    assert thread is not None
+    ends[closes].close()
+    thread.join(TEST_LIMIT_S)
+    assert not thread.is_alive()
+    with pytest.raises(PeerError):
+        for _ in range(2):  # the first one may still get into the socket
+            ends[0].send(b"too late")
+
+
+def test_sockets_of_killed_processes_are_removed_with_their_regions(directory: Path) -> None:
+    """A killed process leaves both, and its region has no lock."""
+    epoch, dead_epoch = secrets.randbits(64), secrets.randbits(64)
+    living, dead = SharedRegion.create(8192, epoch, 1, 0), SharedRegion.create(8192, dead_epoch, 1, 0)
+    offers = LinkOffer(epoch, 1), LinkOffer(dead_epoch, 1)
+    fcntl.flock(dead._file, fcntl.LOCK_UN)
+    assert set(remove_stale_regions()) == {dead.name, offers[1].name}
+    assert {path.name for path in directory.iterdir()} == {living.name, offers[0].name}
+    for each in (living, dead, *offers):
+        each.close()
