@@ -63,9 +63,8 @@ def _of_config(config: Config) -> Iterator[tuple[str, str]]:
         yield f"attention.kv_cache_skip_layers names {numbers}, and each stage counts its own layers", "leave it out"
     if set(launch.services) != set(SERVICES):
         yield f"launch.services is {', '.join(launch.services)}", "one launcher must start all services"
-    for key in ("standby_dense", "standby_attention"):
-        if getattr(launch, key) not in ("auto", "off"):
-            yield f"launch.{key} is {getattr(launch, key)!r}", "set it to off: ranks have no standbys"
+    if launch.standby_dense == "imports":
+        yield "launch.standby_dense is 'imports', and a shard's standby has its weights", "set it to auto or loaded"
 
 
 def _of_parts(model: ModelConfig) -> Iterator[tuple[str, str]]:

@@ -30,6 +30,11 @@ SECTIONS = {ATTENTION_ROLE: "attention", DENSE_ROLE: "dense"}  # of the config, 
 MAX_WAITERS = 4  # threads that wait for the end of one process: to watch, drain, stop and kill it
 
 
+def worker_name(role: str, number: int) -> str:
+    """The name of a worker: of which rank, or of which of several attention workers it is, if not of the first."""
+    return f"{role}-{number}" if number else role
+
+
 class Child:
     """One service as a child process, restarted when it dies, up to the configured number of times."""
 
@@ -108,6 +113,11 @@ class Child:
                     start_new_session=True,  # so that Ctrl-C reaches only the launcher, which stops the services
                 )
         self._lifelines.watch(own_end, self._process.pid)
+
+    @property
+    def service_name(self) -> str:
+        """The name of the service, which is its successor's, too."""
+        return worker_name(self.role, self.options.rank or self.options.attention_index)
 
     @property
     def module(self) -> str:

@@ -26,6 +26,12 @@ class Children:
             if child.role == role and child.options.rank == child.options.attention_index == 0
         ]
 
+    def worker(self, role: str, rank: int) -> Child:
+        """The worker of a rank; of several attention workers the first one."""
+        options = [(child, child.options) for child in self if child.role == role]
+        [child] = [child for child, own in options if own.rank == rank and own.attention_index == 0]
+        return child
+
     def start(self, child: Child) -> None:
         """Starts and watches a service."""
         self._watchers[child] = asyncio.create_task(child.watch())

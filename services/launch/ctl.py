@@ -173,7 +173,7 @@ def print_status(stub: launch_pb2_grpc.LauncherStub) -> int:
 
 def describe_standby(standby: launch_pb2.StandbyStatus) -> str:
     """One line about a standby: what it is, and what it costs."""
-    name, took_over = f"standby of {standby.role}", f"took over {standby.num_take_overs} times"
+    name, took_over = f"standby of {standby.name}", f"took over {standby.num_take_overs} times"
     if standby.state == launch_pb2.StandbyStatus.OFF:
         return f"{name}: none, {standby.reason}"
     if standby.state == launch_pb2.StandbyStatus.STARTING:

@@ -61,20 +61,24 @@ class LaunchMetrics:
 
     def _collect_standbys(self) -> Iterator[Metric]:
         ready = GaugeMetricFamily(
-            "twostroke_launch_standby_ready", "1 while a standby could take over at once, else 0.", labels=["role"]
+            "twostroke_launch_standby_ready",
+            "1 while a standby of each worker could take over at once, else 0.",
+            labels=["role"],
         )
         memory = GaugeMetricFamily(
             "twostroke_launch_standby_bytes",
-            "Memory that a standby takes, of the host (shared pages in equal parts) or of its GPU.",
+            "Memory that standbys take, of the host (shared pages in equal parts) or of their GPUs.",
             labels=["role", "memory"],
         )
         take_overs = CounterMetricFamily(
             "twostroke_launch_take_overs", "Times a standby took over from a worker that had died.", labels=["role"]
         )
-        for standby in self._standbys:
-            status = standby.status()
-            ready.add_metric([status.role], int(status.state == launch_pb2.StandbyStatus.READY))
-            memory.add_metric([status.role, "host"], status.host_bytes)
-            memory.add_metric([status.role, "gpu"], status.device_bytes)
-            take_overs.add_metric([status.role], status.num_take_overs)
+        by_role: dict[str, list[launch_pb2.StandbyStatus]] = {}
+        for status in (standby.status() for standby in self._standbys):
+            by_role.setdefault(status.role, []).append(status)
+        for role, of_ranks in by_role.items():
+            ready.add_metric([role], int(all(each.state == launch_pb2.StandbyStatus.READY for each in of_ranks)))
+            memory.add_metric([role, "host"], sum(each.host_bytes for each in of_ranks))
+            memory.add_metric([role, "gpu"], sum(each.device_bytes for each in of_ranks))
+            take_overs.add_metric([role], sum(each.num_take_overs for each in of_ranks))
         yield from (ready, memory, take_overs)

@@ -41,13 +41,13 @@ from services.launch.service_configs import (
     service_configs,
     with_host_kv_path,
     without_needless_services,
+    worker_addresses,
 )
 from services.launch.service_manager import ServiceManager
 from services.launch.servicer import make_control
 from services.launch.serving import answer_prompt, print_addresses, wait_serving, wait_started
 from services.launch.standby import Spares, Standby
 from services.launch.summary import print_summary
-from services.launch.switched_address import SwitchedAddress
 from services.rpc.metrics import new_registry, serving_metrics
 from services.rpc.start_deadline import StartDeadline
 from services.rpc.uninterrupted import uninterrupted
@@ -96,16 +96,13 @@ class Launcher:
         has_tier = ATTENTION_ROLE in config.launch.services and config.attention.host_kv_bytes
         if has_tier and config.attention.host_kv_path is None:
             config = with_host_kv_path(config, self._opened.enter_context(run_directory(SHM_DIR)))
-        addresses = {
-            role: SwitchedAddress(getattr(config, section).address)
-            for role, section in SECTIONS.items()
-            if role in config.launch.services
-        }
+        addresses = worker_addresses(config, run_dir)
+        has_all_workers = {role for role, _ in addresses} == {*SECTIONS}
         counts_dir = self._opened.enter_context(run_directory(SHM_DIR)) if num_gateways(config) > 1 else None
         services = service_configs(config, run_dir, addresses, counts_dir, [each.fileno() for each in passed])
         remove_stale_regions()  # of a launcher that was killed; their memory is free then
         await asyncio.to_thread(check_memory, config)
-        if len(addresses) == len(SECTIONS):
+        if has_all_workers:
             self._mps = start_mps(config, run_dir)
             if self._mps is not None:
                 self._opened.callback(stop_mps, self._mps)
@@ -123,33 +120,32 @@ class Launcher:
         own = {"environment": environment, "lifelines": lifelines, "succeed": self._succeed}
         make_child = partial(Child, run_dir=run_dir, **own)
         modes = {DENSE_ROLE: config.launch.standby_dense, ATTENTION_ROLE: config.launch.standby_attention}
-        if self._arguments.prompt is not None or config.dense.num_ranks > 1:  # then all ends with the answer
+        if self._arguments.prompt is not None:  # then all ends with the answer
             modes = dict.fromkeys(modes, "off")
         if has_several(config):
             modes[ATTENTION_ROLE] = "off"
         self._standbys = {
-            role: Standby(role, modes[role], self._children, address, make_child, config.launch)
-            for role, address in addresses.items()
+            (role, rank): Standby(role, modes[role], self._children, address, make_child, config.launch, rank)
+            for (role, rank), address in addresses.items()
         }
         if self._mps is not None:
             processes = [self._children, Spares(list(self._standbys.values()))]
-            interval_s = None if len(addresses) == len(SECTIONS) else INTERVAL_S
+            interval_s = None if has_all_workers else INTERVAL_S
             self._gpu_faults = GpuFaults(self._mps, processes, interval_s)
         for service in services:
             self._children.start(make_child(*service))
-        for role, address in addresses.items():
-            [worker] = self._children.of_role(role)
-            address.point_to(worker.address)
+        for worker, address in addresses.items():
+            address.point_to(self._children.worker(*worker).address)
         for standby in self._standbys.values():
             self._opened.push_async_callback(standby.close)
         replacer = None
-        if DENSE_ROLE in addresses:
-            standby = self._standbys[DENSE_ROLE]
+        if (first := (DENSE_ROLE, 0)) in addresses:
+            standby = self._standbys[first]
             attention_address = None if is_encoder(config.model.path) else config.attention.address
-            replacer = DenseReplacer(self._children, addresses[DENSE_ROLE], attention_address, make_child, standby)
+            replacer = DenseReplacer(self._children, addresses[first], attention_address, make_child, standby)
         attention_workers = None
-        if has_several(config) and len(addresses) == len(SECTIONS):
-            standby = self._standbys[DENSE_ROLE]
+        if has_several(config) and has_all_workers:
+            standby = self._standbys[DENSE_ROLE, 0]
             attention_workers = AttentionWorkers(self._children, make_child, standby, config, run_dir)
         await self._start_control(run_dir, replacer, attention_workers)
 
@@ -178,7 +174,7 @@ class Launcher:
         """Whether a standby is the service from now on, in the place of one that has died."""
         if self._gpu_faults is not None:
             self._gpu_faults.note_end()
-        standby = self._standbys.get(child.role)
+        standby = self._standbys.get((child.role, child.options.rank))
         return standby is not None and standby.succeed(child)
 
     async def _start_control(

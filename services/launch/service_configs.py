@@ -21,7 +21,7 @@ from services.common.process import available_cores
 from services.common.several_attention_workers import device_of_worker, devices_of_workers
 from services.common.shared_counts import SharedCounts
 from services.launch.addresses import control_address
-from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, SECTIONS
+from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, SECTIONS, worker_name
 from services.launch.gpus import is_on_gpu
 from services.launch.switched_address import SwitchedAddress
 
@@ -78,22 +78,24 @@ def num_gateways(config: Config) -> int:
 def service_configs(
     config: Config,
     run_dir: Path,
-    addresses: Mapping[str, SwitchedAddress],
+    addresses: Mapping[tuple[str, int], SwitchedAddress],
     counts_dir: Path | None = None,
     listeners: Sequence[int] = (),
 ) -> list[ServiceStart]:
     """The services of `launch.services`, in starting order. Others look for a worker at its switched address.
 
-    addresses: of the workers among them, by role, in starting order. counts_dir: a directory in shared memory; several
-    gateways need one. listeners: descriptors of the sockets that systemd passes, one for each gateway, or none.
+    addresses: of the workers among them, by role and rank, in starting order. counts_dir: a directory in shared
+    memory; several gateways need one. listeners: descriptors of the sockets that systemd passes, one for each gateway,
+    or none.
     """
     starts = [
         ServiceStart(role, role, with_address(config, role, address.new_address()), ChildOptions())
-        for role, address in addresses.items()
+        for (role, rank), address in addresses.items()
+        if rank == 0
     ]
     if config.dense.num_ranks > 1:
-        starts = rank_starts(config, run_dir, starts)
-    if ATTENTION_ROLE in addresses and (config.attention.workers > 1 or config.attention.elastic):
+        starts = rank_starts(config, addresses, starts)
+    if (ATTENTION_ROLE, 0) in addresses and (config.attention.workers > 1 or config.attention.elastic):
         starts = attention_starts(config, run_dir, starts)
     if "gateway" in config.launch.services:
         gateways = gateway_configs(config, run_dir, counts_dir)
@@ -107,8 +109,20 @@ def service_configs(
     return starts
 
 
-def rank_starts(config: Config, run_dir: Path, of_first: Sequence[ServiceStart]) -> list[ServiceStart]:
-    """The workers of all ranks; `of_first`: those of the first one.
+def worker_addresses(config: Config, run_dir: Path) -> dict[tuple[str, int], SwitchedAddress]:
+    """Where the others look for each worker of `launch.services`, by role and rank, in starting order."""
+    roles = {role: section for role, section in SECTIONS.items() if role in config.launch.services}
+    addresses = {(role, 0): SwitchedAddress(getattr(config, section).address) for role, section in roles.items()}
+    for rank in range(1, config.dense.num_ranks):
+        for role in roles:
+            addresses[role, rank] = SwitchedAddress(f"unix:{run_dir}/{worker_name(role, rank)}.sock")
+    return addresses
+
+
+def rank_starts(
+    config: Config, addresses: Mapping[tuple[str, int], SwitchedAddress], of_first: Sequence[ServiceStart]
+) -> list[ServiceStart]:
+    """The workers of all ranks; `of_first`: those of the first one. `addresses`: by role and rank.
 
     Each rank has a GPU, if there are any. On a CPU the ranks share its cores. The first one tells of blocks: all caches
     have the same plans.
@@ -120,17 +134,19 @@ def rank_starts(config: Config, run_dir: Path, of_first: Sequence[ServiceStart])
                 f"{name}.device is {getattr(config, name).device!r} and there are {count} ranks: set it to auto, for"
                 " ranks on the first GPU and those after it, or to cpu"
             )
-    sockets = {role: [f"unix:{run_dir}/{role}-{rank}.sock" for rank in range(1, count)] for role in SECTIONS}
-    others = {"rank_attention_addresses": sockets[ATTENTION_ROLE], "shard_addresses": sockets[DENSE_ROLE]}
+    others = {
+        key: tuple(addresses[role, rank].address for rank in range(1, count))
+        for key, role in (("rank_attention_addresses", ATTENTION_ROLE), ("shard_addresses", DENSE_ROLE))
+    }
     starts = []
     for start in of_first:
         leads = others if start.role == DENSE_ROLE else {}
         first = start._replace(config=_of_rank(start.config, 0), options=ChildOptions(**leads))
         starts.append(first)
-        for rank, address in enumerate(sockets[start.role], start=1):
+        for rank in range(1, count):
             silent = with_attention(_of_rank(config, rank), kv_events=None, kv_events_replay=None)
-            own = with_address(silent, start.role, address)
-            starts.append(ServiceStart(f"{start.role}-{rank}", start.role, own, ChildOptions(rank=rank)))
+            own = with_address(silent, start.role, addresses[start.role, rank].new_address())
+            starts.append(ServiceStart(worker_name(start.role, rank), start.role, own, ChildOptions(rank=rank)))
     return starts
 
 

@@ -113,7 +113,7 @@ class LauncherServicer(launch_pb2_grpc.LauncherServicer):
                     pid=child.pid or 0,
                     num_restarts=child.num_restarts,
                     last_end=child.last_end,
-                    name=child.name if child.options.attention_index else child.role,
+                    name=child.service_name,
                 )
                 for child in self._children
             ],

@@ -18,17 +18,17 @@ from typing import Literal
 
 import grpc
 import structlog
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.child_options import ChildOptions
 from services.common.config import Config, LaunchSection
 from services.common.errors import ConfigError, PeerError
 from services.common.process import proportional_bytes
-from services.launch.child import DENSE_ROLE, Child
+from services.launch.child import DENSE_ROLE, Child, worker_name
 from services.launch.children import Children
 from services.launch.service_configs import with_address
+from services.launch.standby_calls import SpareState, standby_calls
 from services.launch.switched_address import SwitchedAddress
-from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc, launch_pb2
+from services.pb import launch_pb2
 from services.rpc.client import open_channel
 from services.rpc.start_deadline import StartDeadline
 from services.rpc.uninterrupted import uninterrupted
@@ -36,12 +36,13 @@ from services.rpc.uninterrupted import uninterrupted
 log = structlog.get_logger()
 
 POLL_S = 0.25
-CALL_TIMEOUT_S = 2.0  # of a question to a process that may be busy
 RETRY_S = 1.0  # before the next spare, if one has died; doubles with each further one in the window
 OWN_ERROR = 1  # exit status of a service that has reported what it lacks
 MIB = 2**20
 
 State = launch_pb2.StandbyStatus
+# What a spare is told as the worker was.
+INHERITED_OPTIONS = ("stated_weights_hash", "rank", "rank_attention_addresses", "shard_addresses")
 
 
 @dataclass(slots=True)
@@ -54,12 +55,11 @@ class Spare:
     is_taken: asyncio.Event = field(default_factory=asyncio.Event)  # set when it is no spare any more
     is_successor: bool = False  # of a worker that has died
     is_ready: bool = False
-    has_weights: bool = False
-    device_bytes: int = 0
+    state: SpareState = field(default_factory=lambda: SpareState(is_ready=False))  # as it has said
 
 
 class Standby:
-    """The standby of one role. `run` keeps a spare; when a child has died, `succeed` makes the spare its successor."""
+    """The standby of one worker. `run` keeps a spare; when the worker has died, `succeed` makes it its successor."""
 
     def __init__(
         self,
@@ -69,9 +69,14 @@ class Standby:
         address: SwitchedAddress,
         make_child: Callable[[str, str, Config, ChildOptions], Child],
         section: LaunchSection,
+        rank: int = 0,
     ) -> None:
-        """`make_child(name, role, config, options)` makes a spare. Raises `ConfigError` if there can be none."""
-        self.role = role
+        """`make_child(name, role, config, options)` makes a spare. `rank`: the worker's, if there are several.
+
+        Raises `ConfigError` if there can be none.
+        """
+        self.role, self._rank, self._name = role, rank, worker_name(role, rank)
+        self._calls = standby_calls(role, rank)
         self._key = f"launch.standby_{'dense' if role == DENSE_ROLE else 'attention'}"
         self._mode = mode
         self._children = children
@@ -99,12 +104,12 @@ class Standby:
 
     def status(self) -> launch_pb2.StandbyStatus:
         """The state and the costs of the spare."""
-        spare, reply = self._spare, launch_pb2.StandbyStatus(role=self.role, num_take_overs=self.num_take_overs)
+        spare, reply = self._spare, State(role=self.role, name=self._name, num_take_overs=self.num_take_overs)
         reply.state, reply.reason = (State.OFF if self._off_reason else State.STARTING), self._off_reason
         if spare is not None:
             reply.state = State.READY if spare.is_ready else State.STARTING
             reply.pid = spare.child.pid or 0
-            reply.has_weights, reply.device_bytes = spare.has_weights, spare.device_bytes
+            reply.has_weights, reply.device_bytes = spare.state.has_weights, spare.state.device_bytes
             reply.host_bytes = proportional_bytes(reply.pid)
         return reply
 
@@ -117,7 +122,7 @@ class Standby:
                 continue
             spare = self._start()
             await self._wait_end(spare)
-            if spare.is_successor and self.role == DENSE_ROLE:  # an attention worker serves whoever attaches
+            if spare.is_successor:
                 await self._tell(spare)
             await spare.channel.close()
             if self._spare is spare:  # it has ended by itself
@@ -125,7 +130,7 @@ class Standby:
                 await asyncio.gather(spare.watcher, return_exceptions=True)  # its error says what the child knows
                 await self._handle_failure(spare.child)
         if self._mode != "off":
-            log.warning("there is no standby", role=self.role, reason=self._off_reason)
+            log.warning("there is no standby", role=self._name, reason=self._off_reason)
         await asyncio.Event().wait()
 
     def succeed(self, old: Child) -> bool:
@@ -133,7 +138,8 @@ class Standby:
         spare = self._spare
         if old not in self._children or spare is None or not spare.is_ready or not spare.child.is_running:
             return False
-        log.warning("the standby takes over", role=self.role, pid=spare.child.pid, old_pid=old.pid, reason=old.last_end)
+        pid, reason = spare.child.pid, old.last_end
+        log.warning("the standby takes over", role=self._name, pid=pid, old_pid=old.pid, reason=reason)
         spare.is_successor = True
         new = self._take(spare)  # `run` tells it
         new.leave_standby(old)
@@ -153,7 +159,7 @@ class Standby:
         self._is_wanted.clear()
         spare, taken = self._spare, None
         try:
-            if spare is not None and is_taken and spare.is_ready and spare.has_weights and spare.child.is_running:
+            if spare is not None and is_taken and spare.is_ready and spare.state.has_weights and spare.child.is_running:
                 taken = self._take(spare), spare.watcher
             else:
                 await self._end_spare()
@@ -171,14 +177,13 @@ class Standby:
         return spare.child
 
     def _start(self) -> Spare:
-        [present] = self._children.of_role(self.role)
+        present = self._children.worker(self.role, self._rank)
         self._num_started += 1
         assert self._mode != "off"
-        options = ChildOptions(
-            standby=self._mode, has_predecessor=True, stated_weights_hash=present.options.stated_weights_hash
-        )
+        of_present = {key: getattr(present.options, key) for key in INHERITED_OPTIONS}
+        options = ChildOptions(standby=self._mode, has_predecessor=True, **of_present)
         config = with_address(present.config, self.role, self._address.new_address())
-        child = self._make_child(f"{self.role}-standby-{self._num_started}", self.role, config, options)
+        child = self._make_child(f"{self._name}-standby-{self._num_started}", self.role, config, options)
         watcher = asyncio.create_task(child.watch())
         channel = open_channel(child.address, config.peers.max_message_bytes, child.tls)
         self._spare = Spare(child, watcher, channel)
@@ -187,13 +192,10 @@ class Standby:
     async def _wait_serving(self) -> None:
         """Waits until the worker serves: until both are attached to each other, and the KV cache has its memory."""
         while True:
-            [worker] = self._children.of_role(self.role)
+            worker = self._children.worker(self.role, self._rank)
             with contextlib.suppress(grpc.aio.AioRpcError, ConfigError):  # its TLS files are checked elsewhere
                 async with open_channel(worker.address, worker.config.peers.max_message_bytes, worker.tls) as channel:
-                    if self.role != DENSE_ROLE:
-                        await _attention_status(channel)  # an error before a dense worker has attached
-                        return
-                    if (await _dense_status(channel)).state == dense_pb2.DenseStatus.SERVING:
+                    if await self._calls.serves(channel):
                         return
             await asyncio.sleep(POLL_S)
 
@@ -218,13 +220,13 @@ class Standby:
         """Raises `PeerError` after `launch.start_timeout_s`."""
         deadline, began_s = StartDeadline(self._section.start_timeout_s), time.monotonic()
         while not await self._is_ready(spare, deadline):
-            deadline.check(f"the standby of the {self.role} is not ready")
+            deadline.check(f"the standby of the {self._name} is not ready")
             await asyncio.sleep(POLL_S)
         spare.is_ready = self._has_been_ready = True
         costs = self.status()
         log.info(
             "standby ready",
-            role=self.role,
+            role=self._name,
             pid=costs.pid,
             kind="loaded" if costs.has_weights else "imports",
             host_mb=round(costs.host_bytes / MIB),
@@ -234,25 +236,18 @@ class Standby:
 
     async def _is_ready(self, spare: Spare, deadline: StartDeadline) -> bool:
         with contextlib.suppress(grpc.aio.AioRpcError):  # it does not listen yet
-            if self.role != DENSE_ROLE:
-                check = health_pb2_grpc.HealthStub(spare.channel).Check
-                reply = await check(health_pb2.HealthCheckRequest(), timeout=CALL_TIMEOUT_S)
-                return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
-            status = await _dense_status(spare.channel)
-            deadline.note(status)
-            spare.has_weights, spare.device_bytes = bool(status.weights_hash), status.device_bytes
-            return bool(status.state == dense_pb2.DenseStatus.STANDBY)
+            spare.state = await self._calls.state(spare.channel, deadline)
+            return spare.state.is_ready
         return False
 
     async def _tell(self, spare: Spare) -> None:
-        """Tells the dense worker to take over. One that does not answer is killed, and then started again."""
-        child, request = spare.child, dense_pb2.TakeOverRequest(returns_at_once=True)
+        """Tells the spare to take over. One that does not answer is killed, and then started again."""
+        child = spare.child
         try:
-            stub = dense_pb2_grpc.DenseWorkerStub(spare.channel)
-            await stub.TakeOver(request, timeout=child.config.peers.rpc_timeout_s)
+            await self._calls.take_over(spare.channel, child.config.peers.rpc_timeout_s)
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
-            log.error("the standby does not take over", role=self.role, pid=child.pid, reason=reason)
+            log.error("the standby does not take over", role=self._name, pid=child.pid, reason=reason)
             child.kill(f"it does not take over: {reason}")
 
     async def _handle_failure(self, child: Child) -> None:
@@ -272,7 +267,7 @@ class Standby:
             )
         else:
             delay_s = RETRY_S * 2 ** (len(self._failures) - 1)
-            log.warning("the standby has ended", role=self.role, pid=child.pid, reason=reason, delay_s=delay_s)
+            log.warning("the standby has ended", role=self._name, pid=child.pid, reason=reason, delay_s=delay_s)
             await asyncio.sleep(delay_s)
 
     async def _end_spare(self) -> None:
@@ -293,13 +288,3 @@ class Spares:
 
     def __iter__(self) -> Iterator[Child]:
         return iter([each.spare for each in self._standbys if each.spare is not None])
-
-
-async def _dense_status(channel: grpc.aio.Channel) -> dense_pb2.DenseStatus:
-    stub = dense_pb2_grpc.DenseWorkerStub(channel)
-    return await stub.GetStatus(dense_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S)
-
-
-async def _attention_status(channel: grpc.aio.Channel) -> attn_pb2.AttentionStatus:
-    stub = attn_pb2_grpc.AttentionWorkerStub(channel)
-    return await stub.GetStatus(attn_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S)

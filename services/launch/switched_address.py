@@ -23,7 +23,7 @@ class SwitchedAddress:
 
     def __init__(self, address: str) -> None:
         self._link = Path(address.removeprefix(UNIX)) if address.startswith(UNIX) else None
-        self._address = address
+        self.address = address  # the one at which others find the worker
         self._sockets: list[Path] = []  # of all workers so far: one that is killed leaves its own
         self._token = secrets.token_hex(4)  # in their names, for another launcher may come to use this address
         self._target = ""
@@ -39,7 +39,7 @@ class SwitchedAddress:
     def new_address(self) -> str:
         """A new address for one more worker."""
         if self._link is None:
-            return self._address
+            return self.address
         name = f"{self._link.name}-{self._token}-{len(self._sockets) + 1}"
         self._sockets.append(self._link.with_name(name))
         return f"{UNIX}{self._sockets[-1]}"

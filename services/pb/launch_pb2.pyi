@@ -86,7 +86,7 @@ class ServiceStatus(_message.Message):
     def __init__(self, role: _Optional[str] = ..., pid: _Optional[int] = ..., num_restarts: _Optional[int] = ..., last_end: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class StandbyStatus(_message.Message):
-    __slots__ = ("role", "state", "reason", "pid", "has_weights", "host_bytes", "device_bytes", "num_take_overs")
+    __slots__ = ("role", "state", "reason", "pid", "has_weights", "host_bytes", "device_bytes", "num_take_overs", "name")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[StandbyStatus.State]
@@ -105,6 +105,7 @@ class StandbyStatus(_message.Message):
     HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
     DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_TAKE_OVERS_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     role: str
     state: StandbyStatus.State
     reason: str
@@ -113,7 +114,8 @@ class StandbyStatus(_message.Message):
     host_bytes: int
     device_bytes: int
     num_take_overs: int
-    def __init__(self, role: _Optional[str] = ..., state: _Optional[_Union[StandbyStatus.State, str]] = ..., reason: _Optional[str] = ..., pid: _Optional[int] = ..., has_weights: _Optional[bool] = ..., host_bytes: _Optional[int] = ..., device_bytes: _Optional[int] = ..., num_take_overs: _Optional[int] = ...) -> None: ...
+    name: str
+    def __init__(self, role: _Optional[str] = ..., state: _Optional[_Union[StandbyStatus.State, str]] = ..., reason: _Optional[str] = ..., pid: _Optional[int] = ..., has_weights: _Optional[bool] = ..., host_bytes: _Optional[int] = ..., device_bytes: _Optional[int] = ..., num_take_overs: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
 
 class LauncherStatus(_message.Message):
     __slots__ = ("services", "standbys")

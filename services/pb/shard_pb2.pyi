@@ -86,3 +86,15 @@ class LoadAdapterRequest(_message.Message):
 class LoadAdapterReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class GetShardStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ShardStatus(_message.Message):
+    __slots__ = ("is_attached", "device_bytes")
+    IS_ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    is_attached: bool
+    device_bytes: int
+    def __init__(self, is_attached: _Optional[bool] = ..., device_bytes: _Optional[int] = ...) -> None: ...

@@ -49,6 +49,11 @@ class DenseShardStub:
                 request_serializer=shard__pb2.LoadAdapterRequest.SerializeToString,
                 response_deserializer=shard__pb2.LoadAdapterReply.FromString,
                 _registered_method=True)
+        self.GetStatus = channel.unary_unary(
+                '/twostroke.shard.v1.DenseShard/GetStatus',
+                request_serializer=shard__pb2.GetShardStatusRequest.SerializeToString,
+                response_deserializer=shard__pb2.ShardStatus.FromString,
+                _registered_method=True)
 
 
 class DenseShardServicer:
@@ -81,6 +86,13 @@ class DenseShardServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStatus(self, request, context):
+        """What the launcher asks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DenseShardServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -98,6 +110,11 @@ def add_DenseShardServicer_to_server(servicer, server):
                     servicer.LoadAdapter,
                     request_deserializer=shard__pb2.LoadAdapterRequest.FromString,
                     response_serializer=shard__pb2.LoadAdapterReply.SerializeToString,
+            ),
+            'GetStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStatus,
+                    request_deserializer=shard__pb2.GetShardStatusRequest.FromString,
+                    response_serializer=shard__pb2.ShardStatus.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -181,6 +198,33 @@ class DenseShard:
             '/twostroke.shard.v1.DenseShard/LoadAdapter',
             shard__pb2.LoadAdapterRequest.SerializeToString,
             shard__pb2.LoadAdapterReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twostroke.shard.v1.DenseShard/GetStatus',
+            shard__pb2.GetShardStatusRequest.SerializeToString,
+            shard__pb2.ShardStatus.FromString,
             options,
             channel_credentials,
             insecure,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 
 import structlog
 
@@ -11,6 +12,7 @@ from services.channel import ChannelSpec
 from services.common.child_options import ChildOptions
 from services.common.config import Config
 from services.common.lifeline import Lifeline
+from services.common.process import low_priority_thread
 from services.common.rank import Rank, seam_config
 from services.common.resolve import ResolvedModel, use_device
 from services.dense_worker.build import hold_weights, load_model_weights, make_lora, resolve_dense_model
@@ -19,6 +21,7 @@ from services.dense_worker.model.weights import hash_of_weights
 from services.dense_worker.ranks.shard_backend import shard_runner
 from services.dense_worker.ranks.shard_runner import ShardRunner
 from services.dense_worker.ranks.shard_servicer import ShardServicer
+from services.dense_worker.standby import holds_weights, weight_bytes
 from services.pb import shard_pb2_grpc
 from services.rpc.client import read_peer_tls
 from services.rpc.server import GrpcServer, run_together
@@ -30,10 +33,11 @@ STOP_GRACE_S = 1.0
 
 
 class ShardService:
-    """A `Service`."""
+    """A `Service`. A standby has its weights, too, and serves when its address leads to it."""
 
     def __init__(self, config: Config, options: ChildOptions) -> None:
         self._config = config
+        self._is_standby = options.standby is not None
         self._rank = Rank.of(config.dense, options.rank)
         self._lifeline = None if options.lifeline is None else Lifeline(options.lifeline)
         self._opened = contextlib.AsyncExitStack()
@@ -56,7 +60,7 @@ class ShardService:
         shard_pb2_grpc.add_DenseShardServicer_to_server(self._servicer, server.server)
         address = await server.start()
         self._opened.push_async_callback(server.stop, STOP_GRACE_S)
-        self._servicer.start(*await asyncio.to_thread(load_shard, config, model, self._lifeline))
+        self._servicer.start(*await self._load(model))
         self._opened.push_async_callback(asyncio.to_thread, self._servicer.stop, STOP_GRACE_S)
         self._opened.callback(self._servicer.abort)  # the engine thread may wait for another rank
         await server.set_serving(True)
@@ -66,22 +70,36 @@ class ShardService:
         """Runs until cancelled. Raises errors that another attachment cannot cure."""
         await run_together(self._servicer.wait_failure(), self._servicer.watchdog.run())
 
+    async def _load(self, model: ResolvedModel) -> tuple[ShardRunner, str, AdapterLoader | None]:
+        """Loads the shard; a standby does so at low priority. Raises `CapacityError` if it has no room."""
+        arguments = self._config, model, self._lifeline
+        if not self._is_standby:
+            return await asyncio.to_thread(load_shard, *arguments)
+        thread = low_priority_thread()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(thread, partial(load_shard, *arguments, True))
+        finally:
+            thread.shutdown(wait=False)  # if this worker was asked to stop, it still works
+
     async def stop(self) -> None:
         """Closes everything that `start` opened, in reverse order."""
         await self._opened.aclose()
 
 
 def load_shard(
-    config: Config, model: ResolvedModel, lifeline: Lifeline | None
+    config: Config, model: ResolvedModel, lifeline: Lifeline | None, is_standby: bool = False
 ) -> tuple[ShardRunner, str, AdapterLoader | None]:
     """Loads the rank's part of the weights; returns what runs it, the hash of the whole model's weights, and what
     loads adapters, if there are any.
 
-    `lifeline`: to the launcher, which may have the part in memory. Raises the errors of `load_weights`.
+    `lifeline`: to the launcher, which may have the part in memory. `is_standby`: another process runs the shard now.
+    Raises the errors of `load_weights`, and `CapacityError` if a standby has no room.
     """
     use_device(model.device, config.dense.num_threads)  # of the calling thread
     digest = hash_of_weights(config.model, model.config)
     held = hold_weights(lifeline, digest, model)
+    if is_standby:
+        holds_weights("loaded", model, 0 if held is not None and held.are_held() else weight_bytes(model))
     weights = load_model_weights(config.model, model, held)
     if lifeline is not None and held is not None:
         lifeline.keep([held.key], model.rank.prefix)

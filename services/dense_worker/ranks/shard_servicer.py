@@ -65,6 +65,7 @@ class ShardServicer(shard_pb2_grpc.DenseShardServicer):
         self._weights_hash = ""
         self._loader: AdapterLoader | None = None
         self._attachment: _Attachment | None = None
+        self._running: _Attachment | None = None  # that of the present stream of steps
         self._joining = asyncio.Lock()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -108,9 +109,12 @@ class ShardServicer(shard_pb2_grpc.DenseShardServicer):
             raise StaleEpoch(f"attachment {attachment_id:016x} was replaced")
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         reader = asyncio.create_task(self._read(requests, attachment, failed))
+        self._running = attachment
         try:
             await failed
         finally:
+            if self._running is attachment:
+                self._running = None
             # The reader ends with the call, as in the attention worker. Whoever waits must not wait for this shard.
             attachment.abort()
             log.info("detached", attachment_id=f"{attachment_id:016x}")
@@ -138,6 +142,12 @@ class ShardServicer(shard_pb2_grpc.DenseShardServicer):
             log.exception("loading an adapter failed unexpectedly", adapter=adapter.name)
             raise RequestAborted(str(error)) from error
         return shard_pb2.LoadAdapterReply()
+
+    async def GetStatus(
+        self, request: shard_pb2.GetShardStatusRequest, context: grpc.aio.ServicerContext
+    ) -> shard_pb2.ShardStatus:
+        device_bytes = 0 if self._device.type == "cpu" else torch.cuda.memory_reserved(self._device)
+        return shard_pb2.ShardStatus(is_attached=self._running is not None, device_bytes=device_bytes)
 
     async def _read(
         self,

@@ -120,9 +120,9 @@ class WorkerLoad:
         status = await _answer(self._launcher.GetStatus(launch_pb2.GetStatusRequest(), timeout=ANSWER_TIMEOUT_S))
         if status is None:
             return None
-        standbys = {each.role: launch_pb2.StandbyStatus.State.Name(each.state).lower() for each in status.standbys}
+        standbys = {each.name: launch_pb2.StandbyStatus.State.Name(each.state).lower() for each in status.standbys}
         return tuple(
-            ServiceLoad(each.role, each.num_restarts, each.pid > 0, standbys.get(each.role)) for each in status.services
+            ServiceLoad(each.role, each.num_restarts, each.pid > 0, standbys.get(each.name)) for each in status.services
         )
 
 

@@ -184,9 +184,9 @@ def test_a_launcher_for_each_worker_keeps_its_standby_which_takes_over_at_the_co
             }
             for role, launcher in launchers.items():
                 [child] = launcher._children
-                assert child.role == role and [*launcher._standbys] == [role]
+                assert child.role == role and [*launcher._standbys] == [(role, 0)]
                 await until(lambda launcher=launcher: is_ready(launcher))
-                spare = launcher._standbys[role].spare
+                spare = launcher._standbys[role, 0].spare
                 assert spare is not None and child.pid is not None
                 os.kill(child.pid, signal.SIGKILL)
                 await until(lambda launcher=launcher, child=child: [*launcher._children] != [child])

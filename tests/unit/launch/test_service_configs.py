@@ -21,7 +21,9 @@ from services.launch.service_configs import (
     rank_starts,
     with_address,
     without_needless_services,
+    worker_addresses,
 )
+from services.launch.switched_address import SwitchedAddress
 
 RUN_DIR = Path("/run/x")
 
@@ -104,14 +106,24 @@ def test_the_error_names_an_address_that_cannot_be_shared(override: str, words: 
         gateway_configs(config, RUN_DIR, tmp_path)
 
 
-def test_each_rank_has_a_dense_shard_and_an_attention_worker() -> None:
+def addresses_of_others(run_dir: Path) -> dict[tuple[str, int], SwitchedAddress]:
+    """Those of all workers of three ranks but the first one's, whose sockets are the user's."""
+    own = [f"attention.address=unix:{run_dir}/a.sock", f"dense.address=unix:{run_dir}/d.sock"]
+    found = worker_addresses(load_config(None, ["dense.tensor_parallel_size=3", *own]), run_dir)
+    first = [found.pop((role, 0)).address for role in ("attn_worker", "dense_worker")]
+    assert first == [each.partition("=")[2] for each in own]
+    return found
+
+
+def test_each_rank_has_a_dense_shard_and_an_attention_worker(tmp_path: Path) -> None:
     settings = ["dense.tensor_parallel_size=3", "dense.device=cpu", "attention.device=cpu", "dense.num_threads=2"]
     config = load_config(None, [*settings, "dense.metrics_address=127.0.0.1:9101"])
     own = {"attn_worker": "unix:/run/x/a.sock-1", "dense_worker": "unix:/run/x/d.sock-1"}
     first = [
         ServiceStart(role, role, with_address(config, role, address), ChildOptions()) for role, address in own.items()
     ]
-    starts = {each.name: each for each in rank_starts(config, RUN_DIR, first)}
+    addresses = addresses_of_others(tmp_path)
+    starts = {each.name: each for each in rank_starts(config, addresses, first)}
     assert list(starts) == [f"{role}{suffix}" for role in own for suffix in ("", "-1", "-2")]
     leading = starts["dense_worker"]
     assert leading.config.dense.address == own["dense_worker"]
@@ -119,8 +131,10 @@ def test_each_rank_has_a_dense_shard_and_an_attention_worker() -> None:
     for rank in (1, 2):
         shard, attention = starts[f"dense_worker-{rank}"], starts[f"attn_worker-{rank}"]
         assert shard.options.rank == attention.options.rank == rank
-        assert leading.options.shard_addresses[rank - 1] == shard.config.dense.address
-        assert leading.options.rank_attention_addresses[rank - 1] == attention.config.attention.address
+        assert leading.options.shard_addresses[rank - 1] == addresses["dense_worker", rank].address
+        assert leading.options.rank_attention_addresses[rank - 1] == addresses["attn_worker", rank].address
+        assert shard.config.dense.address.startswith(f"unix:{tmp_path}/dense_worker-{rank}.sock-")
+        assert attention.config.attention.address.startswith(f"unix:{tmp_path}/attn_worker-{rank}.sock-")
         assert shard.config.dense.metrics_address is None, "a port is one process's"
         assert shard.config.dense.num_threads == 2
     assert len({each.config.dense.address for each in starts.values() if each.role == "dense_worker"}) == 3
@@ -129,7 +143,7 @@ def test_each_rank_has_a_dense_shard_and_an_attention_worker() -> None:
 def test_ranks_have_no_device_of_a_number() -> None:
     config = load_config(None, ["dense.tensor_parallel_size=2", "dense.device=cuda:1"])
     with pytest.raises(ConfigError, match=r"dense.device is 'cuda:1' and there are 2 ranks: set it to auto"):
-        rank_starts(config, RUN_DIR, [])
+        rank_starts(config, {}, [])
 
 
 @pytest.mark.parametrize(
@@ -168,10 +182,10 @@ def test_an_encoder_has_no_ranks(tmp_path: Path, key: str) -> None:
         without_needless_services(load_config(None, [f"model.path={tmp_path}", f"{key}=2"]))
 
 
-def test_the_first_rank_alone_tells_of_blocks() -> None:
+def test_the_first_rank_alone_tells_of_blocks(tmp_path: Path) -> None:
     endpoints = ["attention.kv_events=tcp://*:5557", "attention.kv_events_replay=tcp://*:5558"]
     config = load_config(None, [*endpoints, "dense.tensor_parallel_size=3"])
     first = ServiceStart("attn_worker", "attn_worker", config, ChildOptions())
-    sections = [each.config.attention for each in rank_starts(config, RUN_DIR, [first])]
+    sections = [each.config.attention for each in rank_starts(config, addresses_of_others(tmp_path), [first])]
     assert [each.kv_events for each in sections] == ["tcp://*:5557", None, None]
     assert [each.kv_events_replay for each in sections] == ["tcp://*:5558", None, None]

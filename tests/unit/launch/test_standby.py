@@ -240,21 +240,21 @@ def test_in_a_launcher_a_ready_spare_is_the_worker_that_has_died_from_then_on(
         try:
             await until(are_ready)
             for role in (DENSE_ROLE, ATTENTION_ROLE):
-                [present], spare = children.of_role(role), standbys[role].spare
+                [present], spare = children.of_role(role), standbys[role, 0].spare
                 assert spare is not None and present.pid is not None
                 os.kill(present.pid, signal.SIGKILL)
                 await until(lambda role=role, present=present: children.of_role(role) != [present])
                 assert children.of_role(role) == [spare] and spare.is_running and present.num_restarts == 0
-                assert standbys[role].status().num_take_overs == 1
+                assert standbys[role, 0].status().num_take_overs == 1
                 link = tmp_path / f"{SECTIONS[role]}.address"
                 assert str(link.resolve()) == spare.address.removeprefix("unix:")
             await until(are_ready)
             unhandled: list[object] = []
             asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
-            dead = standbys[DENSE_ROLE].spare
+            dead = standbys[DENSE_ROLE, 0].spare
             assert dead is not None and dead.pid is not None
             os.kill(dead.pid, signal.SIGKILL)
-            await until(lambda: standbys[DENSE_ROLE].spare not in (dead, None))
+            await until(lambda: standbys[DENSE_ROLE, 0].spare not in (dead, None))
             await until(are_ready)
             gc.collect()
             assert not unhandled, "the end of a spare is an event that is logged in one line"

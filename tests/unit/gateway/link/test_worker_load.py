@@ -53,9 +53,10 @@ class Launcher(launch_pb2_grpc.LauncherServicer):
         self, request: launch_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> launch_pb2.LauncherStatus:
         status = launch_pb2.LauncherStatus()
-        status.services.add(role="dense_worker", pid=7, num_restarts=2, last_end="killed by SIGKILL")
-        status.services.add(role="gateway", num_restarts=1)
-        status.standbys.add(role="dense_worker", state=launch_pb2.StandbyStatus.READY)
+        dense = {"role": "dense_worker", "name": "dense_worker"}
+        status.services.add(**dense, pid=7, num_restarts=2, last_end="killed by SIGKILL")
+        status.services.add(role="gateway", name="gateway", num_restarts=1)
+        status.standbys.add(**dense, state=launch_pb2.StandbyStatus.READY)
         return status
 
 
