@@ -9,6 +9,10 @@ answer are compared with those of the same request without kills.
 `--busy` starts processes that compete for the CPU. On a GPU, with a shape like those of the other benches:
 
     python bench/recovery.py --busy 0 --streams 64 --set model.path=DIR --set model.load_format=dummy
+
+With two ranks, whose second one has a dense shard and an attention worker of its own:
+
+    python bench/recovery.py --set dense.tensor_parallel_size=2 --kinds dense shard attention second-attention
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ from tests.support.cluster import Cluster, request, running_cluster
 
 DENSE, ATTENTION = "dense_worker", "attn_worker"
 KINDS = {"dense": [DENSE], "attention": [ATTENTION], "both": [DENSE, ATTENTION], "stopped": [DENSE]}
+KINDS_OF_RANKS = {"shard": [f"{DENSE}-1"], "second-attention": [f"{ATTENTION}-1"]}
+ALL_KINDS = KINDS | KINDS_OF_RANKS
 READY_TIMEOUT_S = 300.0
 RECOVERY_TIMEOUT_S = 120.0
 NUM_TOKENS_AFTER = 10  # of every stream, after which a kill is over
@@ -148,13 +154,14 @@ def launcher(cluster: Cluster) -> launch_pb2_grpc.LauncherStub:
 
 
 def wait_ready(
-    cluster: Cluster, control: launch_pb2_grpc.LauncherStub, roles: Sequence[str] = (DENSE, ATTENTION)
+    cluster: Cluster, control: launch_pb2_grpc.LauncherStub, names: Sequence[str] | None = None
 ) -> launch_pb2.LauncherStatus:
-    """Waits until the dense worker serves, and the standbys of these roles, if they are wanted, are ready."""
+    """Waits until the dense worker serves, and the standbys of these workers, or of all, are ready if they are wanted.
+    """
     deadline = time.monotonic() + READY_TIMEOUT_S
     while True:
         status = control.GetStatus(launch_pb2.GetStatusRequest())
-        standbys = [each for each in status.standbys if each.role in roles]
+        standbys = [each for each in status.standbys if names is None or each.name in names]
         is_ready = all(each.state != launch_pb2.StandbyStatus.STARTING for each in standbys)
         if is_ready and cluster.dense_status().state == dense_pb2.DenseStatus.SERVING:
             return status
@@ -164,9 +171,9 @@ def wait_ready(
 
 def kill(cluster: Cluster, streams: Streams, control: launch_pb2_grpc.LauncherStub, name: str, kind: Kind) -> None:
     """Kills workers once and measures the pause."""
-    status = wait_ready(cluster, control, KINDS[name])
+    status = wait_ready(cluster, control, ALL_KINDS[name])
     time.sleep(SETTLED_S)
-    pids = [service.pid for service in status.services if service.role in KINDS[name]]
+    pids = [service.pid for service in status.services if service.name in ALL_KINDS[name]]
     log_bytes, begin_s = cluster.log_file.stat().st_size, time.time()
     for pid in pids:
         os.kill(pid, signal.SIGSTOP if name == "stopped" else signal.SIGKILL)
@@ -290,7 +297,7 @@ def print_notes(results: dict[str, Result]) -> None:
             if each.pid:
                 held = "weights loaded" if each.has_weights else "modules imported"
                 memory = f"{each.host_bytes / MIB:.0f} MB of host and {each.device_bytes / MIB:.0f} MB of GPU memory"
-                print(f"Standby of the {each.role}: {held}, {memory}.")
+                print(f"Standby of the {each.name}: {held}, {memory}.")
 
 
 def main() -> int:
@@ -300,7 +307,7 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--kills", type=int, default=5, help="of each kind (5)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no kill after so many seconds")
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=list(ALL_KINDS), default=list(KINDS))
     parser.add_argument("--standby", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--busy", type=int, default=2, help="processes that compete for the CPU (2)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the cluster's config")

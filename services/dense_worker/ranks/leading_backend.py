@@ -61,7 +61,8 @@ class ShardOperations(Protocol):
 class LeadingBackend:
     """A DenseBackend around that of the rank's own shard.
 
-    The other ranks have no scheduler and no sampler. They get each step's plan, and its tokens from this rank.
+    The other ranks have no scheduler and no sampler. They get each step's plan, and its tokens from this rank. Before
+    there are other ranks, while kernels are loaded, it runs alone.
     """
 
     takes_input_embeds = True
@@ -92,19 +93,8 @@ class LeadingBackend:
         self, plan: StepPlan, num_tokens: int, num_sampled: int = 0, input_embeds: InputEmbeds | None = None
     ) -> None:
         """Lets all ranks begin the step. A plan without entries, which warms up, may be of any lane."""
-        plan = plan if plan.lane == self.ranks.lane else replace(plan, lane=self.ranks.lane)
-        step = shard_pb2.ShardStep(
-            plan=encode_plan(plan),
-            num_rows=num_tokens,
-            num_sampled=num_sampled,
-            row_slots=self._row_slots(plan, num_tokens),
-        )
-        if input_embeds is not None and self.shares_vectors:
-            num_deep = 0 if input_embeds.deep is None else len(input_embeds.deep)
-            size = input_embeds.vectors.shape[1]
-            vectors = shard_pb2.StepVectors(rows=input_embeds.rows.tolist(), size=size, num_deep=num_deep)
-            step.vectors.CopyFrom(vectors)
-        self.ranks.send(shard_pb2.ShardCommand(step=step))
+        if self._ranks is not None:
+            self._tell(self._ranks, plan, num_tokens, num_sampled, input_embeds)
         self._backend.begin_step(plan, num_tokens, num_sampled, input_embeds)
 
     def first(
@@ -154,6 +144,28 @@ class LeadingBackend:
         self._has_logits = True  # or the step needed none
         for some_rows, out in zip(rows.split(_HIDDEN_AT_A_TIME), hidden_out.split(_HIDDEN_AT_A_TIME), strict=True):
             self.last(attn_out, residual, some_rows, out)
+
+    def _tell(
+        self,
+        ranks: LeadingRanks,
+        plan: StepPlan,
+        num_tokens: int,
+        num_sampled: int,
+        input_embeds: InputEmbeds | None,
+    ) -> None:
+        plan = plan if plan.lane == ranks.lane else replace(plan, lane=ranks.lane)
+        step = shard_pb2.ShardStep(
+            plan=encode_plan(plan),
+            num_rows=num_tokens,
+            num_sampled=num_sampled,
+            row_slots=self._row_slots(plan, num_tokens),
+        )
+        if input_embeds is not None and self.shares_vectors:
+            num_deep = 0 if input_embeds.deep is None else len(input_embeds.deep)
+            size = input_embeds.vectors.shape[1]
+            vectors = shard_pb2.StepVectors(rows=input_embeds.rows.tolist(), size=size, num_deep=num_deep)
+            step.vectors.CopyFrom(vectors)
+        ranks.send(shard_pb2.ShardCommand(step=step))
 
     def _row_slots(self, plan: StepPlan, num_rows: int) -> Iterable[int]:
         """The slots of the step's rows. What only warms up the kernels of adapters has rows without any."""

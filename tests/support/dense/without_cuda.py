@@ -40,7 +40,7 @@ class TorchWithoutCuda:
     """The module torch; memory of a GPU, and pinned memory, is usual memory."""
 
     cuda = SimpleNamespace(
-        Stream=lambda device=None, **options: SimpleNamespace(device="cpu"),
+        Stream=lambda device=None, **options: SimpleNamespace(device="cpu", synchronize=lambda: None),
         stream=lambda stream: nullcontext(),
         set_device=lambda device: None,
         Event=Event,

@@ -144,11 +144,11 @@ def run_stage(
         links = StageLinks(torch.float32)
         leading = LeadingStage(*make(model.weights, links), links, config.vocab_size)
         sampler = Sampler(MAX_NUM_SEQS, config.vocab_size, "cpu")
-        runners.append(
-            cuda_model_runner.CudaModelRunner(
-                leading, sampler, sizes, torch.float32, MAX_NUM_SEQS, MAX_NUM_TOKENS, captures_lazily=False
-            )
+        runner = cuda_model_runner.CudaModelRunner(
+            leading, sampler, sizes, torch.float32, MAX_NUM_SEQS, MAX_NUM_TOKENS, captures_lazily=False
         )
+        runner.warm_up()  # as a standby does, alone
+        runners.append(runner)
     lanes = LaneRunners(runners)
     try:
         lanes.attach(channels.values(), LeadingRanks(groups, commands.put, Mock()))
