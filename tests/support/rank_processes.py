@@ -1,13 +1,16 @@
-"""The processes of several ranks, by name."""
+"""The processes of several ranks, and of their standbys, by name."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 
+from services.pb import dense_pb2, launch_pb2
+from tests.chaos.monkey import launcher_stub
 from tests.support.cluster import START_TIMEOUT_S, Cluster, children_of
 
 PROCESSES = ("dense_worker", "dense_worker-1", "attn_worker", "attn_worker-1")  # of two ranks
+STANDBYS = ("launch.standby_dense=loaded", "launch.standby_attention=imports", "launch.max_restarts=100")
 
 
 def pid_of(cluster: Cluster, name: str) -> int:
@@ -22,3 +25,16 @@ def pid_of(cluster: Cluster, name: str) -> int:
                 continue  # it has just ended
         time.sleep(0.02)
     raise AssertionError(f"no {name} among the children of the launcher")
+
+
+def ready_pids(cluster: Cluster) -> dict[str, int]:
+    """The process ids of all workers, and of their standbys, once the workers serve and the standbys are ready."""
+    launcher, deadline = launcher_stub(cluster), time.monotonic() + START_TIMEOUT_S
+    while True:
+        status = launcher.GetStatus(launch_pb2.GetStatusRequest(), timeout=START_TIMEOUT_S)
+        is_ready = all(each.state == launch_pb2.StandbyStatus.READY for each in status.standbys)
+        if is_ready and cluster.dense_status().state == dense_pb2.DenseStatus.SERVING:
+            found = {each.name: each.pid for each in status.services if each.name in PROCESSES}
+            return found | {f"standby of {each.name}": each.pid for each in status.standbys}
+        assert time.monotonic() < deadline, f"not ready within {START_TIMEOUT_S} s: {status}"
+        time.sleep(0.02)
