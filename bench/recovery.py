@@ -186,7 +186,7 @@ def kill(cluster: Cluster, streams: Streams, control: launch_pb2_grpc.LauncherSt
         time.sleep(POLL_S)
     returns_s = [min(time_s for time_s in times if time_s > back_s) for times in streams.token_times_s]
     kind.gaps_s.append(max(returns_s) - begin_s if name == "stopped" else streams.longest_gap(begin_s))
-    log = cluster.log_file.read_text()[log_bytes:]
+    log = cluster.log_file.read_bytes()[log_bytes:].decode()
     timeline = {phase: first_event(log, *where) for phase, where in PHASES.items()}
     timeline |= {"first stream goes on": min(returns_s), "last stream goes on": max(returns_s)}
     kind.timelines.append({phase: at - begin_s for phase, at in timeline.items()})
@@ -196,7 +196,7 @@ def wait_for(cluster: Cluster, log_bytes: int, service: str, pattern: str) -> fl
     deadline = time.monotonic() + RECOVERY_TIMEOUT_S
     while True:
         with contextlib.suppress(StopIteration):
-            return first_event(cluster.log_file.read_text()[log_bytes:], service, pattern)
+            return first_event(cluster.log_file.read_bytes()[log_bytes:].decode(), service, pattern)
         assert time.monotonic() < deadline, f"{pattern} is not logged within {RECOVERY_TIMEOUT_S} s"
         time.sleep(POLL_S)
 
