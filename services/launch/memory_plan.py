@@ -345,11 +345,12 @@ def _item_bytes(config: Config, *, on_gpu: bool) -> int:
 
 
 def _standbys(config: Config) -> Iterator[Need]:
-    """What a standby that was asked for must find; `auto` takes what there is."""
+    """What the standbys of each rank that were asked for must find; `auto` takes what there is."""
+    num_bytes = config.dense.num_ranks * STANDBY_BYTES
     for role, key in ((DENSE_ROLE, "standby_dense"), (ATTENTION_ROLE, "standby_attention")):
         if role in config.launch.services and getattr(config.launch, key) not in ("auto", "off"):
-            yield Need("a standby", STANDBY_BYTES, _off(f"launch.{key}", STANDBY_BYTES))
-            return  # they start one after the other, and take much less than must be free
+            yield Need("a standby", num_bytes, _off(f"launch.{key}", num_bytes))
+            return  # both workers' start one after the other, and take much less than must be free
 
 
 def _gpu_standbys(config: Config, section: str) -> Iterator[Need]:
