@@ -1,4 +1,4 @@
-"""Sequences larger than one KV cache on a GPU: the tokens of Hugging Face in float32, also when a worker dies."""
+"""Sequences larger than one KV cache, on one GPU and on two: the tokens of Hugging Face in float32, whoever dies."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.clients.streams import collect_all
-from tests.support.cluster import Cluster, request, running_cluster
+from tests.support.cluster import Cluster, running_cluster
+from tests.support.cluster import request as generate_request
 from tests.support.rank_processes import pid_of
 from tests.support.reference import random_prompts, reference_tokens
 
@@ -31,8 +33,10 @@ SETTINGS = (
     "dense.captures_lazily=true",
     "attention.captures_lazily=true",
 )
+# The GPUs of the attention workers in turn: with two, each sequence of these has parts on both.
+DEVICES = {"one-gpu": (), "two-gpus": ('attention.devices=["cuda:0", "cuda:1"]',)}
 PROMPTS = [random_prompts(2, longest=length, seed=length)[1] for length, _ in SIZES]
-MESSAGES = [request(prompt, most, ignore_eos=True) for prompt, (_, most) in zip(PROMPTS, SIZES, strict=True)]
+MESSAGES = [generate_request(prompt, most, ignore_eos=True) for prompt, (_, most) in zip(PROMPTS, SIZES, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +44,14 @@ def expected(llama_path: Path) -> list[list[int]]:
     return [reference_tokens(llama_path, prompt, most) for prompt, (_, most) in zip(PROMPTS, SIZES, strict=True)]
 
 
-@pytest.fixture(scope="module")
-def cluster(llama_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    directory = tmp_path_factory.mktemp("split")
-    with running_cluster(directory, f"model.path={llama_path}", *SETTINGS) as cluster:
+@pytest.fixture(scope="module", params=DEVICES)
+def cluster(
+    request: pytest.FixtureRequest, llama_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    if request.param == "two-gpus" and torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, there is {torch.cuda.device_count()}")
+    directory = tmp_path_factory.mktemp(f"split-{request.param}")
+    with running_cluster(directory, f"model.path={llama_path}", *SETTINGS, *DEVICES[request.param]) as cluster:
         yield cluster
 
 
