@@ -23,7 +23,7 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.common.addresses import BALANCED_SCHEMES
-from services.common.errors import ConfigError, TwostrokeError
+from services.common.errors import ConfigError, RequestAborted, TwostrokeError
 from services.pb import stall_pb2
 from services.rpc.bindable import check_bindable
 from services.rpc.error_details import rich_status
@@ -231,6 +231,9 @@ def _status_of(error: Exception) -> grpc.Status:
         raise error
     if isinstance(error, TwostrokeError):
         return rich_status(error)
+    if isinstance(error, grpc.aio.InternalError):  # of a write to a client that has gone, which is no fault of ours
+        log.debug("a client has gone before its answer", reason=str(error))
+        return rich_status(RequestAborted("the client has gone"))
     log.error("unexpected error in a call", exc_info=error)
     return rich_status(TwostrokeError(f"internal error: {type(error).__name__}"))
 

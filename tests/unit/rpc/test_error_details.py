@@ -10,12 +10,13 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+from structlog.testing import capture_logs
 
 from services.common import errors
 from services.common.errors import CapacityError, InvalidRequest, NotFound, RateLimited, TwostrokeError
 from services.pb import gateway_pb2, gateway_pb2_grpc
 from services.rpc.error_details import rich_status
-from services.rpc.server import GrpcServer
+from services.rpc.server import GrpcServer, _status_of
 from tests.support.running_gateway import run
 
 DETAILS = (error_details_pb2.ErrorInfo, error_details_pb2.BadRequest, error_details_pb2.RetryInfo)
@@ -138,3 +139,11 @@ def test_every_error_means_the_same_over_http_and_grpc() -> None:
 def test_a_rate_limit_has_another_code_than_a_full_server() -> None:
     assert issubclass(RateLimited, CapacityError)
     assert RateLimited.code != CapacityError.code and RateLimited.http_status == CapacityError.http_status
+
+
+@pytest.mark.parametrize(("error", "is_logged"), [(grpc.aio.InternalError("a write failed"), False), (OSError(), True)])
+def test_a_client_that_goes_before_its_answer_is_no_error_in_the_log(error: Exception, is_logged: bool) -> None:
+    """Without a key anybody could fill the log with them."""
+    with capture_logs() as lines:
+        _status_of(error)
+    assert bool([line for line in lines if line["log_level"] == "error"]) == is_logged
