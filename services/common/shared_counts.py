@@ -19,7 +19,11 @@ from typing import NamedTuple
 
 from services.common.errors import CapacityError, ConfigError, PeerError
 
-GAUGES = ("preparing", "waiting", "waiting_tokens", "held_bytes", "held_waiting", "resumable")  # of all callers
+GAUGES = (  # of all callers
+    *("preparing", "waiting", "waiting_tokens"),
+    *("held_bytes", "held_waiting", "held_by_waiting"),
+    "resumable",
+)
 MAX_KEYS = 4096  # API keys with counts of their own; those that are gone keep their place
 _LOCK_TIMEOUT_S, _LOCK_POLL_S = 2.0, 0.001
 _WORD_BYTES = 8

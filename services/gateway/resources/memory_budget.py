@@ -2,6 +2,10 @@
 
 Whatever is large is counted before it is read, computed or encoded: bodies, embeddings, log-probabilities, logits. What
 does not fit waits for a while: each client's requests in order of arrival, and the clients in turns.
+
+A body is counted as it arrives, so a request may hold a part of what it needs and wait for more. Such requests go
+before those of their client that hold nothing, and none waits if all together hold so much that they wait for each
+other.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from dataclasses import dataclass, field
 
 from services.common.errors import CapacityError, InvalidRequest
 from services.common.fairness.client_turns import Client
-from services.common.fairness.kept_room import may_wait, refusal
+from services.common.fairness.kept_room import KEPT_PARTS, may_wait, refusal
 from services.common.shared_counts import Counts
 
 KEY = "gateway.max_held_bytes"
@@ -37,6 +41,7 @@ class MemoryBudget:
         counts = counts or Counts()
         self.max_bytes = max_bytes
         self._held, self._held_waiting = counts.gauge("held_bytes"), counts.gauge("held_waiting")
+        self._held_by_waiting = counts.gauge("held_by_waiting")  # bytes of those who wait for more
         self._poll_s = POLL_S if counts.is_shared else None
         self._next_poll_s = 0.0  # on `time.monotonic`
         self._max_wait_s = max_wait_s
@@ -69,18 +74,26 @@ class MemoryBudget:
         if self._waiting and num_bytes < 0:
             self._grant()
 
-    async def take(self, client: Client, num_bytes: int, what: str) -> None:
-        """Adds so many bytes for `what`, if need be after a while. Raises `CapacityError`."""
+    async def take(self, client: Client, num_bytes: int, what: str, num_held: int = 0) -> None:
+        """Adds so many bytes for `what`, if need be after a while. Raises `CapacityError`.
+
+        `num_held`: bytes that the same request holds already.
+        """
         reason = self.refusal(client, num_bytes, what)
-        if reason is None and client not in self._waiting:
+        if reason is None and (num_held or client not in self._waiting):
             self.add(client, num_bytes)
             return
         reason = reason or f"other requests of this client wait for memory ({KEY})"
         if self.num_waiting >= self._max_waiting:
             raise CapacityError(f"{reason}; {self.num_waiting} requests wait already, gateway.max_held_waiting")
+        num_by_waiting = self._held_by_waiting.total
+        if num_held and num_by_waiting + num_held + num_bytes > self._limit_of(client):
+            raise CapacityError(f"{reason}; {num_by_waiting} are held by requests that wait for more themselves")
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append((num_bytes, place))
+        places = self._waiting.setdefault(client, deque())
+        (places.appendleft if num_held else places.append)((num_bytes, place))
         self._held_waiting.add(1)
+        self._held_by_waiting.add(num_held)
         try:
             await self._wait_for(place)
         except asyncio.CancelledError:
@@ -89,6 +102,8 @@ class MemoryBudget:
             else:
                 self._leave(client, num_bytes, place)
             raise
+        finally:
+            self._held_by_waiting.add(-num_held)
         if not place.done():
             self._leave(client, num_bytes, place)
             raise CapacityError(f"{reason}; waited for {self._max_wait_s:g} s, gateway.max_held_wait_s")
@@ -135,6 +150,10 @@ class MemoryBudget:
             del self._waiting[client]
         self._grant()  # a smaller one may have waited behind this one
 
+    def _limit_of(self, client: Client) -> int:
+        """What requests of a client may hold together with all others, unless it holds little."""
+        return self.max_bytes - self.max_bytes // KEPT_PARTS if any(client) else self.max_bytes
+
     def _refusal(self, client: Client, num_bytes: int, what: str) -> str | None:
         """Why a client may not hold so much more for `what`; None if it may."""
         num_held = self.num_held
@@ -171,7 +190,7 @@ class HeldMemory:
                 f"{self.budget.max_bytes}: {advice}",
                 param,
             )
-        await self.budget.take(self.client, num_bytes, what)
+        await self.budget.take(self.client, num_bytes, what, self.num_bytes)
         self.num_bytes += num_bytes
 
     def add(self, num_bytes: int) -> None:

@@ -133,6 +133,54 @@ def test_a_small_request_of_another_client_passes_those_that_wait() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("clients", [(ANYBODY,), (GREEDY,), (GREEDY, OTHER)])
+def test_uploads_that_arrive_together_do_not_wait_for_each_other(clients: tuple[tuple[int, int], ...]) -> None:
+    """Each fits alone, all together do not: some end at once, and the others arrive."""
+
+    async def test() -> None:
+        budget = MemoryBudget(1000, LONG_S, 100)  # nobody may wait for so long
+
+        async def upload(client: tuple[int, int]) -> bool:
+            held = HeldMemory(budget, client)
+            try:
+                for _ in range(30):
+                    await held.reserve(10, "its body")
+                    await asyncio.sleep(0)
+                return True
+            except CapacityError as error:
+                assert "are held by requests that wait for more" in str(error)
+                return False
+            finally:
+                held.release()
+
+        arrived = await asyncio.gather(*(upload(clients[index % len(clients)]) for index in range(8)))
+        assert 2 <= sum(arrived) < 8, "there is room for two or three at a time"
+        assert (budget.num_waiting, budget.num_held, budget._held_by_waiting.total) == (0, 0, 0)
+
+    run(test())
+
+
+def test_an_upload_waits_for_what_works_and_goes_before_those_that_hold_nothing() -> None:
+    async def test() -> None:
+        budget = MemoryBudget(1000, LONG_S, 10)
+        working, upload = HeldMemory(budget, GREEDY), HeldMemory(budget, GREEDY)
+        await upload.reserve(100, "its body")
+        await working.reserve(700, "logits")
+        first = asyncio.create_task(HeldMemory(budget, GREEDY).reserve(600, "logits"))
+        await settle()
+        await upload.reserve(10, "its body")  # there is room for it, though another request waits
+        more = asyncio.create_task(upload.reserve(400, "its body"))
+        await settle()
+        assert not first.done() and not more.done()
+        working.release()
+        await more
+        upload.release()
+        await first
+        assert (budget.num_waiting, budget.num_held) == (0, 600)
+
+    run(test())
+
+
 def test_waiting_is_bounded_in_time_and_in_number() -> None:
     async def test() -> None:
         budget = MemoryBudget(1000, 0.05, 2)
