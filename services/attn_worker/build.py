@@ -367,6 +367,8 @@ def _block_identity(
         "block_size": section.block_size,
         "layout": blake2b(storage.layout.encode(), digest_size=16).hexdigest(),
     }
+    if model.rank.count > 1:  # ranks may have the same shape, and have other heads or layers
+        identity["rank"] = str(model.rank)
     if is_deterministic:  # keys and values that were computed otherwise have other bits
         identity["deterministic"] = "true"
     return identity

@@ -56,8 +56,6 @@ def _of_config(config: Config) -> Iterator[tuple[str, str]]:
         yield "dense.deterministic is true, and ranks have other kernels", "set it to false"
     if dense.pipeline_parallel_size > 1 and scheduler.speculation in ("medusa", "eagle3"):
         yield f"scheduler.speculation is {scheduler.speculation!r}, whose heads read other stages", "set it to off"
-    if attention.host_kv_bytes:
-        yield f"attention.host_kv_bytes is {attention.host_kv_bytes}, a tier for one cache", "set it to 0"
     if dense.pipeline_parallel_size > 1 and (layers := attention.kv_cache_skip_layers):
         numbers = ", ".join(map(str, layers))
         yield f"attention.kv_cache_skip_layers names {numbers}, and each stage counts its own layers", "leave it out"

@@ -98,11 +98,11 @@ def plan_memory(config: Config) -> list[Place]:
     drafts = list(_drafts(config, on_gpu=is_dense_on_gpu)) if has_dense else []
     tier_bytes, is_tier_in_memory = config.attention.host_kv_bytes, _is_tier_in_memory(config)
     tier = Need("the host tier", _missing_bytes(config), _lower("attention.host_kv_bytes", tier_bytes, 1))
-    num_workers = config.attention.workers
-    tier = _of_each(tier, num_workers)
+    num_workers, num_ranks = config.attention.workers, config.dense.num_ranks
+    tier = _of_each(tier, num_workers * num_ranks)
     has_tier = has_attention and tier_bytes > 0
     tiers = [tier] if has_tier and is_tier_in_memory else []
-    host, num_ranks = [*tiers], config.dense.num_ranks
+    host = [*tiers]
     if has_attention and not is_attention_on_gpu:
         num_bytes = config.attention.kv_cache_bytes * num_ranks
         mend = _lower("attention.kv_cache_bytes", num_bytes, LEAST_CACHE_BYTES, num_ranks)

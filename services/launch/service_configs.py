@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from services.common.addresses import MAX_PORT
 from services.common.child_options import ChildOptions
-from services.common.config import Config, add_api_key, api_keys_of_environment
+from services.common.config import AttentionSection, Config, add_api_key, api_keys_of_environment
 from services.common.encoders.encoder_types import is_encoder
 from services.common.errors import ConfigError
 from services.common.process import available_cores
@@ -185,8 +185,7 @@ def _of_attention_worker(config: Config, index: int) -> Config:
     section, device = config.attention, device_of_worker(config, index)
     metrics_address = _metrics_address(section.metrics_address, index)
     changes: dict[str, object] = {"device": device, "metrics_address": metrics_address}
-    if index and section.host_kv_path is not None:
-        changes["host_kv_path"] = section.host_kv_path.with_name(f"{section.host_kv_path.name}-{index}")
+    changes["host_kv_path"] = _own_host_kv_path(section, index)
     if is_on_gpu(section.device):
         if index < section.workers:
             all_devices = devices_of_workers(config)
@@ -198,8 +197,14 @@ def _of_attention_worker(config: Config, index: int) -> Config:
     return with_attention(config, **changes)
 
 
+def _own_host_kv_path(section: AttentionSection, index: int) -> Path | None:
+    """The file of the host tier of one of several attention workers, or of a rank's."""
+    path = section.host_kv_path
+    return path if path is None or index == 0 else path.with_name(f"{path.name}-{index}")
+
+
 def _of_rank(config: Config, rank: int) -> Config:
-    """The config of a rank's workers: its own GPU, its part of the cores, and no port for metrics but of the first."""
+    """The config of a rank's workers: its own GPU, host tier and part of the cores; the first one's have metrics."""
     update = {}
     for name in SECTIONS.values():
         section = getattr(config, name)
@@ -208,6 +213,8 @@ def _of_rank(config: Config, rank: int) -> Config:
             changes["device"] = f"cuda:{rank}"
         elif section.num_threads is None:
             changes["num_threads"] = max(1, available_cores() // (2 * config.dense.num_ranks))
+        if name == SECTIONS[ATTENTION_ROLE]:
+            changes["host_kv_path"] = _own_host_kv_path(config.attention, rank)
         update[name] = section.model_copy(update=changes)
     return config.model_copy(update=update)
 

@@ -28,7 +28,6 @@ def _with_kv_layers(*kv_layers: int | None) -> AttentionOptions:
 REFUSED = {
     'dense.backend="tensorrt"': "TensorRT has neither sums over ranks nor stages: set dense.backend to torch",
     "dense.deterministic=true": "dense.deterministic is true, and ranks have other kernels: set it to false",
-    "attention.host_kv_bytes=1000": "attention.host_kv_bytes is 1000, a tier for one cache: set it to 0",
     'launch.services=["dense_worker"]': "launch.services is dense_worker: one launcher must start all services",
     'launch.standby_dense="imports"': (
         "launch.standby_dense is 'imports', and a shard's standby has its weights: set it to auto or loaded"
