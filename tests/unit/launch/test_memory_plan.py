@@ -341,6 +341,9 @@ def test_a_host_tier_in_a_file_must_fit_on_its_disk(tmp_path: Path, monkeypatch:
     with pytest.raises(CapacityError, match=f"the disk of {tmp_path} has .* set attention.host_kv_bytes to {GIB}"):
         check_memory(load_config(None, settings))
     check_memory(load_config(None, [*settings, f"attention.host_kv_bytes={GIB}"]))
+    ranks = [*settings, f"attention.host_kv_bytes={GIB}", "dense.tensor_parallel_size=2"]
+    with pytest.raises(CapacityError, match=f"the disk of {tmp_path} has .* set attention.host_kv_bytes to {GIB // 2}"):
+        check_memory(load_config(None, ranks))
 
 
 @pytest.mark.parametrize("damage", ["cut", "header"])

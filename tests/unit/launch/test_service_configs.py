@@ -117,7 +117,8 @@ def addresses_of_others(run_dir: Path) -> dict[tuple[str, int], SwitchedAddress]
 
 def test_each_rank_has_a_dense_shard_and_an_attention_worker(tmp_path: Path) -> None:
     settings = ["dense.tensor_parallel_size=3", "dense.device=cpu", "attention.device=cpu", "dense.num_threads=2"]
-    config = load_config(None, [*settings, "dense.metrics_address=127.0.0.1:9101"])
+    tier = ("attention.host_kv_bytes=1000000", "attention.host_kv_path=/disk/kv")
+    config = load_config(None, [*settings, *tier, "dense.metrics_address=127.0.0.1:9101"])
     own = {"attn_worker": "unix:/run/x/a.sock-1", "dense_worker": "unix:/run/x/d.sock-1"}
     first = [
         ServiceStart(role, role, with_address(config, role, address), ChildOptions()) for role, address in own.items()
@@ -137,6 +138,8 @@ def test_each_rank_has_a_dense_shard_and_an_attention_worker(tmp_path: Path) -> 
         assert attention.config.attention.address.startswith(f"unix:{tmp_path}/attn_worker-{rank}.sock-")
         assert shard.config.dense.metrics_address is None, "a port is one process's"
         assert shard.config.dense.num_threads == 2
+        assert attention.config.attention.host_kv_path == Path(f"/disk/kv-{rank}"), "each cache has copies of its own"
+    assert starts["attn_worker"].config.attention.host_kv_path == Path("/disk/kv")
     assert len({each.config.dense.address for each in starts.values() if each.role == "dense_worker"}) == 3
 
 
