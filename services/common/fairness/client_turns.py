@@ -23,20 +23,20 @@ class ClientTurns:
     @contextlib.asynccontextmanager
     async def turn(self, client: Client) -> AsyncIterator[None]:
         """Waits for a turn of this client, which lasts as long as the context. Raises `CapacityError`."""
-        try:
-            async with asyncio.timeout(self._max_wait_s):
-                await self._wait(client)
-        except TimeoutError:
-            raise CapacityError(f"{self._what} has waited {self._max_wait_s:g} s for its turn, the limit") from None
+        if self._num_free:
+            self._num_free -= 1
+        else:
+            try:
+                async with asyncio.timeout(self._max_wait_s):
+                    await self._wait(client)
+            except TimeoutError:
+                raise CapacityError(f"{self._what} has waited {self._max_wait_s:g} s for its turn, the limit") from None
         try:
             yield
         finally:
             self._pass_on()
 
     async def _wait(self, client: Client) -> None:
-        if self._num_free:
-            self._num_free -= 1
-            return
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.put(client, place)
         try:

@@ -8,6 +8,7 @@ the nearest proxy wrote, as long as they are trusted proxies, too.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import ipaddress
 from collections.abc import Iterable
@@ -17,6 +18,7 @@ FORWARDED_FOR = "x-forwarded-for"
 UNIX = "unix"  # the peer of a Unix socket
 IPV6_PREFIX = 64  # bits of the network of one client, which may have any address in it
 MAX_HOPS = 32  # of a forwarded request
+MAX_REMEMBERED = 1024  # addresses: a client sends one request after another
 
 _Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -55,7 +57,7 @@ class ClientAddresses:
     def _is_trusted(self, client: str) -> bool:
         if client == UNIX:
             return self._trusts_unix
-        ip = _read_ip(client)
+        ip = _read_ip(client) if self._networks else None
         return ip is not None and any(ip in network for network in self._networks)
 
 
@@ -64,6 +66,7 @@ def number_of(kind: str, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{kind}:{name}".encode(errors="surrogatepass"), digest_size=8).digest())
 
 
+@functools.lru_cache(MAX_REMEMBERED)
 def _network_of(client: str) -> str:
     ip = _read_ip(client)
     if isinstance(ip, ipaddress.IPv6Address):

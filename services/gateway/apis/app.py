@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 
 from fastapi import FastAPI
@@ -41,6 +42,7 @@ from services.gateway.apis.vectors.sparse_routes import sparse_routes
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.authorize import Authorize
 from services.gateway.http.errors import Dialect, add_error_handlers, error_schemas
+from services.gateway.http.json_route import DirectRoutes
 from services.gateway.link.worker_load import WorkerLoad
 from services.gateway.metrics.all_processes import AllProcesses
 from services.gateway.resume.http_calls import HttpResumption
@@ -94,8 +96,12 @@ def build_app(
         triton_routes(triton, section),
         page_routes(service, worker_load),
     ]
-    for router in (*routers, invocation_routes(vectors, section, routers)):
+    routers.append(invocation_routes(vectors, section, routers))
+    for router in routers:
         app.include_router(router)
+    routes = itertools.chain.from_iterable([router.routes for router in routers])
+    # Within the application's error handlers.
+    app.router.middleware_stack = DirectRoutes(app.router.middleware_stack, routes)
     _add_document(app, DIALECTS)
     return app
 
