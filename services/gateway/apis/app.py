@@ -68,7 +68,13 @@ def build_app(
     `resumption`: None if requests cannot be resumed. `speech`: None if the model reads no sound.
     """
     app = FastAPI(
-        title="Twostroke", version=__version__, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False
+        title="Twostroke",
+        version=__version__,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # `RequestService` has spans of its own
     )
     if resumption is not None:
         app.add_middleware(HttpResumption, resumption=resumption)

@@ -67,6 +67,8 @@ class ChatFormat:
 
     async def begin(self, prompts: Sequence[list[int]]) -> None:
         [self._prompt] = prompts
+        if self._body.stream and self._is_plain:
+            self._text_objects.prepare()
 
     def opening(self) -> Sequence[ChatChunkObject]:
         """Objects with the role of every answer and, for `echo`, the text that the answer continues."""

@@ -50,6 +50,8 @@ class CompletionFormat:
 
     async def begin(self, prompts: Sequence[list[int]]) -> None:
         self._prompts = prompts
+        if self._body.stream and self._is_plain:
+            self._text_objects.prepare()
 
     def opening(self) -> Sequence[CompletionObject]:
         return ()

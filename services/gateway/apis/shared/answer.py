@@ -122,12 +122,13 @@ class Answer(Response):
             await self._start(generations, scope["state"]["caller"])
             first = asyncio.ensure_future(generations.next_chunk())
             try:
+                body = self._events(self._format.opening())  # made while the first token is computed
                 await asyncio.wait({first}, timeout=self._first_token_timeout_s)
                 if first.done():
                     first.result()  # an error raised here gets a status line of its own
                 await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
                 state = scope["state"]
-                await self._send_events(state["send_body"], state.get("body_writer"), first, generations)
+                await self._send_events(state["send_body"], state.get("body_writer"), body, first, generations)
             finally:
                 first.cancel()
         finally:
@@ -168,10 +169,11 @@ class Answer(Response):
         self,
         send: Send,
         writer: BodyWriter | None,
+        body: bytes,
         first: asyncio.Future[tuple[int, Chunk] | None],
         generations: Generations,
     ) -> None:
-        """Sends each chunk as it arrives. `send` waits while the client does not read.
+        """Sends `body`, and each chunk as it arrives. `send` waits while the client does not read.
 
         Plain chunks go to `writer` in the call that brings their tokens, and this task waits until one cannot.
         """
@@ -190,7 +192,6 @@ class Answer(Response):
             if piece := self._events(objects):
                 writer.write(piece)
 
-        body = self._events(form.opening())
         try:
             if body and (not first.done() or current_run() is not None):
                 with opening():

@@ -18,10 +18,16 @@ class TextObjects:
         self._make = make
         self._frames: dict[int, tuple[bytes, bytes]] = {}  # what surrounds the text, by index
 
+    def prepare(self) -> None:
+        """Encodes the first index ahead of its text."""
+        self._frame(0)
+
     def event(self, index: int, text: str) -> bytes:
         """The event, which has no name, of the object with this index and text."""
-        frame = self._frames.get(index)
-        if frame is None:
-            before, _, after = to_json(self._make(index, PLACEHOLDER)).rpartition(to_json(PLACEHOLDER))
-            frame = self._frames[index] = (b"data: " + before, after + b"\n\n")
+        frame = self._frames.get(index) or self._frame(index)
         return b"%b%b%b" % (frame[0], to_json(text), frame[1])
+
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        before, _, after = to_json(self._make(index, PLACEHOLDER)).rpartition(to_json(PLACEHOLDER))
+        frame = self._frames[index] = (b"data: " + before, after + b"\n\n")
+        return frame
