@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import os
 import signal
@@ -20,6 +21,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import grpc
 import structlog
 import uvloop
+from grpc._cython import cygrpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.common.addresses import BALANCED_SCHEMES
@@ -36,6 +38,7 @@ log = structlog.get_logger()
 
 MAX_SOCKET_PATH_BYTES = 107  # the limit of Linux
 MIN_PING_INTERVAL_MS = 5_000  # clients may not send keep-alive pings more often
+MAX_WAKEUPS = 2**16  # bytes; a socket pair holds fewer
 LIVENESS = "liveness"  # health name for the supervisor: SERVING as long as a restart would not help
 
 Request = TypeVar("Request")
@@ -262,6 +265,30 @@ async def serve(make_service: Callable[[], Service], on_started: Callable[[], No
         await uninterrupted(service.stop())  # signals that come again change nothing
 
 
+class EventLoop(uvloop.Loop):
+    """uvloop's, which takes all of gRPC's wake-ups at once. For processes with one event loop.
+
+    For each of its events (a message was written, a call has come) gRPC's thread writes a byte into a socket. What it
+    gives the loop to read them handles all events that there are, but reads one byte in an iteration. If there are more
+    events than iterations, unread bytes fill the socket after some 280. Then the thread has to wait for an iteration
+    before each further event, and a new call waits behind all messages.
+    """
+
+    def add_reader(self, fileobj: Any, callback: Callable[..., object], *arguments: Any) -> None:
+        """Like uvloop's; gRPC's reader finds a single byte."""
+        owner = getattr(getattr(callback, "func", callback), "__self__", None)
+        if isinstance(owner, cygrpc.PollerCompletionQueue):
+            callback = functools.partial(_handle_events, fileobj, callback)
+        super().add_reader(fileobj, callback, *arguments)
+
+
+def _handle_events(wakeups: socket.socket, handle: Callable[[], object]) -> None:
+    num_waiting = len(wakeups.recv(MAX_WAKEUPS, socket.MSG_PEEK))
+    if num_waiting > 1:
+        wakeups.recv(num_waiting - 1)
+    handle()  # reads the last one
+
+
 def run_service(main: Coroutine[Any, Any, None], drain: asyncio.Event | None = None) -> NoReturn:
     """Runs a service's main coroutine on uvloop; SIGTERM and SIGINT cancel it. Expected errors exit with status 1.
 
@@ -269,7 +296,7 @@ def run_service(main: Coroutine[Any, Any, None], drain: asyncio.Event | None = N
     """
     status = 0
     try:
-        uvloop.run(_cancel_on_signal(main, drain))
+        uvloop.run(_cancel_on_signal(main, drain), loop_factory=EventLoop)
     except TwostrokeError as error:
         log.error("stopped by an error", kind=type(error).__name__, error=str(error))
         status = 1
