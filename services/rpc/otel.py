@@ -5,6 +5,7 @@ The queue is bounded. If the collector is slow or absent, spans are dropped; no 
 
 from __future__ import annotations
 
+import threading
 import time
 
 from opentelemetry import trace
@@ -20,7 +21,8 @@ from services.rpc.spans import Attribute
 
 MAX_NUM_PENDING = 2048  # spans
 EXPORT_INTERVAL_MS = 1000
-EXPORT_TIMEOUT_S = 1.0  # of one batch, retries included; it also bounds the end of the process
+EXPORT_TIMEOUT_S = 10.0  # of one batch, retries included, the first of which comes after a second
+END_TIMEOUT_S = 2.0  # of the last batches, when the process ends
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 
@@ -38,7 +40,7 @@ class OtelTracer:
             BatchSpanProcessor(
                 OTLPSpanExporter(endpoint, timeout=EXPORT_TIMEOUT_S),
                 max_queue_size=MAX_NUM_PENDING,
-                max_export_batch_size=MAX_NUM_PENDING,  # one batch, and so one timeout, at the end
+                max_export_batch_size=MAX_NUM_PENDING,
                 schedule_delay_millis=EXPORT_INTERVAL_MS,
             )
         )
@@ -65,8 +67,10 @@ class OtelTracer:
         return self._epoch_ns + int(at_s * 1e9)
 
     def stop(self) -> None:
-        """Sends the remaining spans. Blocks at most for the batch being sent and another `EXPORT_TIMEOUT_S`."""
-        self._provider.shutdown()
+        """Sends the remaining spans; those that take longer than `END_TIMEOUT_S` are lost."""
+        ending = threading.Thread(target=self._provider.shutdown, daemon=True)
+        ending.start()
+        ending.join(END_TIMEOUT_S)
 
 
 class OtelSpan:

@@ -59,11 +59,12 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 @contextlib.contextmanager
-def running_collector() -> Iterator[Collector]:
+def running_collector(port: int = 0) -> Iterator[Collector]:
+    """Listens at `port`; 0: at any."""
     collector = Collector()
     server = grpc.server(ThreadPoolExecutor(2))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
-    collector.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    collector.endpoint = f"http://127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
     server.start()
     try:
         yield collector

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ import time
 import pytest
 
 from services.common.config import TracingSection
+from services.rpc import otel
 from services.rpc.tracing import tracing
 from tests.support.cluster import free_port
 from tests.support.monitoring.otlp_collector import running_collector
@@ -54,6 +56,20 @@ def test_a_missing_collector_delays_nothing() -> None:
             tracer.start("request", TRACEPARENT).end()
         made_s = time.monotonic() - start
     assert made_s < 10.0 and time.monotonic() - start < 20.0
+
+
+def test_a_collector_that_is_away_for_a_moment_gets_the_spans_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otel, "EXPORT_INTERVAL_MS", 10)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with tracing(TracingSection(endpoint=f"http://127.0.0.1:{port}"), "dense") as tracer:
+            tracer.start("request", TRACEPARENT).end()
+            listener.settimeout(30.0)
+            connection, _ = listener.accept()  # the spans are being sent
+            listener.close()
+            connection.close()
+            with running_collector(port) as collector:
+                collector.wait_for(TRACE_ID, lambda spans: len(spans) == 1)
 
 
 def test_without_an_endpoint_nothing_is_imported_or_passed_on() -> None:
