@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextvars import ContextVar
@@ -110,8 +111,9 @@ class Reception(grpc.aio.ServerInterceptor):
             return grpc.stream_unary_rpc_method_handler(
                 _after(receive, handler.unary_unary), response_serializer=handler.response_serializer
             )
+        after = _after if inspect.iscoroutinefunction(handler.unary_stream) else _stream_after
         return grpc.stream_stream_rpc_method_handler(
-            _stream_after(receive, handler.unary_stream), response_serializer=handler.response_serializer
+            after(receive, handler.unary_stream), response_serializer=handler.response_serializer
         )
 
     def _keyless(self, handler: grpc.RpcMethodHandler) -> Callable[..., Awaitable[None]]:

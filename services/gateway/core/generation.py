@@ -59,7 +59,7 @@ class Generation:
         self.request = request
         self._ticket = ticket
         self._span = span or NoSpan()
-        self._updates = TurnQueue(request.num_sequences) if request.is_stepwise else UpdateQueue(journal.rounds)
+        self._updates = TurnQueue(request.num_sequences) if request.is_stepwise else UpdateQueue(journal.turns)
         self._prompt_text = _prompt_text(request, tokenizer) if request.echo else ""
         self._answers = [
             _Answer(entry, self._prompt_text, tokenizer, journal, dense, metrics)

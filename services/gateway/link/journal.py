@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.shared_counts import Counts
-from services.gateway.link.journal_entry import JournalEntry, Rounds, UpdateQueue
+from services.gateway.link.journal_entry import JournalEntry, Turns, UpdateQueue
 from services.gateway.link.stepwise import StepwiseEntry
 from services.gateway.link.stream_sequences import StreamSequences
 from services.gateway.request.generation_request import GenerationRequest, Owner
@@ -33,7 +33,7 @@ class Journal:
         """`counts`: those of all processes; None: this is the only one."""
         counts = counts or Counts()
         self.waiting, self.waiting_tokens = counts.gauge("waiting"), counts.gauge("waiting_tokens")
-        self.rounds = Rounds()
+        self.turns = Turns()
         self._entries: dict[int, JournalEntry] = {}
         self._streams: dict[int, StreamSequences] = {}  # the stream of each submitted sequence, by seq_id
         self._by_request_id: dict[tuple[Owner, str], list[JournalEntry]] = {}
@@ -53,6 +53,7 @@ class Journal:
         """
         if self._shut_error is not None:
             raise self._shut_error
+        self.turns.note_arrival()
         name = (request.owner, request.spec.request_id)
         if name in self._by_request_id:
             raise InvalidRequest(f"request_id {request.spec.request_id!r} is in use by a running request", "request_id")

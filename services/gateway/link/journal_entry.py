@@ -23,6 +23,9 @@ from services.gateway.request.generation_request import GenerationRequest
 from services.pb import dense_pb2
 
 ROUND_SIZE = 16  # requests whose tokens are handed out in one iteration of the event loop
+NUM_WAKES = 64  # tasks that wait for tokens and are woken in one; fewer would make the last tokens of a step later
+ROUND_SIZE_AT_ARRIVALS = 2  # both while requests arrive, each of which needs some ten iterations to begin
+ROUNDS_OF_ARRIVAL = 64  # how many are smaller after a request has arrived
 NO_RECORDS: Mapping[str, ReportRecord] = MappingProxyType({})
 
 
@@ -39,16 +42,33 @@ class Rounds:
 
     What is written in an iteration leaves at its end, so the first tokens of a step need not wait for the last. And if
     the next step is read meanwhile, requests that have not had their turn get the tokens of both at once: so a gateway
-    keeps up that has too little time for an event to each request and step.
+    keeps up that has too little time for an event to each request and step. Iterations are shorter while requests
+    arrive: the many that come at once would otherwise wait for most of the tokens of those that run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, size: int, *, is_wake: bool = False) -> None:
+        """`size`: how many have their turn in an iteration.
+
+        `is_wake`: the first ones have it when they are added, since a task that is woken runs later anyway.
+        """
+        self._size = size
+        self._is_wake = is_wake
+        self._num_left = size if is_wake else 0  # how many more need not wait for a later iteration
         self._waiting: deque[Callable[[], None]] = deque()
         self._is_due = False  # whether the loop will call `_run`
+        self._num_small = 0  # rounds to come that are smaller
+
+    def shrink(self) -> None:
+        """Makes the next rounds smaller."""
+        self._num_small = ROUNDS_OF_ARRIVAL
 
     def add(self, hand_out: Callable[[], None]) -> None:
-        """Calls `hand_out` in a later iteration."""
-        self._waiting.append(hand_out)
+        """Calls `hand_out` in its turn."""
+        if self._num_left > 0:
+            self._num_left -= 1
+            hand_out()
+        else:
+            self._waiting.append(hand_out)
         if not self._is_due:
             self._schedule()
 
@@ -57,26 +77,45 @@ class Rounds:
         asyncio.get_running_loop().call_soon(self._run)
 
     def _run(self) -> None:
-        waiting = self._waiting
+        waiting, size = self._waiting, self._size
+        if self._num_small > 0:
+            self._num_small -= 1
+            size = ROUND_SIZE_AT_ARRIVALS
+        num_turns = min(len(waiting), size)
         try:
-            for _ in range(min(len(waiting), ROUND_SIZE)):
+            for _ in range(num_turns):
                 waiting.popleft()()
         finally:
+            self._num_left = size - num_turns if self._is_wake else 0
             self._is_due = False
             if waiting:
                 self._schedule()
 
 
+class Turns:
+    """The rounds of all requests whose tokens are forwarded, and of all those whose tasks are woken."""
+
+    def __init__(self) -> None:
+        self.forwards, self.wakes = Rounds(ROUND_SIZE), Rounds(NUM_WAKES, is_wake=True)
+
+    def note_arrival(self) -> None:
+        """Called when a request has arrived: others may be behind it."""
+        self.forwards.shrink()
+        self.wakes.shrink()
+
+
 class UpdateQueue:
     """A queue of the sequences of a request that have updates, for the request's handler.
 
-    The handler waits for the next one, or has all that there are passed to a function, which wakes no task.
+    The handler waits for the next one, or has all that there are passed to a function, which wakes no task. Either has
+    its turn.
     """
 
-    def __init__(self, rounds: Rounds | None = None) -> None:
-        """`rounds`: those of all requests; None: its own."""
-        self._rounds = rounds or Rounds()
+    def __init__(self, turns: Turns | None = None) -> None:
+        """`turns`: those of all requests; None: its own."""
+        self._turns = turns or Turns()
         self._entries: list[JournalEntry] = []  # each entry at most once
+        self._num_due = 0  # of them, that `next` may return in this turn
         self._waiter: asyncio.Future[None] | None = None
         self._take: Callable[[list[JournalEntry]], bool] | None = None  # given while `forward` runs
         self._can_take: Callable[[], bool] = bool
@@ -86,16 +125,30 @@ class UpdateQueue:
         self._entries.append(entry)
         if self._take is not None:
             if len(self._entries) == 1:
-                self._rounds.add(self._deliver)  # its other updates of this step come first
-        elif self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+                self._turns.forwards.add(self._deliver)  # its other updates of this step come first
+        elif self._waiter is not None and len(self._entries) == 1:
+            self._turns.wakes.add(self._wake)
 
     async def next(self) -> JournalEntry:
         """Waits for an entry with updates. For one caller at a time."""
-        while not self._entries:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+        if not self._num_due:
+            await self._turn()
+        self._num_due -= 1
         return self._entries.pop(0)
+
+    async def _turn(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        if self._entries:
+            self._turns.wakes.add(self._wake)
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+        self._num_due = len(self._entries)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done() and self._entries:
+            self._waiter.set_result(None)
 
     async def forward(self, take: Callable[[list[JournalEntry]], bool], can_take: Callable[[], bool]) -> None:
         """Passes entries with updates to `take`, all that there are at once, until `take` says that these were the last
@@ -120,7 +173,7 @@ class UpdateQueue:
         if not self._can_take():
             waiter.set_result(None)
             return
-        entries, self._entries = self._entries, []
+        entries, self._entries, self._num_due = self._entries, [], 0
         try:
             if not self._take(entries):
                 waiter.set_result(None)

@@ -68,7 +68,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
 
     async def GenerateStream(
         self, request: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[gateway_pb2.GenerateChunk]:
+    ) -> None:
         """Sends a chunk when there are new tokens. Tokens that arrive while a chunk is sent go into the next chunk."""
         if request.best_of > max(1, request.n) and not request.HasField("beam_search"):
             raise InvalidRequest(
@@ -79,14 +79,15 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         if request.resumable:
             _trace(request, context)
             async for message in self._resumption.answer(request, context, self._stream_way):
-                yield message
+                await context.write(message)
             return
         generation = await self._start(request, context)
         with self._slow_readers.watching(context, generation.request_id) as call:
             while not generation.is_finished:
-                message = await self._encode(generation.request_id, await generation.next_chunk())
+                chunk = await generation.next_chunk()
+                message = await self._encode(generation.request_id, chunk)
                 call.sending_since = time.monotonic()
-                yield message
+                await context.write(message)
                 call.sending_since = None
 
     async def Generate(

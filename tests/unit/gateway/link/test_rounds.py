@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
 
+from services.common.errors import PeerError
 from services.gateway.link import journal_entry
 from services.gateway.link.dense_messages import keep_output
 from services.gateway.link.journal import Journal
@@ -20,6 +22,9 @@ NUM_REQUESTS = 8
 @pytest.fixture(autouse=True)
 def small_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_entry, "ROUND_SIZE", ROUND_SIZE)
+    monkeypatch.setattr(journal_entry, "NUM_WAKES", ROUND_SIZE)
+    monkeypatch.setattr(journal_entry, "ROUND_SIZE_AT_ARRIVALS", 1)
+    monkeypatch.setattr(journal_entry, "ROUNDS_OF_ARRIVAL", 2)
 
 
 async def iteration() -> None:
@@ -29,7 +34,7 @@ async def iteration() -> None:
 
 def test_some_are_handed_out_in_each_iteration_in_the_order_in_which_they_came() -> None:
     async def test() -> None:
-        rounds, seen = Rounds(), list[int]()
+        rounds, seen = Rounds(ROUND_SIZE), list[int]()
         for number in range(NUM_REQUESTS):
             rounds.add(lambda number=number: seen.append(number))
         assert seen == [], "other updates of the same step come first"
@@ -43,11 +48,24 @@ def test_some_are_handed_out_in_each_iteration_in_the_order_in_which_they_came()
     asyncio.run(test())
 
 
+def test_rounds_are_smaller_while_requests_arrive() -> None:
+    async def test() -> None:
+        journal, seen = Journal(), list[int]()
+        for number in range(NUM_REQUESTS):
+            journal.turns.forwards.add(lambda number=number: seen.append(number))
+        journal.open(make_request("r"), UpdateQueue(journal.turns))
+        for num_seen in (1, 2, 5, 8):
+            await iteration()
+            assert seen == list(range(num_seen))
+
+    asyncio.run(test())
+
+
 def test_an_error_of_one_keeps_no_other_from_its_turn() -> None:
     async def test() -> None:
         errors = list[object]()
         asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context["exception"]))
-        rounds, seen = Rounds(), list[int]()
+        rounds, seen = Rounds(ROUND_SIZE), list[int]()
 
         def fail() -> None:
             raise RuntimeError("a bug")
@@ -62,13 +80,21 @@ def test_an_error_of_one_keeps_no_other_from_its_turn() -> None:
     asyncio.run(test())
 
 
+async def rounds_of_arrival(journal: Journal) -> None:
+    """Lets the small rounds after an arrival pass, and a large one."""
+    for _ in range(journal_entry.ROUNDS_OF_ARRIVAL + 1):
+        for rounds in (journal.turns.forwards, journal.turns.wakes):
+            rounds.add(lambda: None)
+        await iteration()
+
+
 def test_who_has_not_had_a_turn_gets_the_tokens_of_two_steps_at_once() -> None:
     async def test() -> None:
         journal, events = Journal(), dict[int, list[list[int]]]()
         entries = list[JournalEntry]()
         tasks = list[asyncio.Task[None]]()
         for number in range(NUM_REQUESTS):
-            updates = UpdateQueue(journal.rounds)
+            updates = UpdateQueue(journal.turns)
             [entry] = journal.open(make_request(f"r{number}"), updates)
             entries.append(entry)
             events[number] = []
@@ -78,7 +104,7 @@ def test_who_has_not_had_a_turn_gets_the_tokens_of_two_steps_at_once() -> None:
                 return True
 
             tasks.append(asyncio.ensure_future(updates.forward(take, lambda: True)))
-        await iteration()
+        await rounds_of_arrival(journal)
         for token in (10, 11):  # the second step comes when one round is over
             for entry in entries:
                 entry.append(token, 0.0)
@@ -92,6 +118,72 @@ def test_who_has_not_had_a_turn_gets_the_tokens_of_two_steps_at_once() -> None:
         assert [events[number] for number in range(ROUND_SIZE, NUM_REQUESTS)] == [[[10, 11]]] * (
             NUM_REQUESTS - ROUND_SIZE
         )
+
+    asyncio.run(test())
+
+
+def test_tasks_that_wait_for_tokens_have_turns_too_and_each_token_comes_once() -> None:
+    async def test() -> None:
+        journal, events = Journal(), dict[int, list[list[int]]]()
+
+        async def read(number: int, updates: UpdateQueue) -> None:
+            while True:
+                entry = await updates.next()
+                events[number].append(entry.take_new_tokens()[0])
+
+        tasks, entries = list[asyncio.Task[None]](), list[JournalEntry]()
+        for number in range(NUM_REQUESTS):
+            updates, events[number] = UpdateQueue(journal.turns), []
+            entries += journal.open(make_request(f"r{number}"), updates)
+            tasks.append(asyncio.create_task(read(number, updates)))
+        await rounds_of_arrival(journal)
+        num_read = []
+        for token in (10, 11, None, None, None, None):
+            for entry in entries:
+                if token is not None:
+                    entry.append(token, 0.0)
+            await iteration()
+            num_read.append(sum(map(len, events.values())))
+        assert num_read[:2] == [ROUND_SIZE, 2 * ROUND_SIZE], "the first tasks run in the next iteration"
+        assert all(list(itertools.chain(*each)) == [10, 11] for each in events.values())
+        assert events[NUM_REQUESTS - 1] == [[10, 11]]
+        entries[0].fail(PeerError("lost"))
+        entries[1].append(12, 0.0)
+        for _ in range(3):
+            await iteration()
+        with pytest.raises(PeerError, match="lost"):
+            await tasks[0]
+        assert events[1][-1] == [12]
+        for task in tasks[1:]:
+            task.cancel()
+        await asyncio.gather(*tasks[1:], return_exceptions=True)
+        entries[2].append(12, 0.0)  # nobody waits any more
+        await iteration()
+
+    asyncio.run(test())
+
+
+def test_a_task_gets_all_answers_of_its_request_in_one_turn() -> None:
+    async def test() -> None:
+        journal, seen = Journal(), list[int]()
+        updates = UpdateQueue(journal.turns)
+        entries = journal.open(make_request("r", n=5, best_of=5), updates)
+
+        async def read() -> None:
+            while True:
+                entry = await updates.next()
+                seen.append(entry.index)
+                entry.take_new_tokens()
+
+        task = asyncio.create_task(read())
+        await iteration()
+        for entry in entries:
+            entry.append(10, 0.0)
+        for _ in range(2):
+            await iteration()
+        assert seen == [0, 1, 2, 3, 4]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(test())
 
