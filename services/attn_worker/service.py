@@ -17,6 +17,7 @@ from services.attn_worker.servicer import AttentionServicer
 from services.channel.shm_cleanup import remove_stale_regions
 from services.common.child_options import ChildOptions
 from services.common.config import AttentionSection, Config
+from services.common.kv_cache.format import with_own_layers
 from services.common.rank import Rank, seam_config
 from services.common.resolve import resolve_model, use_device
 from services.common.several_ranks import check_ranks
@@ -61,6 +62,7 @@ class AttentionWorker:
         rank = Rank.of(config.dense, options.rank)
         check_ranks(config, model.config)
         check_split_context(config, model, is_dense=False)
+        section = with_own_layers(section, model, rank)
         model = replace(model, config=seam_config(model.config, rank), rank=rank)
         is_deterministic = config.dense.deterministic
         # So that a model that no kernels can run ends the start.

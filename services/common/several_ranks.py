@@ -49,16 +49,13 @@ def check_stages(model: ModelConfig, count: int) -> None:
 
 def _of_config(config: Config) -> Iterator[tuple[str, str]]:
     """Settings that are in the way, with what to do."""
-    dense, attention, scheduler, launch = config.dense, config.attention, config.scheduler, config.launch
+    dense, scheduler, launch = config.dense, config.scheduler, config.launch
     if dense.backend == "tensorrt":
         yield "TensorRT has neither sums over ranks nor stages", "set dense.backend to torch"
     if dense.deterministic:
         yield "dense.deterministic is true, and ranks have other kernels", "set it to false"
     if dense.pipeline_parallel_size > 1 and scheduler.speculation in ("medusa", "eagle3"):
         yield f"scheduler.speculation is {scheduler.speculation!r}, whose heads read other stages", "set it to off"
-    if dense.pipeline_parallel_size > 1 and (layers := attention.kv_cache_skip_layers):
-        numbers = ", ".join(map(str, layers))
-        yield f"attention.kv_cache_skip_layers names {numbers}, and each stage counts its own layers", "leave it out"
     if set(launch.services) != set(SERVICES):
         yield f"launch.services is {', '.join(launch.services)}", "one launcher must start all services"
     if launch.standby_dense == "imports":

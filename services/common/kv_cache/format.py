@@ -7,9 +7,21 @@ from typing import Literal
 from services.common.config import AttentionSection
 from services.common.errors import ConfigError
 from services.common.kv_cache.scheme import FP8_SCHEME
+from services.common.rank import Rank
 from services.common.resolve import ResolvedModel
 
 KVCacheFormat = Literal["model", "fp8", "int8"]
+
+
+def with_own_layers(section: AttentionSection, model: ResolvedModel, rank: Rank) -> AttentionSection:
+    """The section of a rank, which counts its own layers. `model`: the whole one, which a user means.
+
+    Raises as `resolve_kv_cache_format`.
+    """
+    resolve_kv_cache_format(section, model)
+    own = rank.layers(model.config.num_layers)
+    skipped = tuple(layer - own.start for layer in section.kv_cache_skip_layers if layer in own)
+    return section.model_copy(update={"kv_cache_skip_layers": skipped})
 
 
 def resolve_kv_cache_format(section: AttentionSection, model: ResolvedModel) -> KVCacheFormat:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from services.common.config import EMBEDDED_MODEL
 from tests.support.clients.streams import collect_all
-from tests.support.cluster import request
+from tests.support.cluster import request, running_cluster
 from tests.support.plain_services import PlainServices, plain_services
+from tests.support.rank_processes import pid_of
 
 pytestmark = pytest.mark.timeout(400)  # processes start several times, and the machine may be slow
 
@@ -74,3 +78,25 @@ def test_streams_get_the_same_tokens_from_the_prefix_cache_and_after_kills(servi
     assert has_fp8 != ("dtype=int8" in services.log("attn_worker"))
     if has_fp8:
         assert 'source="the checkpoint"' in services.log("dense_worker")
+
+
+def test_stages_keep_the_layers_that_are_skipped_as_one_worker_does(tmp_path: Path) -> None:
+    """Also after the death of the second stage's attention worker, whose layers are not the first ones."""
+    settings = ("attention.kv_cache_dtype=int8", "attention.kv_cache_skip_layers=[1, 2, 3]")
+    messages = [request(PROMPT, 60, ignore_eos=True), request(PROMPT, 60, temperature=0.9, seed=7, ignore_eos=True)]
+    found, token_bytes = [], []
+    for stages in ((), ("dense.pipeline_parallel_size=2",)):
+        directory = tmp_path / f"{len(stages)}"
+        directory.mkdir()
+        with running_cluster(directory, *settings, *stages, is_warm=True) as cluster:
+            log = cluster.log_file.read_text()
+            token_bytes.append([int(each) for each in re.findall(r"bytes_per_token=(\d+)", log)])
+            found.append(collect_all(cluster.gateway, messages))
+            if stages:
+                pid = pid_of(cluster, "attn_worker-1")
+                found.append(collect_all(cluster.gateway, messages, lambda pid=pid: os.kill(pid, signal.SIGKILL)))
+    for each in found[1:]:
+        for collected, expected in zip(each, found[0], strict=True):
+            collected.assert_equals(expected)
+    quantized, plain = 2 * 2 * (64 + 4), 2 * 2 * 64 * 4  # bytes in a layer: keys and values of two heads
+    assert [sorted(each) for each in token_bytes] == [[quantized + 3 * plain], [quantized + plain, 2 * plain]]

@@ -60,12 +60,6 @@ def test_parts_that_only_one_rank_can_have(model: ModelConfig, ranks: str, part:
         check_ranks(load_config(None, [f"{ranks}=2"]), replace(model, **changes))
 
 
-def test_layers_of_the_cache_that_only_the_whole_model_can_name(model: ModelConfig) -> None:
-    named = ["attention.kv_cache_skip_layers=[1, 3]", "dense.pipeline_parallel_size=2"]
-    with pytest.raises(ConfigError, match="kv_cache_skip_layers names 1, 3, and each stage counts its own layers"):
-        check_ranks(load_config(None, named), model)
-
-
 def test_numbers_that_do_not_divide_name_those_that_would(model: ModelConfig) -> None:
     with pytest.raises(
         ConfigError, match=rf"size is 3, but 'llama' has {model.num_heads} heads: set it to 1 or 2 or 4"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 import structlog
@@ -14,8 +14,10 @@ from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.common.config import AttentionSection, ModelSection
 from services.common.errors import CapacityError, ConfigError
+from services.common.kv_cache.format import with_own_layers
 from services.common.kv_cache.scales import KVScales
 from services.common.model_config import LayerHeads
+from services.common.rank import Rank, seam_config
 from services.common.resolve import ResolvedModel, resolve_model
 
 CPU = torch.device("cpu")
@@ -28,7 +30,7 @@ def test_a_token_takes_two_vectors_per_kv_head_and_layer() -> None:
     assert LLAMA.token_bytes == 128 * 1024
     assert LLAMA.block_bytes == 2 * 1024 * 1024
     assert LLAMA.num_bytes == 200 * 1024 * 1024
-    wider = dataclasses.replace(LLAMA, dtype=torch.float32, windows=(None, 8))
+    wider = replace(LLAMA, dtype=torch.float32, windows=(None, 8))
     assert wider.token_bytes == 2 * 2 * 1024 * 4
 
 
@@ -43,7 +45,7 @@ def test_both_layouts_have_all_blocks_and_the_null_block(dtype: torch.dtype) -> 
 
 
 def test_the_error_for_a_cache_that_does_not_fit_names_its_size() -> None:
-    spec = dataclasses.replace(LLAMA, num_blocks=10**12)
+    spec = replace(LLAMA, num_blocks=10**12)
     with pytest.raises(CapacityError, match=f"{10**12 + 1} KV blocks need {(10**12 + 1) * 2**21} bytes on cpu"):
         BlockStorage(spec, spec.head_major_block, CPU)
 
@@ -81,10 +83,10 @@ def test_the_cache_has_as_many_blocks_as_fit_and_logs_their_number(model: Resolv
 
 
 def test_8_bits_fit_twice_as_many_tokens_and_int8_a_scale_for_each_head_beside_them() -> None:
-    assert dataclasses.replace(LLAMA, dtype=torch.float8_e4m3fn).token_bytes * 2 == LLAMA.token_bytes
-    assert dataclasses.replace(LLAMA, dtype=torch.int8).token_bytes == 32 * 2 * 8 * (128 + 4)
+    assert replace(LLAMA, dtype=torch.float8_e4m3fn).token_bytes * 2 == LLAMA.token_bytes
+    assert replace(LLAMA, dtype=torch.int8).token_bytes == 32 * 2 * 8 * (128 + 4)
     exceptions = {0: torch.bfloat16, 31: torch.int8}
-    mixed = dataclasses.replace(LLAMA, dtype=torch.float8_e4m3fn, exceptions=exceptions)
+    mixed = replace(LLAMA, dtype=torch.float8_e4m3fn, exceptions=exceptions)
     assert mixed.token_bytes == 2 * 8 * (30 * 128 + 2 * 128 + (128 + 4))
 
 
@@ -137,3 +139,16 @@ def test_skipped_layers_must_exist(model: ResolvedModel) -> None:
     assert spec.dtypes == [torch.float32, torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float32]
     with pytest.raises(ConfigError, match="kv_cache_skip_layers names layer 4, the model has layers 0 to 3"):
         make_cache_spec(AttentionSection(kv_cache_dtype="fp8", kv_cache_skip_layers=(4,)), model)
+
+
+def test_each_stage_skips_its_own_of_the_named_layers(model: ResolvedModel) -> None:
+    section = AttentionSection(kv_cache_dtype="fp8", kv_cache_skip_layers=(1, 2))
+    of_stages = []
+    for index in range(2):
+        rank = Rank(index, 2, is_stage=True)
+        stage = replace(model, config=seam_config(model.config, rank))
+        of_stages += make_cache_spec(with_own_layers(section, model, rank), stage).dtypes
+    assert of_stages == make_cache_spec(section, model).dtypes
+    assert with_own_layers(section, model, Rank(1, 2)) == section, "a tensor rank has parts of all layers"
+    with pytest.raises(ConfigError, match="kv_cache_skip_layers names layer 4, the model has layers 0 to 3"):
+        with_own_layers(section.model_copy(update={"kv_cache_skip_layers": (4,)}), model, Rank(0, 2, is_stage=True))
