@@ -211,6 +211,12 @@ class HeldMemory:
         other.num_bytes, self.num_bytes = self.num_bytes, 0
         return other
 
+    def move_to(self, client: Client) -> None:
+        """From now on it is held by requests of another client."""
+        self.budget.add(client, self.num_bytes)
+        self.budget.add(self.client, -self.num_bytes)
+        self.client = client
+
     def release(self) -> None:
         """Gives back all that the request holds."""
         num_bytes, self.num_bytes = self.num_bytes, 0

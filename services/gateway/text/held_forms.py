@@ -7,8 +7,9 @@ Requests with the same form share it there, and so they do here.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.common.errors import TwostrokeError
 from services.common.fairness.client_queue import Client
@@ -19,11 +20,11 @@ from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
 @dataclass(slots=True)
 class _Held:
     memory: HeldMemory
-    num_requests: int = 0
+    requests: Counter[Client] = field(default_factory=Counter)  # that have it; a client without one has no entry
 
 
 class HeldForms:
-    """Counts each form once in a budget, while any request has it."""
+    """Counts each form once in a budget, while any request has it, as that of a client which has such a request."""
 
     def __init__(self, budget: MemoryBudget) -> None:
         self._budget = budget
@@ -43,13 +44,17 @@ class HeldForms:
             if not waiting.cancelled() and (error := waiting.exception()) is not None:
                 raise error
         held = self._held[form]
-        held.num_requests += 1
+        held.requests[client] += 1
 
         def release() -> None:
-            held.num_requests -= 1
-            if not held.num_requests:
+            held.requests[client] -= 1
+            if not held.requests[client]:
+                del held.requests[client]
+            if not held.requests:
                 del self._held[form]
                 held.memory.release()
+            elif held.memory.client not in held.requests:
+                held.memory.move_to(next(iter(held.requests)))
 
         return release
 

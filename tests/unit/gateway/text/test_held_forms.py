@@ -45,6 +45,21 @@ def test_requests_with_the_same_form_count_once_and_until_the_last_one_ends() ->
     run(test())
 
 
+def test_a_form_counts_for_a_client_that_still_has_it() -> None:
+    async def test() -> None:
+        budget = MemoryBudget(1000)
+        forms = HeldForms(budget)
+        first, second = [await forms.hold(form("a", 600), client) for client in (CLIENT, OTHER)]
+        first()
+        (await forms.hold(form("b", 300), CLIENT))()  # it holds nothing else, so that the last eighth is for it, too
+        with pytest.raises(CapacityError, match=r"600 of 600 bytes of memory"):
+            await forms.hold(form("b", 300), OTHER)
+        second()
+        assert budget.num_held == 0
+
+    run(test())
+
+
 def test_a_form_waits_for_room_and_two_that_waited_for_the_same_count_once() -> None:
     async def test() -> None:
         budget = MemoryBudget(1000, LONG_S, 10)
