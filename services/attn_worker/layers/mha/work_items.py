@@ -142,6 +142,8 @@ def prefill_items(chunks: ChunkRows, block_m: int, num_later: np.ndarray | None 
         for item in items:
             rows = np.arange(item[1])
             item[4] = item[2] + 1 + (rows + num_later[item[0] + rows]).max()
+        ends = np.repeat(chunks.context_lens, -(-chunks.num_tokens // block_m))
+        assert (items[:, 4] <= ends).all(), "spans are whole: no row sees keys that the step does not write"
     return items[np.argsort(-items[:, 2], kind="stable")]
 
 

@@ -99,6 +99,18 @@ def test_prefill_items_contain_each_query_once(block_m: int) -> None:
     assert sorted(covered) == expected
 
 
+def test_a_span_of_which_the_step_lacks_the_end_is_a_bug_and_reads_no_other_keys() -> None:
+    """A picture's tokens see each other: a chunk that ends within one would read blocks that nobody has written."""
+    chunks = ChunkRows(np.array([0, 4]), np.array([4, 20]), np.array([4, 50]), np.array([0, 10]))
+    num_later = np.zeros(24, np.int32)
+    num_later[10:20] = np.arange(10)[::-1]  # of a span that ends with row 19
+    items = prefill_items(chunks, 16, num_later)
+    assert items[np.argsort(items[:, 0]), 4].tolist() == [4, 46, 50]
+    num_later[10:24] = np.arange(14)[::-1] + 1  # one more than the chunk has
+    with pytest.raises(AssertionError, match="spans are whole"):
+        prefill_items(chunks, 16, num_later)
+
+
 @given(
     chunks=st.lists(st.tuples(st.integers(1, 64), st.integers(0, 5000)), min_size=1, max_size=8),
     window=st.none() | st.integers(1, 3000),
