@@ -121,6 +121,7 @@ class Scheduler:
         for sequence in self._sequences.values():
             sequence.leave_cache()
             sequence.num_pending_tokens = 0
+            self._note_new_caches(sequence)
             self._residency.wait(sequence)
 
     def add_cache(self, cache: AttachedCache) -> None:
@@ -238,6 +239,7 @@ class Scheduler:
         if num_blocks > room.num_blocks:
             raise CapacityError(f"{num_tokens} tokens need {num_blocks} KV cache blocks, {room.text}")
         self._waiting.admit(sequence)
+        self._note_new_caches(sequence)
         self._sequences[sequence.seq_id] = sequence
         self._suspects.add(sequence)
         self._forks.add(sequence)
@@ -547,6 +549,11 @@ class Scheduler:
         self._planners = [StepPlanner(*parts, lane) for lane in range(len(session.lanes))]
         # Whether plain sequences have rows: not where each is looked at in each step.
         self._has_rows = not self._drafting.looks_at_each and session.ledger.sliding_window.window is None
+
+    def _note_new_caches(self, sequence: Sequence) -> None:
+        if self.session.has_new_caches:
+            for feature in sequence.features:
+                feature.caches_are_new()
 
     def _next_suspect(self) -> Sequence | None:
         """The first suspect that can be opened. One that waits for a KV cache to come back blocks nobody."""

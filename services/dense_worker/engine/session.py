@@ -106,6 +106,8 @@ class Session:
 
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
+        # Whether no KV cache had anything when they were attached.
+        self.has_new_caches = attachment.is_empty and all(each.is_empty for each in attachment.others)
         sliding_window = SlidingWindow(attachment.block_size, attachment.window, attachment.num_sink_tokens)
         ledger = BlockLedger(sliding_window, attachment.num_blocks, attachment.num_free_blocks)
         self.ledgers = {0: ledger}  # by cache_id

@@ -92,6 +92,9 @@ class SequenceFeature:
     def enter(self) -> None:
         """The sequence is being opened: from now on its resource has to stay in memory."""
 
+    def caches_are_new(self) -> None:
+        """No KV cache has anything of it: all attention workers have begun anew since any step ran it."""
+
     def leave(self, last_step_id: int) -> None:
         """The sequence leaves the KV cache. Steps up to `last_step_id` have been planned, and may still run it.
 

@@ -142,6 +142,10 @@ class SequenceSource(EncodedSequence["SourceInput"]):
             self._kept = None
             self._hope_for_cache()
 
+    def caches_are_new(self) -> None:
+        """The encoder has to run before it is opened, which would otherwise say so and be done again."""
+        self.resource = self._needed
+
     def _hope_for_cache(self) -> None:
         if self.alignment is None:
             self.resource = None

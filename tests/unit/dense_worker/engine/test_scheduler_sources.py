@@ -353,6 +353,38 @@ def test_preempted_sequences_take_the_output_that_the_cache_still_has() -> None:
     assert len(cluster.runs._encoder.computed) == 2
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_sequence_is_opened_once_by_an_attention_worker_that_has_nothing(is_known: bool) -> None:
+    """One that runs, and one that an earlier dense worker ran. Without the worker's word they are opened twice."""
+    cluster = SourceCluster("guaranteed_no_evict", 40, 2, 40)
+    reading = Reading(cluster.runs)
+    running = reader(reading, 1, 4, 30, 1, 8)
+    cluster.scheduler.add(running)
+    for _ in range(4):
+        cluster.step()
+    assert running.output_token_ids
+    cluster.runs._outputs.clear()
+    cluster.in_flight = None
+    cluster._steps.clear()
+    cluster.cache = build_cache(40, BLOCK_SIZE, MAX_MODEL_LEN, sources=SourceSlots(2, MAX_SOURCE_LEN))
+    cluster.scheduler.begin(
+        Session(replace(new_session(cluster.cache, is_empty=is_known).attachment, max_num_sequences=2))
+    )
+    claimed = reader(reading, 2, 4, 6, 2, 8, has_run=True)
+    cluster.scheduler.add(claimed)
+    opened, open_sequence = list[int](), cluster.cache.open_sequence
+
+    def note(seq_id: int, *arguments: Any, **sizes: Any) -> Any:
+        opened.append(seq_id)
+        return open_sequence(seq_id, *arguments, **sizes)
+
+    cluster.cache.open_sequence = note  # type: ignore[method-assign]
+    cluster.run_until_idle()
+    for sequence in (running, claimed):
+        assert sequence.output_token_ids == expected_output(sequence)
+    assert sorted(opened) == ([1, 2] if is_known else [1, 1, 2, 2])
+
+
 def open_in(scheduler: Scheduler, sequence: Sequence, *, has_extra_rows: bool = False) -> None:
     scheduler.add(sequence)
     assert scheduler.next_to_open() == [sequence]
