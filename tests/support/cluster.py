@@ -19,7 +19,7 @@ from pathlib import Path
 
 import grpc
 
-from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
+from services.channel.shm_cleanup import FIRST_LANE, LINK_SUFFIX, NAME_PREFIX, SHM_DIR
 from services.pb import (
     attn_pb2,
     attn_pb2_grpc,
@@ -260,9 +260,16 @@ def reserve_port(port: int) -> bool:
 
 
 def stale_regions() -> set[Path]:
-    """Shared memory whose creator is dead. Other clusters may run at the same time; theirs is locked and left out."""
+    """Shared memory whose creator is dead. Other clusters may run at the same time; theirs is locked and left out.
+
+    A socket has no lock, but there is one beside a region only.
+    """
     stale = set()
     for path in SHM_DIR.glob(f"{NAME_PREFIX}*"):
+        if path.is_socket():
+            if not path.with_name(f"{path.name.removesuffix(LINK_SUFFIX)}-{FIRST_LANE}").exists():
+                stale.add(path)
+            continue
         with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             stale.add(path)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from pathlib import Path
 
 import pytest
 
-from services.channel.shm_cleanup import NAME_PREFIX
+from services.channel.shm_cleanup import LINK_SUFFIX, NAME_PREFIX
 from tests.support import cluster
 from tests.support.cluster import assert_nothing_left, stale_regions
 
@@ -28,6 +29,15 @@ def test_a_region_to_which_a_logged_dense_worker_attached_counts_as_left(region:
     with pytest.raises(AssertionError, match=EPOCH):
         assert_nothing_left(set(), f"level=info event=attached epoch={EPOCH} num_blocks=7\n")
     assert_nothing_left({region}, f"level=info event=attached epoch={EPOCH} num_blocks=7\n")
+
+
+def test_a_socket_counts_as_left_if_there_is_no_region_beside_it(region: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(region.parent)  # a socket's name may have no more than 107 bytes
+    alone = f"{NAME_PREFIX}{EPOCH}-2{LINK_SUFFIX}"
+    with socket.socket(socket.AF_UNIX) as beside, socket.socket(socket.AF_UNIX) as left:
+        beside.bind(f"{NAME_PREFIX}{EPOCH}-1{LINK_SUFFIX}")
+        left.bind(alone)
+        assert stale_regions() == {region, region.with_name(alone)}
 
 
 def test_a_region_of_another_cluster_may_disappear_later(region: Path) -> None:
