@@ -221,6 +221,10 @@ def check_http_port(config: Config, held: str | None) -> Finding:
         check_same_address(config, held)
     except ConfigError as error:
         return Finding("failure", "port", str(error))
+    own = config.gateway.http_address
+    if held.rpartition(":")[2] != own.rpartition(":")[2]:  # so somebody else has the port
+        text = f"gateway.http_address {own} is in use, and systemd's {SOCKET_UNIT} listens at {held} for the server"
+        return Finding("warning", "port", text, "let systemd start it, or choose another port by --port")
     return Finding("ok", "port", f"gateway.http_address {held} is held by systemd's {SOCKET_UNIT} for the server")
 
 

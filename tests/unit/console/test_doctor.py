@@ -75,6 +75,22 @@ def test_a_port_that_systemd_holds_for_the_server_is_not_taken(tmp_path: Path, m
     assert doctor.address_of_unit() is None, "without systemd"
 
 
+@pytest.mark.parametrize("listen", ["127.0.0.1:9", "/run/twostroke.sock"])
+def test_a_port_that_another_server_has_is_not_called_systemds(
+    listen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The socket unit says where the server listens if systemd starts it, and not if somebody else does."""
+    monkeypatch.setenv("PATH", fake_systemctl(tmp_path, listen, "active"))
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
+        config = load_config(None, [])
+        own = f"127.0.0.1:{foreign.getsockname()[1]}"
+        gateway = config.gateway.model_copy(update={"http_address": own})
+        gateway.model_fields_set.discard("http_address")  # as the default is
+        found = doctor.check_http_port(config.model_copy(update={"gateway": gateway}), doctor.address_of_unit())
+    assert found.state == "warning" and found.text.startswith(f"gateway.http_address {own} is in use, and systemd's")
+    assert found.mend == "let systemd start it, or choose another port by --port"
+
+
 def test_a_length_that_a_start_refuses_is_a_failure() -> None:
     sentence = "model.max_model_len is 99999, the model's positions end at 2048 and its RoPE is not scaled: set it to"
     finding = doctor.check_model(load_config(None, ["model.max_model_len=99999"]))
