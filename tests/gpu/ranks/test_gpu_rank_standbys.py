@@ -21,7 +21,11 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="each rank needs a GPU of its own"),
 ]
 
-ARRANGEMENTS = {"tensor": "dense.tensor_parallel_size=2", "pipeline": "dense.pipeline_parallel_size=2"}
+ARRANGEMENTS = {
+    "tensor": ("dense.tensor_parallel_size=2",),
+    "pipeline": ("dense.pipeline_parallel_size=2",),
+    "tier": ("dense.tensor_parallel_size=2", f"attention.host_kv_bytes={2**26}"),
+}
 
 
 @pytest.fixture(scope="module", params=ARRANGEMENTS)
@@ -29,7 +33,7 @@ def cluster(
     request: pytest.FixtureRequest, llama_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
     directory = tmp_path_factory.mktemp("standbys")
-    with small_cluster(llama_path, directory, ARRANGEMENTS[request.param], *STANDBYS) as cluster:
+    with small_cluster(llama_path, directory, *ARRANGEMENTS[request.param], *STANDBYS) as cluster:
         yield cluster
 
 
