@@ -7,13 +7,15 @@ process ends: nothing is left after a kill.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import weakref
 
 from services.pb import images_pb2
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+_LENGTH = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE of linux/fcntl.h, since 5.1: unlike F_SEAL_WRITE it waits for no processor
 
 
 class MemoryFile:
@@ -31,8 +33,13 @@ class MemoryFile:
         return _path(os.getpid(), self._file)
 
     def seal(self) -> None:
-        """Nobody can change it or its length from now on. Raises `OSError` if a process has it mapped for writing."""
-        fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
+        """Nobody can write to it or change its length from now on."""
+        try:
+            fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _LENGTH | _FUTURE_WRITE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _LENGTH | fcntl.F_SEAL_WRITE)  # an older kernel
 
     def __len__(self) -> int:
         return os.fstat(self._file).st_size
@@ -59,7 +66,8 @@ def open_memory_file(message: images_pb2.MemoryFile) -> int:
     status = os.fstat(file)
     try:
         is_same = (status.st_ino, status.st_size) == (message.inode, message.num_bytes)
-        if is_same and fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS == _SEALS:
+        seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)
+        if is_same and seals & _LENGTH == _LENGTH and seals & (_FUTURE_WRITE | fcntl.F_SEAL_WRITE):
             return file
         raise OSError(f"{path} is another file by now, or one that could still change")
     except OSError:
