@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
+import numpy as np
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -140,14 +141,20 @@ async def parse_json(body: bytes, max_values: int, heavy_work: HeavyWork) -> Any
         await heavy_work.beginning()
         return _parse(body)
     await heavy_work.turn()
-    num_strings = body.count(b'"') // 2 + body.count(b"[") + body.count(b"{")
-    if body.count(b",") + 1 > max_values or num_strings > MAX_STRINGS:  # a rough count, which is fast
+    num_quotes, num_lists, num_objects, num_commas = _count_each(body, b'"[{,')
+    if num_commas + 1 > max_values or num_quotes // 2 + num_lists + num_objects > MAX_STRINGS:  # rough, but fast
         await heavy_work.turn()
         _check_counts(body, max_values)
     await heavy_work.turn()
     value = _parse(body)
     await heavy_work.turn()  # for whoever checks the value
     return value
+
+
+def _count_each(body: bytes, characters: bytes) -> list[int]:
+    """How often the body has each of these. `bytes.count` looks at one byte at a time, numpy at many."""
+    numbers = np.frombuffer(body, np.uint8)
+    return [int(np.count_nonzero(numbers == each)) for each in characters]
 
 
 def _check_counts(body: bytes, max_values: int) -> None:

@@ -9,6 +9,7 @@ worker resizes it. Many pixels are written to the memory file, if there is one, 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -16,9 +17,10 @@ import resource
 import signal
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from typing import Any, BinaryIO
+from threading import Thread
+from typing import Any, BinaryIO, Self
 
 from PIL import ExifTags, Image, UnidentifiedImageError
 
@@ -64,9 +66,12 @@ def main() -> None:
         _answer(out, source.read(asked["num_bytes"]), layout, asked)
 
 
-def read_picture(data: bytes, max_pixels: int) -> Image.Image:
+def read_picture(
+    data: bytes, max_pixels: int, before_pixels: Callable[[Image.Image], None] = lambda picture: None
+) -> Image.Image:
     """The picture of a file in RGB, turned as it says, on white where it is transparent.
 
+    before_pixels: is called when its size is known and its pixels are not decoded yet.
     Raises `InvalidRequest` for what is none, or too large, and `MemoryError`.
     """
     try:
@@ -78,6 +83,7 @@ def read_picture(data: bytes, max_pixels: int) -> Image.Image:
             )
         if getattr(picture, "is_animated", False):
             raise InvalidRequest("a picture has several frames, it must have one: films are not supported")
+        before_pixels(picture)
         picture.load()
         turn = TURNS.get(_orientation_of(picture))
         return _to_rgb(picture if turn is None else picture.transpose(turn))
@@ -111,32 +117,78 @@ def _to_rgb(picture: Image.Image) -> Image.Image:
 
 
 def _answer(out: BinaryIO, data: bytes, layout: Layout, asked: dict[str, Any]) -> None:
-    try:
-        picture = read_picture(data, asked["max_pixels"])
+    def shape_of(picture: Image.Image) -> PictureShape:
         shape = layout.shape_of(picture.height, picture.width, is_low=asked["is_low"])
-        if asked["worker_resizes"]:
-            shape = resized_by_worker(layout, shape)
-        tiles = layout.tiles_of(picture, shape) if shape.resample is None else [picture]
-    except (InvalidRequest, MemoryError) as error:
-        _write(out, {"error": str(error) or "a picture needs more memory than there is for decoding"})
-        return
-    _, height, width, _ = shape.pixels_shape
-    assert all(tile.size == (width, height) for tile in tiles), "as the shape says"
-    pixels: Iterable[bytes] = (tile.tobytes() for tile in tiles)
-    file = _open(asked["path"]) if asked["path"] and shape.num_bytes >= MIN_FILE_BYTES else None
-    if file is not None:
-        with file:
-            file.writelines(pixels)
-        pixels = ()
-    _write(out, {"shape": asdict(shape), "is_in_file": file is not None}, pixels)
+        return resized_by_worker(layout, shape) if asked["worker_resizes"] else shape
+
+    def reserve(picture: Image.Image) -> None:
+        if (shape := shape_of(picture)).resample is not None:  # what is decoded is what is written
+            file.reserve(shape.num_bytes)
+
+    with _PixelFile(asked["path"]) as file:
+        try:
+            picture = read_picture(data, asked["max_pixels"], reserve)
+            shape = shape_of(picture)
+            tiles = layout.tiles_of(picture, shape) if shape.resample is None else [picture]
+        except (InvalidRequest, MemoryError) as error:
+            _write(out, {"error": str(error) or "a picture needs more memory than there is for decoding"})
+            return
+        _, height, width, _ = shape.pixels_shape
+        assert all(tile.size == (width, height) for tile in tiles), "as the shape says"
+        pixels: Iterable[bytes] = (tile.tobytes() for tile in tiles)
+        if is_in_file := file.takes(shape.num_bytes):
+            file.write(pixels)
+            pixels = ()
+    _write(out, {"shape": asdict(shape), "is_in_file": is_in_file}, pixels)
+
+
+class _PixelFile:
+    """The gateway's memory file for pixels, if it has given one and the system lets a process open those of others."""
+
+    def __init__(self, path: str) -> None:
+        self._file = _open(path) if path else None
+        self._beside: Thread | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._join()
+        if self._file is not None:
+            self._file.close()
+
+    def takes(self, num_bytes: int) -> bool:
+        """Whether so many are written to it."""
+        return self._file is not None and num_bytes >= MIN_FILE_BYTES
+
+    def reserve(self, num_bytes: int) -> None:
+        """Gives the file its memory on a thread of its own, which takes the kernel as long as to fill it."""
+        if self._file is not None and self.takes(num_bytes):
+            self._beside = Thread(target=_allocate, args=(self._file.fileno(), num_bytes))
+            self._beside.start()
+
+    def write(self, pixels: Iterable[bytes]) -> None:
+        """All that the file has."""
+        assert self._file is not None, "it takes them"
+        self._join()
+        self._file.writelines(pixels)
+        self._file.truncate()  # there may have been room for more
+
+    def _join(self) -> None:
+        if self._beside is not None:
+            self._beside.join()
 
 
 def _open(path: str) -> BinaryIO | None:
-    """None if the system lets no process open the files of another one."""
     try:
-        return open(path, "wb")
+        return open(path, "r+b")
     except OSError:
         return None
+
+
+def _allocate(file: int, num_bytes: int) -> None:
+    with contextlib.suppress(OSError):  # which then is raised by who writes
+        os.posix_fallocate(file, 0, num_bytes)
 
 
 def _write(out: BinaryIO, head: dict[str, Any], rest: Iterable[bytes] = ()) -> None:
