@@ -11,8 +11,10 @@ from typing import ClassVar, Protocol
 
 import torch
 
+from services.common.vision.vision_config import PixelScale
 from services.dense_worker.encoders import packed_attention
 from services.dense_worker.encoders.packed_attention import PackedSequences
+from services.dense_worker.encoders.vision.picture import Picture, scale_pixels
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.norm.norm import Norm
@@ -68,6 +70,11 @@ def segments_of_tower(tower: object) -> dict[str, list[RowPart]]:
 class TowerOperations(Protocol):
     """Used on the engine thread."""
 
+    def read_pixels(
+        self, picture: Picture, scale: PixelScale, device: torch.device, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """[num_tiles, 3, height, width] in `dtype`, of pixels that may have to be resized; see `scale_pixels`."""
+
     def run(self, part: RowPart, *inputs: torch.Tensor) -> torch.Tensor:
         """What `part` makes of its inputs, which may be overwritten."""
 
@@ -98,6 +105,11 @@ class TowerOperations(Protocol):
 
 class TorchTowerOperations:
     """The reference for kernels, and what torch.export records."""
+
+    def read_pixels(
+        self, picture: Picture, scale: PixelScale, device: torch.device, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return scale_pixels(picture, scale, device, dtype)
 
     def run(self, part: RowPart, *inputs: torch.Tensor) -> torch.Tensor:
         return part.forward(self, *inputs)

@@ -13,7 +13,7 @@ from services.common.vision.vision_config import PixelScale
 from services.dense_worker.encoders.packed_attention import PackedSequences
 from services.dense_worker.encoders.vision.layer import LayerEnd, LayerStart, PatchEmbedding, VisionLayer
 from services.dense_worker.encoders.vision.operations import TowerOperations
-from services.dense_worker.encoders.vision.picture import Picture, patches_of, scale_pixels
+from services.dense_worker.encoders.vision.picture import Picture, patches_of
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS
@@ -41,7 +41,7 @@ class PatchEncoder:
     ) -> Generator[None, None, torch.Tensor]:
         """The rows of all tiles of all pictures, [num_tiles, num_rows, hidden]; yields after each layer."""
         table = self.embedding.matrix.data
-        tiles = [scale_pixels(each, pixels, table.device, table.dtype) for each in pictures]
+        tiles = [operations.read_pixels(each, pixels, table.device, table.dtype) for each in pictures]
         patches = patches_of(torch.cat(tiles), self.config.patch_size).flatten(3).flatten(1, 2)
         x = operations.run(self.embedding, patches.flatten(0, 1)).unflatten(0, patches.shape[:2])
         if self.class_token is not None:

@@ -27,8 +27,13 @@ def scale_pixels(picture: Picture, scale: PixelScale, device: torch.device, dtyp
     shape, tiles = picture.shape, upload(picture.pixels.numpy(), device)
     if shape.resample is not None:
         tiles = resample(tiles[0], shape.height, shape.width, shape.resample)[None]
-    mean, std = (upload(np.array(each, np.float32), device) for each in (scale.mean, scale.std))
-    return ((tiles.float() * scale.factor - mean) / std).permute(0, 3, 1, 2).to(dtype)
+    return scale_bytes(tiles, scale).permute(0, 3, 1, 2).to(dtype)
+
+
+def scale_bytes(colours: torch.Tensor, scale: PixelScale) -> torch.Tensor:
+    """uint8 [..., 3] -> float32 [..., 3]"""
+    mean, std = (upload(np.array(each, np.float32), colours.device) for each in (scale.mean, scale.std))
+    return (colours.float() * scale.factor - mean) / std
 
 
 def patches_of(image: torch.Tensor, size: int) -> torch.Tensor:

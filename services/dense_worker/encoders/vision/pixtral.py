@@ -24,7 +24,7 @@ from services.dense_worker.encoders.vision.layer import (
 )
 from services.dense_worker.encoders.vision.operations import Rotation, RowPart, TowerOperations
 from services.dense_worker.encoders.vision.patch_tower import convolution
-from services.dense_worker.encoders.vision.picture import Picture, patches_of, scale_pixels
+from services.dense_worker.encoders.vision.picture import Picture, patches_of
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.kernels.norm.norm import Norm
@@ -51,7 +51,7 @@ class PixtralEncoder:
         config, table = self.config, self.embedding.matrix.data
         patches, positions = [], []
         for picture in pictures:
-            image = scale_pixels(picture, pixels, table.device, table.dtype)[0]
+            image = operations.read_pixels(picture, pixels, table.device, table.dtype)[0]
             patches.append(patches_of(image, config.patch_size).flatten(2).flatten(0, 1))
             rows, columns = config.grid(picture.shape)
             positions.append(torch.cartesian_prod(torch.arange(rows), torch.arange(columns)))

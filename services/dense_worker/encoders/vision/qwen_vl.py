@@ -23,7 +23,7 @@ from services.common.vision.vision_config import PixelScale
 from services.dense_worker.encoders.packed_attention import PackedSequences
 from services.dense_worker.encoders.vision.layer import LayerEnd, LayerStart, PatchEmbedding, VisionLayer, multiply
 from services.dense_worker.encoders.vision.operations import Rotation, RowPart, TowerOperations
-from services.dense_worker.encoders.vision.picture import Picture, patches_of, scale_pixels
+from services.dense_worker.encoders.vision.picture import Picture, patches_of
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS
@@ -45,6 +45,7 @@ Kind = TypeVar("Kind", bound="Merger")
 class Grids:
     """Where the patches of several pictures lie, as the layers see it: ordered by window."""
 
+    order: torch.Tensor  # int32 [num_tokens], as in `TowerLayout`
     windows: PackedSequences
     pictures: PackedSequences
     rotation: Rotation
@@ -53,7 +54,7 @@ class Grids:
 class TowerLayout(NamedTuple):
     """The same in the host's memory."""
 
-    order: np.ndarray  # int64 [num_tokens]: squares of patches by window
+    order: np.ndarray  # int32 [num_tokens]: squares of patches by window
     windows: list[int]  # patches of each window
     pictures: list[int]  # patches of each picture
     positions: np.ndarray  # int32 [num_patches, 2]: row and column of each patch, ordered by window
@@ -111,44 +112,46 @@ class QwenVisionTower:
         Yields after each layer.
         """
         layout, device = self.lay_out(pictures), self.embedding.matrix.data.device
-        order = upload(layout.order, device)
-        x = self.embed(pictures, pixels, order, operations)
+        positions, steps = (upload(each, device) for each in (layout.positions, self.angle_steps()))
         grids = Grids(
-            PackedSequences(layout.windows, device), PackedSequences(layout.pictures, device), self.rotation(layout)
+            upload(layout.order, device),
+            PackedSequences(layout.windows, device),
+            PackedSequences(layout.pictures, device),
+            Rotation.of(axial_angles(positions, steps)),
         )
-        rows = yield from self.compute(x, grids, operations)
-        return self.by_picture(rows, order, pictures)
+        rows = yield from self.compute(self.embed(pictures, pixels, operations), grids, operations)
+        return self.by_picture(rows, pictures)
 
     def embed(
-        self, pictures: Sequence[Picture], pixels: PixelScale, order: torch.Tensor, operations: TowerOperations
+        self, pictures: Sequence[Picture], pixels: PixelScale, operations: TowerOperations
     ) -> torch.Tensor:
-        """What the first layer reads, [num_patches, hidden]; order: of `TowerLayout`."""
-        x = operations.run(self.embedding, torch.cat([self._patches(each, pixels) for each in pictures]))
+        """What the layers read, [num_patches, hidden], square by square."""
+        x = operations.run(self.embedding, torch.cat([self._patches(each, pixels, operations) for each in pictures]))
         if self.positions is not None:
             x = x + torch.cat([self._positions_of(each) for each in pictures])
-        return x.unflatten(0, (-1, self.config.merge_size**2))[order].flatten(0, 1)
+        return x
 
     def compute(
         self, x: torch.Tensor, grids: Grids, operations: TowerOperations
     ) -> Generator[None, None, torch.Tensor]:
-        """All layers: x [num_patches, hidden], which may be overwritten -> [num_tokens, width], ordered by window.
+        """All layers: x [num_patches, hidden] -> [num_tokens, width], both square by square.
 
         Yields after each layer.
         """
         config, square, deep = self.config, self.config.merge_size**2, list[torch.Tensor]()
+        x = x.unflatten(0, (-1, square)).index_select(0, grids.order).flatten(0, 1)
         for index, layer in enumerate(self.layers):
             sees_all = not config.window_size or index in config.full_layers
             x = layer.forward(x, grids.pictures if sees_all else grids.windows, operations, grids.rotation)
             if index in config.deep_layers:
                 deep.append(operations.run(self.deep_mergers[len(deep)], x.unflatten(0, (-1, square))))
             yield
-        return torch.cat((operations.run(self.merger, x.unflatten(0, (-1, square))), *deep), dim=-1)
+        rows = torch.cat((operations.run(self.merger, x.unflatten(0, (-1, square))), *deep), dim=-1)
+        return torch.empty_like(rows).index_copy_(0, grids.order.long(), rows)
 
-    def by_picture(self, rows: torch.Tensor, order: torch.Tensor, pictures: Sequence[Picture]) -> list[torch.Tensor]:
+    def by_picture(self, rows: torch.Tensor, pictures: Sequence[Picture]) -> list[torch.Tensor]:
         """The rows of each picture, in the order of its tokens."""
-        found = torch.empty_like(rows)
-        found[order] = rows
-        return list(found.split([each.shape.num_tokens for each in pictures]))
+        return list(rows.split([each.shape.num_tokens for each in pictures]))
 
     def _positions_of(self, picture: Picture) -> torch.Tensor:
         """[num_patches, hidden], square by square: the table, stretched over the picture by bilinear interpolation."""
@@ -165,10 +168,10 @@ class QwenVisionTower:
         squares = found.to(table.dtype).unflatten(1, (-1, merge)).unflatten(0, (-1, merge)).transpose(1, 2)
         return squares.flatten(0, 3)
 
-    def _patches(self, picture: Picture, pixels: PixelScale) -> torch.Tensor:
+    def _patches(self, picture: Picture, pixels: PixelScale, operations: TowerOperations) -> torch.Tensor:
         """[num_patches, patch_dim], square by square; each patch is a film of equal frames."""
         config, table = self.config, self.embedding.matrix.data
-        image = scale_pixels(picture, pixels, table.device, table.dtype)[0]
+        image = operations.read_pixels(picture, pixels, table.device, table.dtype)[0]
         patches = patches_of(image, config.patch_size)  # [rows, columns, 3, size, size]
         squares = patches.unflatten(1, (-1, config.merge_size)).unflatten(0, (-1, config.merge_size)).transpose(1, 2)
         films = squares.unsqueeze(-3).expand(*squares.shape[:-2], config.num_frames, *squares.shape[-2:])
@@ -188,10 +191,10 @@ class QwenVisionTower:
             first += rows * columns
         return TowerLayout(np.concatenate(orders), windows, lengths, np.concatenate(positions))
 
-    def rotation(self, layout: TowerLayout) -> Rotation:
-        """Of all patches, on the device of the tower."""
-        positions = upload(layout.positions, self.embedding.matrix.data.device)
-        return Rotation.of(axial_angles(positions, self.head_dim))
+    def angle_steps(self) -> np.ndarray:
+        """What `axial_angles` divides by: float32 [head_dim / 4]."""
+        exponents = torch.arange(0, self.head_dim // 2, 2, dtype=torch.float32) / (self.head_dim // 2)
+        return (_ROPE_THETA**exponents).numpy()
 
     @property
     def head_dim(self) -> int:
@@ -204,17 +207,15 @@ def _layout_of(rows: int, columns: int, merge: int, side: int) -> TowerLayout:
     """Of one picture with so many squares of `merge` x `merge` patches, in windows of `side` x `side` squares."""
     row, column = np.divmod(np.arange(rows * columns), columns)
     window = row // side * -(-columns // side) + column // side
-    order = window.argsort(kind="stable")
+    order = window.argsort(kind="stable").astype(np.int32)
     inner = np.stack(np.divmod(np.arange(merge**2), merge), axis=-1)  # [square, 2]
     positions = np.stack((row, column), axis=-1)[order, None] * merge + inner
     windows = [count * merge**2 for count in np.bincount(window).tolist()]
     return TowerLayout(order, windows, [rows * columns * merge**2], positions.reshape(-1, 2).astype(np.int32))
 
 
-def axial_angles(positions: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """positions int32 [n, 2] -> float32 [n, head_dim / 2]: half of the angles by row, half by column."""
-    exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
-    steps = upload((_ROPE_THETA**exponents).numpy(), positions.device)
+def axial_angles(positions: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """positions int32 [n, 2], steps float32 [s] -> float32 [n, 2 s]: half of the angles by row, half by column."""
     return (positions[..., None].float() / steps).flatten(-2)
 
 

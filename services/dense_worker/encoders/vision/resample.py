@@ -6,6 +6,7 @@ What Pillow computes is in its `src/libImaging/Resample.c`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -14,36 +15,44 @@ import torch
 from services.common.vision.resize import begins_with_columns
 from services.dense_worker.sampling.upload import upload
 
-_PRECISION_BITS = 32 - 8 - 2  # of Pillow's weights of bytes
+PRECISION_BITS = 32 - 8 - 2  # of Pillow's weights of bytes
+HALF = 1 << (PRECISION_BITS - 1)  # to round by
 
 
 def resample(pixels: torch.Tensor, height: int, width: int, filter_number: int) -> torch.Tensor:
     """uint8 [old_height, old_width, colours] -> uint8 [height, width, colours]. filter_number: of `layout.FILTERS`"""
-    old_height, old_width, _ = pixels.shape
-    lengths = (height, width)  # by dimension
-    for dim in (0, 1) if begins_with_columns((old_width, old_height), (width, height)) else (1, 0):
-        if pixels.shape[dim] != lengths[dim]:
-            pixels = _resample_lines(pixels, dim, lengths[dim], filter_number)
+    for dim, size in passes_of(pixels.shape, height, width):
+        pixels = _resample_lines(pixels, dim, size, filter_number)
     return pixels
+
+
+def passes_of(shape: Sequence[int], height: int, width: int) -> Iterator[tuple[int, int]]:
+    """The dimensions of pixels [old_height, old_width, colours] whose lines get a new length, in order, and that."""
+    lengths = (height, width)
+    for dim in (0, 1) if begins_with_columns((shape[1], shape[0]), (width, height)) else (1, 0):
+        if shape[dim] != lengths[dim]:
+            yield dim, lengths[dim]
 
 
 def _resample_lines(pixels: torch.Tensor, dim: int, size: int, filter_number: int) -> torch.Tensor:
     """Gives all lines along a dimension a new length."""
-    places, weights = (upload(each, pixels.device) for each in _weights(pixels.shape[dim], size, filter_number))
+    old = pixels.shape[dim]
+    first, *weights = upload(taps_of(old, size, filter_number), pixels.device)
     shape = [1] * pixels.dim()
     shape[dim] = size
     numbers = pixels.int()
-    total = torch.full((), 1 << (_PRECISION_BITS - 1), dtype=torch.int32, device=pixels.device)
-    for place, weight in zip(places, weights, strict=True):
+    total = torch.full((), HALF, dtype=torch.int32, device=pixels.device)
+    for tap, weight in enumerate(weights):
+        place = (first + tap).clamp_(max=old - 1)
         total = numbers.index_select(dim, place).mul_(weight.view(shape)).add_(total)
-    return total.bitwise_right_shift_(_PRECISION_BITS).clamp_(0, 255).to(torch.uint8)
+    return total.bitwise_right_shift_(PRECISION_BITS).clamp_(0, 255).to(torch.uint8)
 
 
 @lru_cache(maxsize=16)
-def _weights(old: int, new: int, filter_number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each number of a side, which `places` of the old side it is made of, and their weights.
+def taps_of(old: int, new: int, filter_number: int) -> np.ndarray:
+    """Of each number of a side, which of the old side it is made of: the first, the weights of it and of those behind.
 
-    int64 and int32 [taps, new]
+    int32 [1 + taps, new]; weights of places behind the old side are 0
     """
     function, support = _FILTERS[filter_number]
     scale = old / new
@@ -57,8 +66,8 @@ def _weights(old: int, new: int, filter_number: int) -> tuple[np.ndarray, np.nda
     total = np.zeros(new)
     for each in shares:  # one after the other, as the last bits of a sum depend on it
         total += each
-    whole = np.trunc(shares / total * (1 << _PRECISION_BITS) + np.where(shares < 0, -0.5, 0.5))
-    return np.minimum(places, old - 1), whole.astype(np.int32)
+    whole = np.trunc(shares / total * (1 << PRECISION_BITS) + np.where(shares < 0, -0.5, 0.5))
+    return np.concatenate((first[None], whole)).astype(np.int32)
 
 
 def _bilinear(x: np.ndarray) -> np.ndarray:

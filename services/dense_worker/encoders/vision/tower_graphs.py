@@ -16,7 +16,7 @@ from services.common.vision.vision_config import PixelScale
 from services.dense_worker.encoders.packed_attention import PackedSequences
 from services.dense_worker.encoders.vision.operations import Rotation, TowerOperations
 from services.dense_worker.encoders.vision.picture import Picture
-from services.dense_worker.encoders.vision.qwen_vl import Grids, QwenVisionTower
+from services.dense_worker.encoders.vision.qwen_vl import Grids, QwenVisionTower, TowerLayout, axial_angles
 from services.dense_worker.sampling.upload import upload
 
 _STEP = 512
@@ -49,15 +49,14 @@ class TowerGraphs:
         config, table = tower.config, tower.embedding.matrix.data
         self._tower, self._operations = tower, operations
         self._max_size = max_patches // _STEP * _STEP
-        half, square = tower.head_dim // 2, config.merge_size**2
         self._x = table.new_zeros(self._max_size, config.hidden_size)
-        self._rows = table.new_zeros(self._max_size // square, config.width)
-        self._rotation = Rotation.of(torch.zeros(self._max_size, half, device=table.device))
+        self._rows = table.new_zeros(self._max_size // config.merge_size**2, config.width)
+        self._angle_steps = upload(tower.angle_steps(), table.device)
         self._window_size = (config.window_size * config.merge_size) ** 2 or self._max_size  # patches, at most
         # At the edges of a picture windows are smaller.
         self._patches_per_window = max(1, min(self._window_size // 2, _PATCHES_PER_PICTURE))
-        self._windows = _ends(self._max_size // self._patches_per_window, table.device)
-        self._pictures = _ends(self._max_size // _PATCHES_PER_PICTURE, table.device)
+        # What `_fields` names, one after another, so that one copy moves it.
+        self._layout = torch.zeros(sum(self._fields(self._max_size)), dtype=torch.int32, device=table.device)
         self._graphs = graphs_of(self._run)
 
     def capture_largest(self) -> None:
@@ -77,25 +76,37 @@ class TowerGraphs:
         size = -(-most // _STEP) * _STEP
         if size > self._max_size:
             return (yield from tower.parts(pictures, pixels, self._operations))
-        graph = self._graphs.find(size)  # first, since capturing computes with what is there
-        order = upload(layout.order, self._x.device)
-        self._x[:num_patches] = tower.embed(pictures, pixels, order, self._operations)
-        rotation = tower.rotation(layout)
-        self._rotation.cos[:num_patches], self._rotation.sin[:num_patches] = rotation.cos, rotation.sin
-        for ends, lengths in ((self._windows, layout.windows), (self._pictures, layout.pictures)):
-            values = np.full(len(ends), num_patches, np.int32)
-            values[: len(lengths) + 1] = np.cumsum([0, *lengths])
-            ends.copy_(upload(values, ends.device))
+        packed = upload(self._pack(layout, size), self._x.device)
+        self._layout[: len(packed)] = packed
+        graph = self._graphs.find(size)  # capturing computes, with this layout and whatever there is else
+        self._x[:num_patches] = tower.embed(pictures, pixels, self._operations)
         graph.replay()
-        return tower.by_picture(self._rows[: len(order)], order, pictures)
+        return tower.by_picture(self._rows[: len(layout.order)], pictures)
+
+    def _fields(self, size: int) -> tuple[int, int, int, int]:
+        """The lengths of the order, the positions, the ends of windows and those of pictures, for so many patches."""
+        num_windows, num_pictures = size // self._patches_per_window, size // _PATCHES_PER_PICTURE
+        return size // self._tower.config.merge_size**2, 2 * size, num_windows + 1, num_pictures + 1
+
+    def _pack(self, layout: TowerLayout, size: int) -> np.ndarray:
+        """The layout of a run. What is behind its pictures stays where it is, and belongs to no window."""
+        num_squares, num_patches = len(layout.order), len(layout.positions)
+        packed = np.full(sum(lengths := self._fields(size)), num_patches, np.int32)
+        order, positions, *ends = np.split(packed, np.cumsum(lengths)[:-1])
+        order[:num_squares], order[num_squares:] = layout.order, np.arange(num_squares, len(order))
+        positions[: 2 * num_patches] = layout.positions.ravel()
+        for each, found in zip(ends, (layout.windows, layout.pictures), strict=True):
+            each[: len(found) + 1] = np.cumsum([0, *found])
+        return packed
 
     def _run(self, size: int) -> None:
         """All layers for the first `size` patches."""
-        windows = self._windows[: size // self._patches_per_window + 1]
+        order, positions, windows, pictures = self._layout[: sum(self._fields(size))].split(self._fields(size))
         grids = Grids(
+            order,
             PackedSequences.in_place(windows, size, self._window_size),
-            PackedSequences.in_place(self._pictures[: size // _PATCHES_PER_PICTURE + 1], size, size),
-            Rotation(self._rotation.cos[:size], self._rotation.sin[:size]),
+            PackedSequences.in_place(pictures, size, size),
+            Rotation.of(axial_angles(positions.view(-1, 2), self._angle_steps)),
         )
         layers = self._tower.compute(self._x[:size], grids, self._operations)
         while True:
@@ -104,7 +115,3 @@ class TowerGraphs:
             except StopIteration as ended:
                 self._rows[: len(ended.value)] = ended.value
                 return
-
-
-def _ends(num_sequences: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(num_sequences + 1, dtype=torch.int32, device=device)

@@ -8,10 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
+from services.common.vision.vision_config import PixelScale
 from services.dense_worker.backends.cuda_linear import CudaLinear
 from services.dense_worker.encoders import packed_attention
 from services.dense_worker.encoders.packed_attention import PackedSequences
 from services.dense_worker.encoders.vision.operations import Rotation, RowPart
+from services.dense_worker.encoders.vision.picture import Picture, scale_bytes
+from services.dense_worker.encoders.vision.triton_pixels import look_up, resample_lines
 from services.dense_worker.encoders.vision.triton_windows import MAX_LENGTH, attend_short
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Linear
@@ -20,6 +23,7 @@ from services.dense_worker.kernels.linear.triton_activation import activate
 from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.kernels.norm.triton_norm import add_norm
 from services.dense_worker.kernels.triton_launch import KernelLauncher, begin
+from services.dense_worker.sampling.upload import upload
 
 _HEADS_PER_PROGRAM = 8
 _KERNEL = LinearKernel.CUBLAS  # the one for many rows, in any format
@@ -32,9 +36,22 @@ class TritonTowerOperations:
         """dtype: of the model"""
         self._launcher = KernelLauncher(device)
         self._linear = CudaLinear(self._launcher, device, dtype)
+        self._numbers: dict[tuple[PixelScale, torch.dtype], torch.Tensor] = {}  # of bytes, [256, 3]: one for a tower
 
     def run(self, part: RowPart, *inputs: torch.Tensor) -> torch.Tensor:
         return part.forward(self, *inputs)
+
+    def read_pixels(
+        self, picture: Picture, scale: PixelScale, device: torch.device, dtype: torch.dtype
+    ) -> torch.Tensor:
+        numbers = self._numbers.get((scale, dtype))
+        if numbers is None:
+            every_byte = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 3)
+            numbers = self._numbers[scale, dtype] = scale_bytes(every_byte, scale).to(device, dtype)
+        shape, tiles = picture.shape, upload(picture.pixels.numpy(), device)
+        if shape.resample is not None:
+            tiles = resample_lines(self._launcher, tiles[0], shape.height, shape.width, shape.resample)[None]
+        return look_up(self._launcher, tiles, numbers)
 
     def multiply(
         self,

@@ -89,9 +89,10 @@ def test_pictures_of_any_sizes_give_the_rows_of_the_tower(
     captured = TowerGraphs(tower, TorchTowerOperations(), MAX_PATCHES, graphs_of)
     side = tower.config.patch_size * tower.config.merge_size
     runs: list[tuple[list[tuple[int, int]], int | None]] = [
-        ([(5, 4)], 128),  # in squares: 80 patches
-        ([(8, 3), (2, 7)], 192),
+        ([(7, 9)], 256),  # in squares: 252 patches
+        ([(5, 4)], 128),  # captured behind a larger one, whose layout has numbers that a smaller one has no places for
         ([(2, 2)] * 5, 320),  # each needs a place
+        ([(8, 3), (2, 7)], 192),
         ([(5, 4)], 128),  # again, before what a longer run has left
         ([(8, 8), (8, 3)], None),  # more patches than any graph has
         ([(2, 1)] * 6, None),  # more pictures

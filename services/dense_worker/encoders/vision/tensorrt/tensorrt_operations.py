@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from services.common.vision.vision_config import PixelScale
 from services.dense_worker.encoders.packed_attention import PackedSequences
 from services.dense_worker.encoders.vision.load import Tower
 from services.dense_worker.encoders.vision.operations import (
@@ -13,6 +14,7 @@ from services.dense_worker.encoders.vision.operations import (
     TowerOperations,
     segments_of_tower,
 )
+from services.dense_worker.encoders.vision.picture import Picture
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.norm.norm import Norm
@@ -43,6 +45,11 @@ class TensorRTTowerOperations:
             named = [(name, each[some].contiguous()) for name, each in zip(part.row_shapes, inputs, strict=True)]
             self._runs.run(segment, index, len(named[0][1]), named, [(OUTPUT, out[some])])
         return out
+
+    def read_pixels(
+        self, picture: Picture, scale: PixelScale, device: torch.device, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return self._others.read_pixels(picture, scale, device, dtype)
 
     def multiply(
         self,
