@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -27,6 +27,10 @@ class InputEmbeds(NamedTuple):
             )
         )
 
+    def put_into(self, hidden: torch.Tensor) -> None:
+        """Overwrites rows of hidden [n, hidden]."""
+        hidden.index_copy_(0, self.rows, self.vectors)
+
     def after_layer(self, layer: int) -> InputEmbeds | None:
         """What is added to rows after a layer, counted from 0; None: nothing."""
         if self.deep is None or layer >= len(self.deep):
@@ -47,6 +51,23 @@ class InputEmbeds(NamedTuple):
         return cls(torch.cat([each.rows for each in given]), torch.cat(vectors), deep)
 
 
+class CapturedEmbeds(NamedTuple):
+    """The same for any of a captured step's n rows."""
+
+    is_given: torch.Tensor  # bool [n, 1]
+    vectors: torch.Tensor  # [n, hidden]; arbitrary where none is given
+
+    def put_into(self, hidden: torch.Tensor) -> None:
+        """Overwrites rows of hidden [n, hidden]."""
+        torch.where(self.is_given, self.vectors, hidden, out=hidden)
+
+    def after_layer(self, layer: int) -> None:
+        """Nothing is added later."""
+
+
+GivenEmbeds: TypeAlias = InputEmbeds | CapturedEmbeds
+
+
 class DenseBackend(Protocol):
     """Runs a model's dense stroke: `first`, `middle` for every layer but the last, `last`. For one stream.
 
@@ -59,6 +80,7 @@ class DenseBackend(Protocol):
     """
 
     takes_input_embeds: bool  # whether `first` may be given any
+    captures_embeds: bool  # whether `first` may be captured with `CapturedEmbeds`
     gives_hidden_states: bool  # whether `last` may be given `hidden_out`
     logits_dtype: torch.dtype  # of most logits that `last` gives; float32 has room for all
     always_ends: bool  # whether `last` is called also if no token needs logits: another process goes on from there
@@ -77,11 +99,11 @@ class DenseBackend(Protocol):
         """
 
     def first(
-        self, token_ids: torch.Tensor, qkv_out: torch.Tensor, input_embeds: InputEmbeds | None = None
+        self, token_ids: torch.Tensor, qkv_out: torch.Tensor, input_embeds: GivenEmbeds | None = None
     ) -> torch.Tensor:
         """token_ids int64 [n]; writes the qkv of layer 0 into qkv_out [n, qkv_size] -> a new residual [n, hidden].
 
-        input_embeds: their rows have any valid token ids. Never during a capture.
+        input_embeds: their rows have any valid token ids. During a capture only `CapturedEmbeds`
         """
 
     def middle(

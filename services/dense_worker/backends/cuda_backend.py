@@ -16,7 +16,7 @@ import torch
 from services.channel import rows_of_layer
 from services.common.model_config import ModelConfig
 from services.common.terminal import progress_bar
-from services.dense_worker.backends import InputEmbeds
+from services.dense_worker.backends import GivenEmbeds, InputEmbeds
 from services.dense_worker.backends.cuda_operations import CudaOperations
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.linear.linear import Linear
@@ -49,7 +49,7 @@ class CudaBackend:
     pool.
     """
 
-    takes_input_embeds = True
+    takes_input_embeds = captures_embeds = True
     gives_hidden_states = True
     always_ends = False
     skips_logits = True
@@ -111,7 +111,7 @@ class CudaBackend:
             self._operations.experts.set_num_tokens(plan.num_tokens)
 
     def first(
-        self, token_ids: torch.Tensor, qkv_out: torch.Tensor, input_embeds: InputEmbeds | None = None
+        self, token_ids: torch.Tensor, qkv_out: torch.Tensor, input_embeds: GivenEmbeds | None = None
     ) -> torch.Tensor:
         """Enqueues the first segment -> a new residual."""
         return self._segments.first.forward(self._operations, token_ids, qkv_out, input_embeds)[1]

@@ -20,7 +20,7 @@ class OnnxRuntimeBackend:
     Raises ConfigError if onnxruntime is missing, or for bfloat16, which it cannot compute on a CPU.
     """
 
-    takes_input_embeds = False  # the network looks the embeddings up
+    takes_input_embeds = captures_embeds = False  # the network looks the embeddings up
     gives_hidden_states = False
     always_ends = skips_logits = False
     logits_dtype = torch.float32

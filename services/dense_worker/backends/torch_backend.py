@@ -20,6 +20,7 @@ class TorchBackend:
     """
 
     takes_input_embeds = True
+    captures_embeds = False
     gives_hidden_states = True
     always_ends = False
     skips_logits = True

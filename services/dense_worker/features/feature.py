@@ -32,6 +32,7 @@ class Feature:
     sequence_type: type[SequenceFeature]  # what `admit` makes; no other feature has the same
     editors: SequenceOf[type[LogitsEditor]] = ()  # of logits, after all others
     has_kernels: bool = False  # steps with and without its rows run other kernels: `begin_step`, `activated`
+    gives_vectors: bool = False  # many steps have some of it in place of embeddings, so that a GPU captures them
     name: str = ""  # its key in `SequenceSpec.features`, by which it is asked for, if it is asked for there
     further_names: SequenceOf[str] = ()  # other keys there that it reads
     message: str = ""  # the kind of `GatewayMessage` that `receive` takes, if there is one

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from services.dense_worker.backends import InputEmbeds
+from services.dense_worker.backends import GivenEmbeds
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.model.operations import Operations, Residual
@@ -57,17 +57,17 @@ class Embedding:
     projection: Linear | None = None  # [embedding_size -> hidden]; None: the sizes are equal
 
     def forward(
-        self, operations: Operations, token_ids: torch.Tensor, input_embeds: InputEmbeds | None = None
+        self, operations: Operations, token_ids: torch.Tensor, input_embeds: GivenEmbeds | None = None
     ) -> Residual:
         """token_ids int64 [n] -> residual [n, hidden]. `input_embeds` take the place of rows of the table."""
         residual = operations.embed(self.table, token_ids)
         hidden = residual.hidden
         if input_embeds is not None and not self.is_multiplier_of_table:
-            hidden.index_copy_(0, input_embeds.rows, input_embeds.vectors)
+            input_embeds.put_into(hidden)
         if self.multiplier != 1.0:
             hidden = hidden * self.multiplier
         if input_embeds is not None and self.is_multiplier_of_table:
-            hidden.index_copy_(0, input_embeds.rows, input_embeds.vectors)
+            input_embeds.put_into(hidden)
         if self.projection is not None:
             hidden = operations.linear(self.projection, hidden)
         if self.positions is not None:

@@ -13,7 +13,7 @@ import torch
 
 from services.channel import rows_of_layer
 from services.common.model_config import ModelConfig
-from services.dense_worker.backends import InputEmbeds
+from services.dense_worker.backends import GivenEmbeds, InputEmbeds
 from services.dense_worker.model.head import Embedding, Head
 from services.dense_worker.model.layer import AfterAttention, BeforeAttention
 from services.dense_worker.model.model_weights import ModelWeights
@@ -35,7 +35,7 @@ class First:
         operations: Operations,
         token_ids: torch.Tensor,
         qkv_out: torch.Tensor | None = None,
-        input_embeds: InputEmbeds | None = None,
+        input_embeds: GivenEmbeds | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """token_ids int64 [n] -> qkv [n, qkv_size], residual [n, hidden].
 

@@ -67,7 +67,7 @@ class LeadingBackend:
 
     takes_input_embeds = True
     shares_vectors: ClassVar[bool] = True  # with ranks that have parts of the same layers
-    always_ends = skips_logits = False
+    captures_embeds = always_ends = skips_logits = False
 
     def __init__(self, backend: DenseBackend, operations: ShardOperations, lora: LoraStore | None = None) -> None:
         """`operations` and `lora`: those of the backend."""

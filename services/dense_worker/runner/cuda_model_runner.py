@@ -15,13 +15,15 @@ from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
+import structlog
 import torch
 
 from services.channel import Channel
 from services.common.batch_buckets import bucket_for, token_buckets
 from services.common.cuda_graphs import StepGraphs
+from services.common.errors import CapacityError
 from services.common.model_config import ModelConfig
-from services.dense_worker.backends import DenseBackend, InputEmbeds
+from services.dense_worker.backends import CapturedEmbeds, DenseBackend, GivenEmbeds, InputEmbeds
 from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.step_part import StepPart
 from services.dense_worker.ranks.leading_backend import LeadingRanks
@@ -33,8 +35,11 @@ from services.dense_worker.sampling.sampler import Sampler
 from services.dense_worker.sampling.upload import upload
 from services.step import NO_ROWS, StepPlan, StepResult
 
+log = structlog.get_logger()
+
 _NUM_STAGES = 3  # pinned buffers, used in turn: one is being filled, up to two may have pending copies
 FEW_SAMPLED = 16  # rows
+_ROWS_WITH_VECTORS = 128  # the numbers of rows of graphs with vectors are multiples of it: what tiles of products have
 
 
 class _Size(NamedTuple):
@@ -44,6 +49,7 @@ class _Size(NamedTuple):
     num_sampled: int
     active: frozenset[Feature]  # those with kernels of their own of which the step has rows
     num_hidden: int | None = None  # rows whose hidden states a step without output gives; None: it samples instead
+    has_vectors: bool = False  # in place of embeddings
 
 
 class CudaModelRunner(ModelRunner):
@@ -89,6 +95,9 @@ class CudaModelRunner(ModelRunner):
             self._hidden_buckets = token_buckets(max_num_seqs, max_num_tokens, max_num_tokens)
             self._hidden_rows = torch.zeros(self._max_hidden, dtype=torch.int64, device="cuda")
             self._hidden = torch.empty(self._max_hidden, config.hidden_size, dtype=dtype, device="cuda")
+        self._vectors: _StepVectors | None = None  # None: steps with some are not captured
+        if any(each.gives_vectors for each in features) and backend.captures_embeds:
+            self._vectors = _StepVectors(self._buckets[-1], config.embedding_size, dtype)
         self._num_launched = 0
         self._unsampled: _Launched | None = None  # a step that waits for tokens of the step before
         self._sampleable: _Launched | None = None  # it, once the step before has been collected
@@ -128,7 +137,8 @@ class CudaModelRunner(ModelRunner):
     def _make_graphs(self, channel: Channel) -> StepGraphs[_Size]:
         def run(size: _Size) -> None:
             with self._activated(size.active):
-                logits, residual = self._run_rows(channel, size.num_rows, size.num_sampled)
+                vectors = self._vectors.of_step(size.num_rows) if size.has_vectors and self._vectors else None
+                logits, residual = self._run_rows(channel, size.num_rows, size.num_sampled, vectors)
                 if size.num_hidden is None:
                     self._logits[: size.num_sampled] = logits
                 else:
@@ -214,8 +224,14 @@ class CudaModelRunner(ModelRunner):
         """Enqueues all layers; returns what enqueues the sampling."""
         num_tokens, num_sampled = len(step.token_ids), len(step.sampled_rows)
         size = self._captured_size(step)
+        try:
+            graph = None if size is None else self._graphs[channel].find(size)
+        except CapacityError as error:
+            if size is None or not size.has_vectors:
+                raise
+            log.warning("steps with vectors are launched kernel by kernel from now on", reason=str(error))
+            size = graph = self._vectors = None
         num_rows, num_logits = (num_tokens, num_sampled) if size is None else (size.num_rows, size.num_sampled)
-        graph = None if size is None else self._graphs[channel].find(size)
         token_ids, fed_slots, sampled_rows = _unpack(self._stages[stage], num_rows)
         token_ids[:num_tokens] = step.token_ids
         token_ids[num_tokens:] = 0  # padding: any valid token and row
@@ -231,13 +247,14 @@ class CudaModelRunner(ModelRunner):
                 rows[: len(step.hidden_rows)] = step.hidden_rows.numpy()
             self._hidden_rows[: size.num_hidden].copy_(upload(rows, self._input.device))
         self._begin_step(step, channel, num_rows, num_logits)
-        hidden = None
+        hidden, embeds = None, None if step.input_embeds is None else step.input_embeds.upload(self._input.device)
         if graph is not None:
+            if embeds is not None and self._vectors is not None:
+                self._vectors.write(embeds, num_rows)
             graph.replay()
             logits, residual = self._logits, None
             hidden = None if size is None or size.num_hidden is None else self._hidden
         else:
-            embeds = None if step.input_embeds is None else step.input_embeds.upload(self._input.device)
             logits, residual = self._run_rows(channel, num_rows, num_sampled, embeds, step.layer_readers)
         outputs = self._outputs[stage][:num_sampled]
         return lambda: self.finish(step, logits[:num_sampled], residual, channel, outputs, hidden)
@@ -245,13 +262,15 @@ class CudaModelRunner(ModelRunner):
     def _captured_size(self, step: StepInput) -> _Size | None:
         """The size of the step's graph; None: it has none.
 
-        Further rows need another call of the backend, but a graph's residual is in memory that graphs share. And
-        vectors in place of embeddings are in no graph, nor is what parts take of layers.
+        Further rows need another call of the backend, but a graph's residual is in memory that graphs share. And what
+        parts take of layers, or add behind them, is in no graph.
         """
         num_tokens = len(step.token_ids)
-        if step.needs_residual or step.input_embeds is not None or step.layer_readers:
+        if step.needs_residual or step.layer_readers:
             return None
         active = frozenset([feature for feature in self._with_kernels if feature in step.parts])
+        if step.input_embeds is not None:
+            return self._size_with_vectors(step, active)
         num_hidden = 0 if step.hidden_rows is None else len(step.hidden_rows)
         if not step.has_output and num_hidden <= self._max_hidden:
             num_rows = bucket_for(self._hidden_buckets, num_tokens)
@@ -260,6 +279,16 @@ class CudaModelRunner(ModelRunner):
             return None
         num_rows = bucket_for(self._buckets, num_tokens)
         return _Size(num_rows, bucket_for(self._sampled_sizes(num_rows), len(step.sampled_rows)), active)
+
+    def _size_with_vectors(self, step: StepInput, active: frozenset[Feature]) -> _Size | None:
+        """The same for a step with vectors. Its graphs have few sizes, since each is captured when a step needs it."""
+        num_tokens, embeds = len(step.token_ids), step.input_embeds
+        is_plain = embeds is not None and embeds.deep is None and step.has_output and step.hidden_rows is None
+        if self._vectors is None or not is_plain or num_tokens > self._buckets[-1]:
+            return None
+        num_rows = min(-(-num_tokens // _ROWS_WITH_VECTORS) * _ROWS_WITH_VECTORS, self._buckets[-1])
+        num_sampled = bucket_for(self._sampled_sizes(num_rows), len(step.sampled_rows))
+        return _Size(num_rows, num_sampled, active, has_vectors=True)
 
     def _find_hidden(self, attn_out: torch.Tensor, residual: torch.Tensor, num_hidden: int) -> None:
         """Computes the hidden states of so many of the step's rows, all of which a graph reads and writes in place."""
@@ -270,7 +299,7 @@ class CudaModelRunner(ModelRunner):
         channel: Channel,
         num_rows: int,
         num_sampled: int,
-        input_embeds: InputEmbeds | None = None,
+        input_embeds: GivenEmbeds | None = None,
         readers: SequenceOf[StepPart] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs all layers for `num_rows` tokens; returns logits [num_sampled, vocab_size] and the residual."""
@@ -324,6 +353,25 @@ def _unpack(packed: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Te
     """Views, int64 [num_rows] each: token ids, the slot that each token comes from (or -1), and rows to sample."""
     token_ids, fed_slots, sampled_rows = packed[: 3 * num_rows].view(3, num_rows)
     return token_ids, fed_slots, sampled_rows
+
+
+class _StepVectors:
+    """Vectors in place of embeddings, for any rows of a captured step. All graphs read the same memory."""
+
+    def __init__(self, max_rows: int, size: int, dtype: torch.dtype) -> None:
+        """size: numbers of a vector"""
+        self._is_given = torch.zeros(max_rows, 1, dtype=torch.bool, device="cuda")
+        self._vectors = torch.zeros(max_rows, size, dtype=dtype, device="cuda")
+
+    def of_step(self, num_rows: int) -> CapturedEmbeds:
+        """What a graph of so many rows reads."""
+        return CapturedEmbeds(self._is_given[:num_rows], self._vectors[:num_rows])
+
+    def write(self, embeds: InputEmbeds, num_rows: int) -> None:
+        """Enqueues the vectors of the next step, which are on the device."""
+        is_given, vectors = self.of_step(num_rows)
+        vectors.index_copy_(0, embeds.rows, embeds.vectors)
+        is_given.zero_().index_fill_(0, embeds.rows, True)
 
 
 class _Launched:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from services.channel import Channel, Flag, qkv_flag
-from services.dense_worker.backends import DenseBackend, InputEmbeds
+from services.dense_worker.backends import DenseBackend, GivenEmbeds, InputEmbeds
 from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.step_part import FurtherRows, StepPart, StepView
 from services.dense_worker.ranks.leading_backend import LeadingBackend, LeadingRanks
@@ -399,11 +399,11 @@ class LayerRun:
         self._residuals_out = residuals_out
         self._readers = readers
         self._num_tokens = 0
-        self._input_embeds: InputEmbeds | None = None
+        self._input_embeds: GivenEmbeds | None = None
         self._residual: torch.Tensor | None = None
         self._layer = 0  # the attention worker computes it, or will next
 
-    def begin(self, token_ids: torch.Tensor, input_embeds: InputEmbeds | None = None) -> None:
+    def begin(self, token_ids: torch.Tensor, input_embeds: GivenEmbeds | None = None) -> None:
         """Runs the first segment; the attention worker computes the first layer meanwhile.
 
         token_ids: int64 [num_tokens]

@@ -29,7 +29,7 @@ class TensorRTBackend:
         self._tensorrt, self._torch = by_tensorrt, by_torch
         self._measured = measured or {}
         self.takes_input_embeds = by_torch is not None
-        self.gives_hidden_states = self.always_ends = self.skips_logits = False
+        self.captures_embeds = self.gives_hidden_states = self.always_ends = self.skips_logits = False
         self.logits_dtype = torch.float32
 
     def begin_step(

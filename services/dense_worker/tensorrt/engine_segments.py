@@ -98,7 +98,7 @@ class PlanRuns:
 class TensorRTSegments:
     """A DenseBackend whose segments are plans."""
 
-    takes_input_embeds = False  # the engine looks the embeddings up
+    takes_input_embeds = captures_embeds = False  # the engine looks the embeddings up
     gives_hidden_states = False
     always_ends = skips_logits = False
     logits_dtype = torch.float32

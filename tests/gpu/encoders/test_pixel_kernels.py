@@ -23,7 +23,9 @@ SIZES = [(56, 57, 59, 56), (1, 1, 5, 4), (120, 30, 60, 28), (60, 41, 60, 90), (9
 
 @pytest.mark.parametrize("number", FILTERS)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_the_bytes_are_those_of_pillow(sizes: tuple[int, int, int, int], number: int, kernel_device: torch.device) -> None:
+def test_the_bytes_are_those_of_pillow(
+    sizes: tuple[int, int, int, int], number: int, kernel_device: torch.device
+) -> None:
     height, width, new_height, new_width = sizes
     picture = noise(height, width, height)
     pixels = torch.from_numpy(np.array(picture)).to(kernel_device)

@@ -136,7 +136,7 @@ class ImagesFeature(Feature):
 
         are_whole: a step computes all tokens of a picture or none, and there is always room for `max_tokens` of one.
         """
-        self.runs = runs
+        self.runs, self.gives_vectors = runs, runs is not None
         self._image_token_id, self._hidden_size = image_token_id, hidden_size
         self._are_whole, self._max_tokens = are_whole, max_tokens
         self._reason = reason

@@ -25,6 +25,7 @@ def test_it_has_all_that_a_backend_has() -> None:
     assert {"first", "last"} < {*methods} and all(callable(getattr(backend, name)) for name in methods)
     assert values == {
         "takes_input_embeds": True,
+        "captures_embeds": False,
         "gives_hidden_states": True,
         "logits_dtype": torch.bfloat16,
         "always_ends": False,

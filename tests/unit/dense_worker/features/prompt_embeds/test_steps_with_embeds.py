@@ -1,4 +1,4 @@
-"""Rows of a step with vectors: where they are, in chunks, beside other sequences, and without a CUDA graph."""
+"""Rows of a step with vectors: where they are, in chunks, beside other sequences, and with and without a CUDA graph."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from services.common.errors import CapacityError
 from services.common.sampling_params import SamplingParams
-from services.dense_worker.backends import InputEmbeds
+from services.dense_worker.backends import GivenEmbeds, InputEmbeds
 from services.dense_worker.features.prompt_embeds.loaded_embeds import LoadedEmbeds
 from services.dense_worker.features.prompt_embeds.prompt_embeds_feature import PromptEmbedsFeature
 from services.dense_worker.runner import cuda_model_runner
@@ -32,7 +33,7 @@ TABLE = LoadedEmbeds("aa", VOCAB_SIZE, torch.tensor([[20.0], [30.0], [40.0]]))
 class Counting:
     """A `DenseBackend` of one layer: after token t, or the vector t, comes t + 1. Records its steps."""
 
-    takes_input_embeds = True
+    takes_input_embeds = captures_embeds = True
     always_ends = False
 
     def __init__(self) -> None:
@@ -41,12 +42,12 @@ class Counting:
     def begin_step(self, plan: StepPlan, num_tokens: int, num_sampled: int = 0, embeds: object = None) -> None: ...
 
     def first(
-        self, token_ids: torch.Tensor, qkv: torch.Tensor, input_embeds: InputEmbeds | None = None
+        self, token_ids: torch.Tensor, qkv: torch.Tensor, input_embeds: GivenEmbeds | None = None
     ) -> torch.Tensor:
         assert int(token_ids.max()) < VOCAB_SIZE, "a model has no embedding for more"
         residual = token_ids[:, None].float()
         if input_embeds is not None:
-            residual.index_copy_(0, input_embeds.rows, input_embeds.vectors)
+            input_embeds.put_into(residual)
         self.steps.append((residual[:, 0].tolist(), input_embeds is not None))
         return residual
 
@@ -57,17 +58,19 @@ class Counting:
         return torch.nn.functional.one_hot(following, VOCAB_SIZE).float()
 
 
-@pytest.fixture(params=["cpu", "cuda"])
+@pytest.fixture(params=["cpu", "cuda", "captured"])
 def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
     backend: Any = Counting()
     sampler = Sampler(MAX_NUM_SEQS, VOCAB_SIZE, "cpu")
     if request.param == "cpu":
         runner = ModelRunner(backend, sampler, 1, MAX_NUM_SEQS, [FEATURE])
     else:
+        monkeypatch.setattr(FEATURE, "gives_vectors", request.param == "captured")
         monkeypatch.setattr(cuda_model_runner, "torch", TorchWithoutCuda())
         monkeypatch.setattr(cuda_model_runner, "StepGraphs", CountingGraphs)
         monkeypatch.setattr(InputEmbeds, "upload", lambda self, device: self)  # pinned memory needs a GPU
-        config: Any = SimpleNamespace(num_layers=1, vocab_size=VOCAB_SIZE, qkv_size=1, attn_size=1, num_middle_kinds=1)
+        sizes = {"num_layers": 1, "num_middle_kinds": 1, "qkv_size": 1, "attn_size": 1, "embedding_size": 1}
+        config: Any = SimpleNamespace(vocab_size=VOCAB_SIZE, **sizes)
         runner = CudaModelRunner(
             backend, sampler, config, torch.float32, MAX_NUM_SEQS, 32, captures_lazily=True, features=[FEATURE]
         )
@@ -78,8 +81,11 @@ def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> M
 
 class CountingGraphs(EagerGraphs):
     num_replays = 0
+    has_no_memory = False
 
     def find(self, size: Any) -> SimpleNamespace:
+        if CountingGraphs.has_no_memory and size.has_vectors:
+            raise CapacityError("no memory left")
         CountingGraphs.num_replays += 1
         return super().find(size)
 
@@ -112,10 +118,23 @@ def test_vectors_take_their_rows_in_chunks_and_beside_others(runner: ModelRunner
     assert run(runner, PlanEntry(1, 2, 1, 1), PlanEntry(2, 3, 1, 1)) == [[8], [31]]
     assert run(runner, PlanEntry(1, 3, 1, 1), PlanEntry(2, 4, 1, 1)) == [[9], [32]]
     first, second, third = steps_of(runner)
-    assert first == ([5, 6, 40, 7, 20], True) and second == ([7, 30], True)
-    assert third[0][:2] == [8, 31] and not third[1], "outputs are tokens"
+    assert first[0][:5] == [5, 6, 40, 7, 20] and second[0][:2] == [7, 30], "padding comes behind"
+    assert not any(second[0][2:]), "nothing is left of the vectors before"
+    assert third[0][:2] == [8, 31], "outputs are tokens"
+    assert [is_given for _, is_given in (first, second, third)] == [True, True, False]
     if isinstance(runner, CudaModelRunner):
-        assert CountingGraphs.num_replays == 1, "only the step without vectors is a graph"
+        assert CountingGraphs.num_replays == (3 if FEATURE.gives_vectors else 1)
+
+
+@pytest.mark.parametrize("runner", ["captured"], indirect=True)
+def test_without_memory_for_their_graphs_such_steps_run_without(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CountingGraphs, "has_no_memory", True)
+    open_sequence(runner, 1, 7, VOCAB_SIZE, VOCAB_SIZE + 1, table=TABLE)
+    assert run(runner, PlanEntry(1, 0, 2, 0)) == [[]] and run(runner, PlanEntry(1, 2, 1, 1)) == [[31]]
+    assert CountingGraphs.num_replays == 0 and steps_of(runner) == [([7, 20], True), ([30], True)]
+    assert run(runner, PlanEntry(1, 3, 1, 1)) == [[32]] and CountingGraphs.num_replays == 1, "others have graphs"
 
 
 def test_a_fork_has_the_vectors_of_its_parent(runner: ModelRunner) -> None:
@@ -130,4 +149,4 @@ def test_a_resumed_sequence_begins_with_its_vectors_again(runner: ModelRunner) -
     sampling = SamplingParams(temperature=0.0, repetition_penalty=1.5)
     runner.open(make_state(1, (VOCAB_SIZE + 1, 31), 1, sampling, features=[with_embeds(TABLE, 1)]))
     assert run(runner, PlanEntry(1, 0, 2, 1)) == [[32]]
-    assert steps_of(runner)[0] == ([30, 31], True)
+    assert steps_of(runner)[0][0][:2] == [30, 31]
