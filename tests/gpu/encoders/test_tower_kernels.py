@@ -99,6 +99,19 @@ def test_short_sequences_are_turned_and_attended_to(
     assert (found.float() - expected).abs().max() <= 2**-8 * expected.abs().max(), "q, k, weights and sums are rounded"
 
 
+@pytest.mark.parametrize("head_dim", [72, 80])
+def test_long_sequences_are_attended_to_in_two_products(head_dim: int, kernel_device: torch.device) -> None:
+    lengths, num_heads, generator = [130, 64, 7, 1, 200], 2, torch.Generator().manual_seed(1)
+    num_tokens = sum(lengths)
+    heads = torch.randn(num_tokens + 7, 3, num_heads, head_dim, generator=generator).to(kernel_device, torch.float16)
+    ends = torch.tensor([0, *lengths[:2], 0, *lengths[2:], 0]).cumsum(0).to(kernel_device, torch.int32)  # some empty
+    padded = PackedSequences.in_place(ends, num_tokens + 7, 300)
+    found = TritonTowerOperations(kernel_device, torch.float16).attend(heads, padded, None)[:num_tokens]
+    in_float32 = heads[:num_tokens].float()
+    expected = TorchTowerOperations().attend(in_float32, PackedSequences(lengths, kernel_device), None)
+    assert (found.float() - expected).abs().max() <= 2**-9 * expected.abs().max(), "weights and sums are rounded"
+
+
 def pictures_of(vision: VisionConfig) -> list[Picture]:
     """Two of different sizes."""
     pictures = []

@@ -14,6 +14,7 @@ from services.dense_worker.encoders import packed_attention
 from services.dense_worker.encoders.packed_attention import PackedSequences
 from services.dense_worker.encoders.vision.operations import Rotation, RowPart
 from services.dense_worker.encoders.vision.picture import Picture, scale_bytes
+from services.dense_worker.encoders.vision.triton_attention import attend_long, suits_two_products
 from services.dense_worker.encoders.vision.triton_pixels import look_up, resample_lines
 from services.dense_worker.encoders.vision.triton_windows import MAX_LENGTH, attend_short
 from services.dense_worker.kernels.linear.activation import MlpActivation
@@ -84,6 +85,8 @@ class TritonTowerOperations:
             if heads.dtype.itemsize == 2 and sequences.max_length <= MAX_LENGTH:
                 return attend_short(self._launcher, heads, sequences, rotation)
             rotate(self._launcher, heads, rotation)
+        if suits_two_products(heads):
+            return attend_long(self._launcher, heads, sequences)
         return packed_attention.attend(*heads.unbind(1), sequences).flatten(1)
 
     def _fuses(self, linear: Linear, norm: Norm, x: torch.Tensor, *, has_delta: bool) -> bool:
