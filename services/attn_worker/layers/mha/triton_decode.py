@@ -7,11 +7,14 @@ depends only on sizes, never on lengths, so it can be captured in a CUDA graph.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.attn_worker.layers.mha.triton_cache_layout import (
     cache_offset,
@@ -28,6 +31,7 @@ from services.attn_worker.layers.mha.triton_rope_append import RotaryPairs, pair
 from services.attn_worker.layers.mha.triton_scores import ScoreOptions, adjust_scores, sink_weight
 from services.attn_worker.layers.mha.work_items import NUM_FIELDS
 
+_DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
 ONE_WARP_FROM = 8  # programs per SM; with fewer, one warp each leaves too many of the SM's units idle
 
 
@@ -132,7 +136,19 @@ def decode_attention(
         MERGE_N=max(2, merge_tile // (group_padded * head_dim_padded)),
         NUM_STAGES=tiles.num_stages,
         num_warps=tiles.num_warps,
+        **_dependent_launch(qkv.device),
     )
+
+
+@functools.cache
+def _dependent_launch(device: torch.device) -> dict[str, Any]:
+    """Options with which the kernel is launched while the one before it ends, which takes a flag of the channel.
+
+    The kernel that sets the next flag is launched in the same way. See `channel/cuda_flags.py`.
+    """
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _DEPENDENT_LAUNCH_CAPABILITY:
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
 
 
 @triton.jit
@@ -174,8 +190,12 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     MERGE_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program runs one item for one kv head. Its queries are the GROUP heads, padded for the tensor cores."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     fields = items + item * NUM_FIELDS
