@@ -258,6 +258,7 @@ class Table:
     def measure(self, name: str, env: Mapping[str, str] | None = None) -> None:
         """Serves the group's model and sends its loads."""
         group, options = GROUPS[name], self._options
+        rows = [row for row in group.rows if any(options.only in figure.name for figure in row.figures)]
         with tempfile.TemporaryDirectory() as path:
             directory = Path(path)
             model = write_model(directory / "model", options.shape or group.shape, group.number_format)
@@ -269,8 +270,8 @@ class Table:
                 self._print(f"{name}: ready after {time.monotonic() - start:.1f} s")
                 self._keep(name, {"ready_s": time.monotonic() - start, "settings": settings[1:]})
                 values: dict[Figure, list[float]] = {}
-                for number in range(max((row.rounds for row in group.rows), default=0)):
-                    for row in group.rows:
+                for number in range(max((row.rounds for row in rows), default=0)):
+                    for row in rows:
                         if number < row.rounds:
                             self._send(name, directory, row, values)
         for figure, each in values.items():
@@ -314,6 +315,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("groups", nargs="+", choices=GROUPS, metavar="GROUP", help=", ".join(GROUPS))
     parser.add_argument("--json", type=Path, metavar="FILE", help="keeps the figures of every run")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only rows with a figure whose name contains this")
     parser.add_argument("--note", help="what else ran on the machine, for the file")
     parser.add_argument("--shape", choices=SHAPES, help="serves this shape in place of each group's own")
     parser.add_argument("--part", type=float, default=1.0, metavar="P", help="sends only this part of each load")
