@@ -195,7 +195,6 @@ def _decode_kernel(
     """One program runs one item for one kv head. Its queries are the GROUP heads, padded for the tensor cores."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     fields = items + item * NUM_FIELDS
@@ -208,6 +207,8 @@ def _decode_kernel(
     slot = tl.load(fields + 6)
     angle_row = tl.load(fields + 7)
     if row < 0:
+        if PDL:
+            gdc_wait()
         return
 
     half: tl.constexpr = HEAD_DIM // 2
@@ -219,6 +220,14 @@ def _decode_kernel(
     mask_q = (offs_g < GROUP)[:, None] & mask_h[None, :]
     out_rows = out + row.to(tl.int64) * out_stride + heads[:, None] * HEAD_DIM + offs_d[None, :]
     mask_out = (offs_g < GROUP)[:, None] & mask_d[None, :]
+    table = block_tables + table_start
+    # If the new token is the item's only key, there is no tile at all (not an empty one).
+    first_tile = tl.where(first_key < end_key, first_key // BLOCK_N * BLOCK_N, end_key)
+    blocks = load_tile_blocks(table, first_tile, BLOCK_N, BLOCK_SIZE)
+    cos = tl.load(angles + angle_row * HEAD_DIM + offs_h, mask=mask_h, other=0.0)
+    sin = tl.load(angles + angle_row * HEAD_DIM + half + offs_h, mask=mask_h, other=0.0)
+    if PDL:
+        gdc_wait()  # what was read before is copied to the device before a step's first kernel
     if num_items == 0:
         tl.store(out_rows, tl.zeros([NUM_QUERIES, HEAD_DIM_PADDED], dtype), mask=mask_out)
         if log_sums is not None:
@@ -226,13 +235,7 @@ def _decode_kernel(
             tl.store(log_sums + row * (NUM_KV_HEADS * GROUP) + heads, nothing, mask=offs_g < GROUP)
         return
 
-    table = block_tables + table_start
-    # If the new token is the item's only key, there is no tile at all (not an empty one).
-    first_tile = tl.where(first_key < end_key, first_key // BLOCK_N * BLOCK_N, end_key)
-    blocks = load_tile_blocks(table, first_tile, BLOCK_N, BLOCK_SIZE)
     qkv_row = qkv + row.to(tl.int64) * qkv_stride
-    cos = tl.load(angles + angle_row * HEAD_DIM + offs_h, mask=mask_h, other=0.0)
-    sin = tl.load(angles + angle_row * HEAD_DIM + half + offs_h, mask=mask_h, other=0.0)
     is_plain: tl.constexpr = ROTARY_DIM == HEAD_DIM and not HAS_PAIRS
     source = qkv_row + heads[:, None] * HEAD_DIM + offs_h[None, :]
     if is_plain:
