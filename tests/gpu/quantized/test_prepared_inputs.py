@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from services.common.families.shape import Activation
 from services.common.quantization.schemes import Element
 from services.dense_worker.kernels.linear.activation import MlpActivation
-from services.dense_worker.kernels.linear.quantized.activations import rounded, rounded_by_groups, token_scale
+from services.dense_worker.kernels.linear.quantized.activations import rounded, rounded_by_groups, to_codes, token_scale
 from services.dense_worker.kernels.norm.norm import RmsNorm
 from services.dense_worker.parameters import Parameter
 
@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 from services.dense_worker.kernels.linear.quantized.operands import InputForm, PreparedInput
 from services.dense_worker.kernels.linear.quantized.triton_prepare import prepare_input
+from services.dense_worker.kernels.linear.quantized.triton_token_codes import can_quantize
 from services.dense_worker.kernels.linear.triton_activation import activate
 from services.dense_worker.kernels.norm.triton_norm import add_norm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
@@ -116,13 +117,16 @@ def test_the_residual_is_added_and_normalised(kernel_device: torch.device, dtype
     assert torch.equal(residual, added)
     check(found, form, norm.normalize(added))
     add_norm(rows.launcher, by_itself, delta, norm, normed)
-    check_equal(found, prepare_input(rows.launcher, normed, form))
+    if can_quantize(form):  # whose kernel adds the squares up in another order
+        check(found, form, normed)
+    else:
+        check_equal(found, prepare_input(rows.launcher, normed, form))
 
     check_equal(prepare_input(rows.launcher, added, form, norm), found)
     assert torch.equal(residual, added), "nothing is added without a delta"
 
 
-@pytest.mark.parametrize("function", Activation)
+@pytest.mark.parametrize("function", [each for each in Activation if each is not Activation.XIELU])  # it has numbers
 @pytest.mark.parametrize("name", FORMS)
 def test_the_activation_comes_before_the_form(
     kernel_device: torch.device, dtype: torch.dtype, name: str, function: Activation
@@ -140,6 +144,38 @@ def test_the_activation_comes_before_the_form(
         by_itself = torch.empty(NUM_ROWS, WIDTH, dtype=dtype, device=kernel_device)
         activate(rows.launcher, x, by_itself, activation)
         check_equal(found, prepare_input(rows.launcher, by_itself, form))
+
+
+@pytest.mark.parametrize("width", [16, 48, 320, 704, 1024, 1728])  # of one to three pieces, the last one full or not
+@pytest.mark.parametrize("name", ["fp8 token", "fp8 token, limited", "int8 token"])
+def test_codes_and_scales_of_rows_are_those_of_the_reference(
+    kernel_device: torch.device, dtype: torch.dtype, name: str, width: int
+) -> None:
+    rows = Rows(kernel_device, dtype)
+    values, form = rows.randn(NUM_ROWS, width), rows.form(name)
+    values[0] = 0
+    values[1, width // 2] = float("nan")
+    found = prepare_input(rows.launcher, values, form)
+    scale = token_scale(values, form.element, form.max_activation)
+    assert torch.equal(found.scale[0].nan_to_num(7.0), scale.nan_to_num(7.0)) and scale[1].isnan().all()
+    others = [row for row in range(NUM_ROWS) if row != 1]
+    difference = found.values[0][others].float() - to_codes(values[others], scale[others], form.element).float()
+    if kernel_device.type == "cpu" and form.element is FP8:  # the interpreter cuts e4m3 off
+        assert (difference.norm() / found.values[0][others].float().norm()) < CUT_OFF
+    else:
+        assert not difference.any()
+
+
+@pytest.mark.parametrize("width", [16, 704, 1728])
+def test_a_token_gets_the_same_codes_whatever_the_number_of_rows(
+    kernel_device: torch.device, dtype: torch.dtype, width: int
+) -> None:
+    rows = Rows(kernel_device, dtype)
+    residual, norm = rows.randn(300, width), RmsNorm(Parameter("norm", 1 + 0.1 * rows.randn(width), ()), EPS)
+    form = rows.form("fp8 token")
+    few, many = (prepare_input(rows.launcher, residual[:num].clone(), form, norm) for num in (3, 300))
+    assert torch.equal(few.values[0].view(torch.uint8), many.values[0][:3].view(torch.uint8))
+    assert torch.equal(few.scale[0], many.scale[0][:3])
 
 
 def test_each_order_of_features_has_a_version(kernel_device: torch.device, dtype: torch.dtype) -> None:

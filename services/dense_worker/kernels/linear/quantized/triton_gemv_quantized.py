@@ -16,7 +16,7 @@ from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.quantized.gemv_tiles import MIN_REST_BYTES, choose_tiles
 from services.dense_worker.kernels.linear.quantized.operands import Codes, InputForm, QuantizedMatrix
 from services.dense_worker.kernels.linear.quantized.triton_codes import TRITON_TYPES, scales_in_float32
-from services.dense_worker.kernels.linear.quantized.triton_prepare import greater
+from services.dense_worker.kernels.linear.quantized.triton_scales import greater
 from services.dense_worker.kernels.linear.quantized.triton_word_products import greatest_of, pairs_of_row, word_products
 from services.dense_worker.kernels.linear.triton_activation import activated
 from services.dense_worker.kernels.norm.norm import RmsNorm

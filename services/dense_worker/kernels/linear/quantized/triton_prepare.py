@@ -14,6 +14,8 @@ import triton.language as tl
 from services.common.quantization.schemes import Element
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.quantized.operands import InputForm, PreparedInput
+from services.dense_worker.kernels.linear.quantized.triton_scales import greater, scale_of_greatest, to_codes
+from services.dense_worker.kernels.linear.quantized.triton_token_codes import can_quantize, quantize_rows
 from services.dense_worker.kernels.linear.triton_activation import activated
 from services.dense_worker.kernels.norm.norm import RmsNorm
 from services.dense_worker.kernels.norm.triton_norm import normalize
@@ -39,6 +41,9 @@ def prepare_input(
     scale = None
     if form.element is not None:
         scale = torch.empty(form.num_versions, num_rows, num_groups, dtype=torch.float32, device=x.device)
+    if can_quantize(form):
+        quantize_rows(launcher, x, form, norm, delta, activation, values, scale)
+        return PreparedInput(values, scale)
     block_size = triton.next_power_of_2(in_features)
     versions_each = form.num_versions if form.order is None else 1  # of a program, which has read the row once
     launcher(
@@ -144,31 +149,3 @@ def _prepare_kernel(
             result = tl.reshape(grouped, [BLOCK_SIZE])
         target = out + out_row.to(tl.int64) * in_features + target_columns
         tl.store(target, result.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def greater(a, b):
-    """The greater of two numbers; NaN if one is NaN."""
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def scale_of_greatest(greatest, max_activation, greatest_code):
-    """The scale of each group with this greatest magnitude, float32 [groups]. With NaN in a group it is NaN."""
-    greatest = tl.minimum(greater(greatest, 1e-12), max_activation, propagate_nan=tl.PropagateNan.ALL)
-    return tl.div_rn(greatest, tl.zeros_like(greatest) + greatest_code)
-
-
-@triton.jit
-def to_codes(values, scale, dtype: tl.constexpr, IS_FP8: tl.constexpr):
-    """values / scale rounded to the nearest code, ties to even, and cut off at the ends; as `dtype`."""
-    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-    # A quotient with one correction is that of a division (Markstein, 1990), and takes a third of its time.
-    quotient = values * inverse
-    corrected = tl.fma(tl.fma(-quotient, scale, values), inverse, quotient)
-    scaled = tl.where(tl.abs(quotient) < 1024.0, corrected, quotient)  # it may be infinite
-    if IS_FP8:
-        scaled = tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-        return scaled.to(tl.float8e4nv).to(dtype)
-    scaled = tl.minimum(tl.maximum(scaled, -128.0), 127.0)
-    return ((scaled + 12582912.0) - 12582912.0).to(dtype)  # 1.5 * 2^23: the sum has no bits after the point

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from services.dense_worker.kernels.linear.quantized.triton_codes import USES_ASSEMBLER
-from services.dense_worker.kernels.linear.quantized.triton_prepare import greater, scale_of_greatest
+from services.dense_worker.kernels.linear.quantized.triton_scales import greater, scale_of_greatest
 
 _SUM = """
     mov.b32 {h0, h1}, a;
