@@ -28,8 +28,8 @@ FP8, INT8 = Element.FP8, Element.INT8
 EPS = 1e-5
 SWIGLU = MlpActivation(Activation.SILU, is_gated=True)
 NUM_ROWS, WIDTH = 5, 320
-# ‖found − reference‖ / ‖reference‖: a norm or an activation that is rounded otherwise may give a neighbouring code. Triton's
-# interpreter, moreover, cuts e4m3 off: the last bit is 2^-3 of a number.
+# ‖found − reference‖ / ‖reference‖: a norm or an activation that is rounded otherwise may give a neighbouring code.
+# Triton's interpreter, moreover, cuts e4m3 off: the last bit is 2^-3 of a number.
 OTHER_CODE, CUT_OFF = 2e-2, 0.13
 FORMS: dict[str, dict[str, Any]] = {
     "fp8 token": {"dtype": torch.float8_e4m3fn, "element": FP8},
