@@ -84,6 +84,7 @@ class Openings:
             new.token_ids,
             new.num_prompt_tokens,
             new.prefix_key,
+            prefix_generation=new.prefix_generation,
             ignores_prefix_cache=new.ignores_prefix_cache,
             max_cached_tokens=0 if new.starts_empty else new.max_cached_tokens,
             num_extra_rows=new.num_extra_rows,

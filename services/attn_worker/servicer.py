@@ -167,6 +167,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             shared_memory=shared_memory_id(),
             is_empty=cache.is_empty,
             plan_link="" if attachment.offer is None else attachment.offer.name,
+            prefix_generation=cache.prefix_generation,
         )
 
     def _offer_link(self, attachment: Attachment) -> LinkOffer | None:

@@ -169,7 +169,7 @@ class GatewaySection(Section):
     adapter_admins: tuple[str, ...] = ()
     # directory below which models must lie that clients may serve by /admin/weights; none: they may not
     weights_directory: Path | None = None
-    # names of API keys that may do so; without API keys all clients may
+    # names of API keys that may do so, and flush the prefix cache; without API keys all clients may
     weights_admins: tuple[str, ...] = ()
     # whether clients may send prompts as embeddings (docs/prompt-embeddings.md), not with dense.backend="tensorrt"
     enable_prompt_embeds: bool = False

@@ -77,6 +77,9 @@ class GatewayEngine(Protocol):
     def close_orphans(self, gateway: int) -> None:
         """Closes all other sequences of a gateway that has submitted its sequences again."""
 
+    def forget_prefixes(self) -> None:
+        """Sequences that are opened from now on find no blocks of earlier ones."""
+
     def drain(self, drains: bool) -> None:
         """Starts no sequence any more, or again; those that run go on."""
 
@@ -385,6 +388,8 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                 if preparing:  # their blocks are claimed, too
                     await asyncio.wait(preparing)
                 engine.close_orphans(request.resumed.gateway)
+            elif kind == "forget_prefixes":
+                engine.forget_prefixes()
             else:
                 self._owned.pop(request.cancel.seq_id, None)
                 self._tracer.end(request.cancel.seq_id, "cancelled")

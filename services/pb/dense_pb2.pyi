@@ -12,18 +12,24 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GatewayMessage(_message.Message):
-    __slots__ = ("submit", "cancel", "resumed", "prompt_embeds_part", "picture_part")
+    __slots__ = ("submit", "cancel", "resumed", "prompt_embeds_part", "picture_part", "forget_prefixes")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_EMBEDS_PART_FIELD_NUMBER: _ClassVar[int]
     PICTURE_PART_FIELD_NUMBER: _ClassVar[int]
+    FORGET_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     cancel: Cancel
     resumed: Resumed
     prompt_embeds_part: PromptEmbedsPart
     picture_part: _images_pb2.PicturePart
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., resumed: _Optional[_Union[Resumed, _Mapping]] = ..., prompt_embeds_part: _Optional[_Union[PromptEmbedsPart, _Mapping]] = ..., picture_part: _Optional[_Union[_images_pb2.PicturePart, _Mapping]] = ...) -> None: ...
+    forget_prefixes: ForgetPrefixes
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., resumed: _Optional[_Union[Resumed, _Mapping]] = ..., prompt_embeds_part: _Optional[_Union[PromptEmbedsPart, _Mapping]] = ..., picture_part: _Optional[_Union[_images_pb2.PicturePart, _Mapping]] = ..., forget_prefixes: _Optional[_Union[ForgetPrefixes, _Mapping]] = ...) -> None: ...
+
+class ForgetPrefixes(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Resumed(_message.Message):
     __slots__ = ("gateway",)

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class NewSequence(_message.Message):
-    __slots__ = ("seq_id", "request_id", "token_ids", "num_prompt_tokens", "prefix_key", "ignores_prefix_cache", "max_cached_tokens", "spans", "traceparent", "num_source_tokens", "leaves_address", "first_token", "end_token", "starts_empty")
+    __slots__ = ("seq_id", "request_id", "token_ids", "num_prompt_tokens", "prefix_key", "ignores_prefix_cache", "max_cached_tokens", "spans", "traceparent", "num_source_tokens", "leaves_address", "first_token", "end_token", "starts_empty", "prefix_generation")
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,7 @@ class NewSequence(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_FIELD_NUMBER: _ClassVar[int]
     STARTS_EMPTY_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_GENERATION_FIELD_NUMBER: _ClassVar[int]
     seq_id: int
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -37,7 +38,8 @@ class NewSequence(_message.Message):
     first_token: int
     end_token: int
     starts_empty: bool
-    def __init__(self, seq_id: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., prefix_key: _Optional[bytes] = ..., ignores_prefix_cache: _Optional[bool] = ..., max_cached_tokens: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[_prompt_span_pb2.PromptSpan, _Mapping]]] = ..., traceparent: _Optional[str] = ..., num_source_tokens: _Optional[int] = ..., leaves_address: _Optional[str] = ..., first_token: _Optional[int] = ..., end_token: _Optional[int] = ..., starts_empty: _Optional[bool] = ...) -> None: ...
+    prefix_generation: int
+    def __init__(self, seq_id: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., prefix_key: _Optional[bytes] = ..., ignores_prefix_cache: _Optional[bool] = ..., max_cached_tokens: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[_prompt_span_pb2.PromptSpan, _Mapping]]] = ..., traceparent: _Optional[str] = ..., num_source_tokens: _Optional[int] = ..., leaves_address: _Optional[str] = ..., first_token: _Optional[int] = ..., end_token: _Optional[int] = ..., starts_empty: _Optional[bool] = ..., prefix_generation: _Optional[int] = ...) -> None: ...
 
 class StepPlan(_message.Message):
     __slots__ = ("step_id", "lane", "new_sequences", "seq_ids", "positions", "num_tokens", "num_logits", "num_drafts", "draft_token_ids", "close_seq_ids", "sampled_seq_ids", "sampled_token_ids", "fork_parents", "fork_children", "fork_positions", "evicts_blocks", "forced_seq_ids", "forced_token_ids", "source_seq_ids", "source_num_tokens")

@@ -145,6 +145,7 @@ def _encode_new_sequence(sequence: NewSequence) -> step_pb2.NewSequence:
         first_token=0 if sequence.part is None else sequence.part.start,
         end_token=0 if sequence.part is None else sequence.part.stop,
         starts_empty=sequence.starts_empty,
+        prefix_generation=sequence.prefix_generation,
     )
 
 
@@ -163,6 +164,7 @@ def _decode_new_sequence(message: step_pb2.NewSequence) -> NewSequence:
         spans=decode_spans(message.spans),
         part=range(message.first_token, message.end_token) if message.end_token else None,
         starts_empty=message.starts_empty,
+        prefix_generation=message.prefix_generation,
     )
 
 

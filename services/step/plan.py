@@ -34,6 +34,7 @@ class NewSequence:
     leaves_address: str = ""  # where that one is, for the one that opens it
     spans: tuple[PromptSpan, ...] = ()  # of its prompt, see `SequenceSpec`
     starts_empty: bool = False  # nothing of it is cached: the same plan may run it, and only a refusal is answered
+    prefix_generation: int = 0  # only sequences of equal generations share blocks; they ascend
     part: range | None = None  # the tokens of which this KV cache keeps keys and values; None: all
 
 

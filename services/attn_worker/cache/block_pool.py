@@ -14,14 +14,15 @@ from services.common.errors import CapacityError
 DIGEST_SIZE_BYTES = 16
 
 
-def root_digest(weights_hash: bytes, prefix_key: bytes, rope_len: int | None = None) -> bytes:
+def root_digest(weights_hash: bytes, prefix_key: bytes, rope_len: int | None = None, generation: int = 0) -> bytes:
     """The parent digest of a sequence's first block: sequences with different roots never share a block.
 
-    `rope_len` is given only if the keys depend on the length of the prompt.
+    `rope_len` is given only if the keys depend on the length of the prompt. `generation`: of prefixes, 0 is the first.
     """
     digest = blake2b(digest_size=DIGEST_SIZE_BYTES)
     suffix = b"" if rope_len is None else rope_len.to_bytes(8, "little")
-    for part in (weights_hash, prefix_key, suffix):
+    later = (generation.to_bytes(8, "little"),) if generation else ()
+    for part in (weights_hash, prefix_key, suffix, *later):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.digest()
 

@@ -127,6 +127,11 @@ class KVCache:
         return not (self._sequences or self.num_cached_blocks) and isinstance(self.tier, NoTier)
 
     @property
+    def prefix_generation(self) -> int:
+        """The highest generation of a sequence so far."""
+        return self._prefixes.generation
+
+    @property
     def num_sequences(self) -> int:
         return len(self._sequences)
 
@@ -149,6 +154,7 @@ class KVCache:
         token_ids: Sequence[int],
         num_prompt_tokens: int,
         prefix_key: bytes = b"",
+        prefix_generation: int = 0,
         ignores_prefix_cache: bool = False,
         max_cached_tokens: int | None = None,
         num_extra_rows: int = 0,
@@ -162,8 +168,8 @@ class KVCache:
         one. With `ignores_prefix_cache` all tokens are computed, even of a known sequence; at most `max_cached_tokens`
         of them are not. The tier, or another `supplier`, may have some of the blocks (`missing`); if it cannot load
         one, close the sequence and open it again. `num_extra_rows`: rows that it reads besides those of its tokens;
-        `prefix_key` names them. Raises InvalidRequest for impossible lengths, and for spans that are not in the prompt
-        in order.
+        `prefix_key` names them. From a higher `prefix_generation` on, nothing of earlier sequences is found.
+        Raises InvalidRequest for impossible lengths, and for spans that are not in the prompt in order.
         """
         if not 1 <= num_prompt_tokens <= len(token_ids) <= self.max_model_len:
             raise InvalidRequest(
@@ -173,6 +179,7 @@ class KVCache:
         check_spans(spans, num_prompt_tokens)
         ids = array("I", token_ids)
         most = len(ids) - 1 if max_cached_tokens is None else min(len(ids) - 1, max_cached_tokens)
+        self._prefixes.use_generation(prefix_generation)
         root = self._prefixes.root(num_prompt_tokens, prefix_key)
         num_pinned = num_freed = 0
         missing: tuple[MissingBlock, ...] = ()

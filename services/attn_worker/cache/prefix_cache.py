@@ -38,17 +38,22 @@ class PrefixCache:
         self._is_enabled = is_enabled
         self._length_dependent_beyond = length_dependent_beyond
         self._weights_hash = b""
+        self.generation = 0  # of prefixes: the highest so far
         self.tier: Tier = NoTier()  # another one only if there is one group, without a window
 
     def use_weights(self, weights_hash: bytes) -> None:
         """Sets the weights that keys and values of all later sequences are computed with."""
         self._weights_hash = weights_hash
 
+    def use_generation(self, generation: int) -> None:
+        """From a higher one than before on, no block of earlier sequences is found; they make room as others come."""
+        self.generation = max(self.generation, generation)
+
     def root(self, num_prompt_tokens: int, prefix_key: bytes) -> bytes:
         """The parent digest of a sequence's first block."""
         beyond = self._length_dependent_beyond
-        is_length_dependent = beyond is not None and num_prompt_tokens > beyond
-        return root_digest(self._weights_hash, prefix_key, num_prompt_tokens if is_length_dependent else None)
+        rope_len = num_prompt_tokens if beyond is not None and num_prompt_tokens > beyond else None
+        return root_digest(self._weights_hash, prefix_key, rope_len, self.generation)
 
     def pin_longest(self, sequence: CachedSequence, most: int) -> int:
         """Gives a new sequence the blocks of its longest cached prefix; returns how many of the first group were free.

@@ -154,7 +154,16 @@ class ReportedPrefixCache(PrefixCache):
 
     def use_weights(self, weights_hash: bytes) -> None:
         super().use_weights(weights_hash)
-        self._plain_root = root_digest(weights_hash, b"")
+        self._begin()
+
+    def use_generation(self, generation: int) -> None:
+        is_new = generation > self.generation
+        super().use_generation(generation)
+        if is_new:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._plain_root = root_digest(self._weights_hash, b"", generation=self.generation)
         self._events.clear()
 
     def extend_from_tier(

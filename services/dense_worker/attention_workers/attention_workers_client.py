@@ -386,6 +386,7 @@ class AttentionWorkersClient(AttentionClient):
             reply.num_free_blocks,
             dict(zip(reply.open_seq_ids, reply.open_num_blocks, strict=True)),
             reply.is_empty,
+            reply.prefix_generation,
         )
         self._next_cache_id += 1
         link = _Link(worker, cache, reply, channel, execute(worker.stub, reply.epoch, reply.attachment_id))
@@ -642,6 +643,7 @@ def _describe(first: _Link, joined: JoinedChannel | CudaJoinedChannel) -> Attach
         num_sink_tokens=reply.num_sink_tokens,
         layer_window=reply.layer_window if reply.HasField("layer_window") else None,
         is_empty=reply.is_empty,
+        prefix_generation=reply.prefix_generation,
     )
 
 

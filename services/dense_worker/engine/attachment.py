@@ -23,6 +23,7 @@ class AttachedCache:
     num_free_blocks: int
     orphaned_blocks: dict[int, int]  # as in `Attachment`
     is_empty: bool = False  # as in `Attachment`
+    prefix_generation: int = 0  # as in `Attachment`
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Attachment:
     layer_window: int | None = None  # of layers whose blocks the attention worker drops by itself; None: there are none
     others: tuple[AttachedCache, ...] = ()  # of further attention workers; the first one's cache has the id 0
     is_empty: bool = False  # no block of a sequence can be found in the KV cache, since none was there before
+    prefix_generation: int = 0  # the highest that the KV cache has seen, see `NewSequence`
     max_num_sequences: int | None = None  # that the KV cache keeps at a time; None: as many as have blocks
     link: MessageLink | None = None  # for plans and answers; None: they go by gRPC
     ranks: LeadingRanks | None = None  # the other ranks, of which each has an attention worker; None: there are none

@@ -201,6 +201,7 @@ class AttentionClient:
             num_sink_tokens=reply.num_sink_tokens,
             layer_window=reply.layer_window if reply.HasField("layer_window") else None,
             is_empty=reply.is_empty,
+            prefix_generation=reply.prefix_generation,
             max_num_sequences=reply.max_num_sources or None,
             link=self._connect(reply.plan_link) if reply.plan_link else None,
         )

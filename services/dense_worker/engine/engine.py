@@ -131,6 +131,10 @@ class Engine:
         """Closes all other sequences of a gateway that has submitted its sequences again."""
         self._thread.post(self._scheduler.close_orphans, gateway)
 
+    def forget_prefixes(self) -> None:
+        """Sequences that are opened from now on find no blocks of earlier ones."""
+        self._thread.post(self._scheduler.forget_prefixes)
+
     def on_event(self, event: Event) -> None:
         """Something has happened to the resources of a feature."""
         self._thread.post(self._handle_event, event)

@@ -69,6 +69,7 @@ class Scheduler:
         self._had_parked = False  # when features were last asked to provide what sequences lack
         self._awaits_caches_until_s: float | None = None  # on the monotonic clock
         self._num_past_preemptions = 0  # in earlier attachments
+        self._prefix_generation = 0  # of the sequences that are opened next
         self._begin_parts()
 
     @property
@@ -115,6 +116,8 @@ class Scheduler:
                 feature.leave(self.num_steps)
         self.session = session
         self._num_past_preemptions = self.num_preemptions
+        for cache in (session.attachment, *session.attachment.others):
+            self._prefix_generation = max(self._prefix_generation, cache.prefix_generation)
         self._begin_parts()
         self._await_caches(session.attachment.max_model_len // session.ledger.block_size)
         self._waiting.clear()
@@ -127,6 +130,11 @@ class Scheduler:
     def add_cache(self, cache: AttachedCache) -> None:
         """One more attention worker has attached, and may have sequences from now on."""
         self.session.add_cache(cache)
+        self._prefix_generation = max(self._prefix_generation, cache.prefix_generation)
+
+    def forget_prefixes(self) -> None:
+        """Sequences that are opened from now on find no blocks of earlier ones."""
+        self._prefix_generation += 1
 
     def give_up_cache(self, cache_id: int, is_given_up: bool = True) -> None:
         """The sequences of an attention worker move to the others, and no further one is opened there; or do again."""
@@ -307,7 +315,7 @@ class Scheduler:
                 continue
             sequence.status = SequenceStatus.OPENING
             state = sequence.describe_to_runner()
-            news = sequence.describe_to_caches()
+            news = sequence.describe_to_caches(self._prefix_generation)
             session.openings[sequence.seq_id] = Opening(sequence, news[0], state, time.monotonic())
             session.to_open += news
             if sequence.is_suspect:
@@ -598,7 +606,7 @@ class Scheduler:
 
     def _start_empty(self, sequence: Sequence) -> None:
         """Lets the next plans open a sequence and run it."""
-        self.session.to_open.append(replace(sequence.describe(), starts_empty=True))
+        self.session.to_open.append(replace(sequence.describe(self._prefix_generation), starts_empty=True))
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = 0
         self._waiting.note_opened(sequence)

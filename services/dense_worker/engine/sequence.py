@@ -216,11 +216,12 @@ class Sequence:
         self.num_draft_tokens = self.num_evicted_blocks = self.num_opened_tokens = 0
         self.leaves_cache_id = self.divided = None
 
-    def describe_to_caches(self) -> list[NewSequence]:
+    def describe_to_caches(self, prefix_generation: int = 0) -> list[NewSequence]:
         """The sequence with its present tokens, for each KV cache that has some of it."""
-        return [self.describe()] if self.divided is None else self.divided.split(self.describe())
+        new = self.describe(prefix_generation)
+        return [new] if self.divided is None else self.divided.split(new)
 
-    def describe(self) -> NewSequence:
+    def describe(self, prefix_generation: int = 0) -> NewSequence:
         """The sequence with its present tokens, for the KV cache; with those that all its rows share."""
         return NewSequence(
             seq_id=self.seq_id,
@@ -228,6 +229,7 @@ class Sequence:
             token_ids=tuple(self._token_ids_before_fork()),
             num_prompt_tokens=self.num_prompt_tokens,
             prefix_key=self.spec.prefix_key,
+            prefix_generation=prefix_generation,
             ignores_prefix_cache=any([each.ignores_prefix_cache for each in self.features]),
             traceparent=self.traceparent,
             cache_id=self.cache_id,

@@ -102,6 +102,11 @@ class DenseClient:
         elif entry.seq_id in self._wait_limits:
             self._wait_limits.pop(entry.seq_id).cancel()
 
+    def forget_prefixes(self) -> None:
+        """Sequences that are submitted from now on find no blocks of earlier ones. There must be a stream."""
+        assert self._outbox is not None, "the caller looks for connected streams"
+        self._outbox.put(dense_pb2.GatewayMessage(forget_prefixes=dense_pb2.ForgetPrefixes()))
+
     def resubmit(self, entry: JournalEntry) -> None:
         """Continues a sequence that ran on another stream."""
         self.num_resubmitted += entry.queue_s is not None

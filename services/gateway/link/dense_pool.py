@@ -127,6 +127,17 @@ class DensePool:
             return
         self._client_of[self._journal.stream_of(entry)].cancel(entry)
 
+    def forget_prefixes(self) -> None:
+        """Sequences that are submitted from now on find no blocks of earlier ones, in any connected worker.
+
+        Raises `PeerError` if there is none.
+        """
+        connected = [client for client in self._clients if client.is_connected]
+        if not connected:
+            raise PeerError(self._clients[0].unready_reason())
+        for client in self._first_of_each_worker(connected):
+            client.forget_prefixes()
+
     async def run(self) -> None:
         """Connects, and connects again after each break, until cancelled."""
         async with contextlib.AsyncExitStack() as stack:

@@ -49,6 +49,7 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
         self._running: list[dict[int, _Sequence]] = []  # by seq_id, one dict per stream
         self.num_streams = 0
         self.num_ready_streams = 0  # those with a `Resumed` message, which may get new sequences
+        self.num_flushes = 0
         self._updates = asyncio.Event()
         self._server: grpc.aio.Server | None = None
 
@@ -119,6 +120,8 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
             elif kind == "resumed":
                 is_ready.set()
                 self.num_ready_streams += 1
+            elif kind == "forget_prefixes":
+                self.num_flushes += 1
             self._updates.set()
         self._updates.set()
 

@@ -122,6 +122,9 @@ class EncoderEngine:
     def close_orphans(self, gateway: int) -> None:
         """Nothing: no input outlives the worker that it was sent to."""
 
+    def forget_prefixes(self) -> None:
+        """Nothing: inputs share no blocks."""
+
     def drain(self, drains: bool) -> None:
         """Starts no input any more, or again; those that run go on."""
         self._thread.post(setattr, self, "_drains", drains)

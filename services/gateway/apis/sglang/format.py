@@ -17,7 +17,8 @@ from services.gateway.link.journal_entry import FinishReason
 
 # Each event repeats all text so far. After n characters, events come only every n / 1024 characters: else a long answer
 # would take a number of bytes that grows with its square. Log-probabilities take more: events with them come only when
-# there are an eighth more tokens, so that all together take about nine times the last one.
+# there are an eighth more tokens, those of the prompt included whose log-probabilities are shown, so that all together
+# take about ten times the last one.
 MAX_REPEATS = 1024
 MAX_LOGPROB_REPEATS = 8
 PARAM_NAMES = {
@@ -46,6 +47,7 @@ class GenerateFormat:
         self._is_list = body.is_batch or self._num_answers > 1
         self._prompts: Sequence[list[int]] = ()
         self._answers: dict[int, Completion] = {}  # so far, by index
+        self._shown_prompts: dict[int, Prompt] = {}  # with log-probabilities, by index of their answers
         self._num_sent: dict[int, tuple[int, int]] = {}  # characters and tokens in the last event, by index
 
     async def begin(self, prompts: Sequence[list[int]]) -> None:
@@ -58,18 +60,23 @@ class GenerateFormat:
         index = prompt_index * self._num_answers + chunk.index
         answer = self._answers.setdefault(index, Completion(chunk.index))
         answer.append(chunk)
+        if chunk.prompt is not None:
+            self._shown_prompts[index] = chunk.prompt
         num_characters, num_tokens = self._num_sent.get(index, (0, 0))
         num_new, length = len(answer.text) - num_characters, len(answer.text)
         if not num_new:  # such as ids beyond the tokenizer
             num_new, length = len(answer.token_ids) - num_tokens, len(answer.token_ids)
         if self._body.return_logprob:
-            is_due = len(answer.token_ids) - num_tokens > num_tokens // MAX_LOGPROB_REPEATS
+            num_repeated = num_tokens
+            if num_tokens and (shown := self._shown_prompts.get(index)) is not None:
+                num_repeated += len(shown.token_ids)
+            is_due = len(answer.token_ids) - num_tokens > num_repeated // MAX_LOGPROB_REPEATS
         else:
             is_due = num_new > length // MAX_REPEATS
         if chunk.finish is None and not is_due:
             return ()
         self._num_sent[index] = len(answer.text), len(answer.token_ids)
-        described = self._describe(prompt_index, answer, None)
+        described = self._describe(prompt_index, answer, self._shown_prompts.get(index))
         return [{**described, "index": index} if self._is_list else described]
 
     def closing(self) -> Sequence[Any]:

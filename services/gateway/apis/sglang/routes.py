@@ -58,6 +58,7 @@ def generate_routes(service: RequestService, section: GatewaySection) -> APIRout
             answer_format,
             is_stream=bool(body.stream),
             first_token_timeout_s=section.first_token_timeout_s,
+            repeats_prompt=body.shows_prompt_logprobs,
             repeats_logprobs=bool(body.return_logprob),
         )
 

@@ -102,9 +102,7 @@ class GenerateBody(FeatureFields):
         Discriminator(lambda value: "<each>" if isinstance(value, list) else "<all>"),
     ] = Field(default_factory=lambda: GenerateSampling(), description="Of all prompts, or a list: of each")
     stream: bool | None = Field(None, description="Send events, each with the whole text so far")
-    return_logprob: bool | None = Field(
-        None, description="Give the log-probability of each token; with stream not of the prompt"
-    )
+    return_logprob: bool | None = Field(None, description="Give the log-probability of each token")
     top_logprobs_num: UInt32 | None = Field(None, description="And of this many most likely tokens")
     token_ids_logprob: NamedTokens | None = Field(
         None,
@@ -135,7 +133,7 @@ class GenerateBody(FeatureFields):
             raise PydanticCustomError("ids", "must be token ids, or lists of them", {"field": "input_ids"})
         if self.token_ids_logprob:
             self._check_named_tokens(self.token_ids_logprob)
-        for field in (*(("logprob_start_len",) if self.shows_prompt_logprobs else ()), *asked_reports(self)):
+        for field in asked_reports(self):
             if self.stream:
                 raise PydanticCustomError("stream", "cannot be used with stream", {"field": field})
         self._check_lists()

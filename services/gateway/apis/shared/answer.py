@@ -79,7 +79,7 @@ class Answer(Response):
         """`first_token_timeout_s`: longest time that the status line of a stream waits for a token or an error.
 
         `repeats_prompt`: `Format.chunk` gets the prompt with the first chunk of every answer. `repeats_logprobs`: it
-        gives the log-probabilities of all tokens so far.
+        gives the log-probabilities of all tokens so far, and of the prompt that it got.
         """
         super().__init__()
         self._service = service
@@ -89,6 +89,7 @@ class Answer(Response):
         self._first_token_timeout_s = first_token_timeout_s
         self._repeats_prompt = repeats_prompt
         self._repeats_logprobs = repeats_logprobs
+        self._num_prompt_values = 0  # the most log-probabilities of a prompt so far
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises a `TwostrokeError` before the status line is sent; a later error is sent as an event."""
@@ -149,11 +150,13 @@ class Answer(Response):
         return events(objects, has_names=self._format.has_event_names)
 
     def _is_large(self, chunk: Chunk) -> bool:
+        if self._repeats_logprobs:
+            if chunk.prompt is not None and chunk.prompt.logprobs is not None:
+                self._num_prompt_values = max(self._num_prompt_values, chunk.prompt.logprobs.num_values)
+            num_per_token = chunk.logprobs.num_values // len(chunk.logprobs) if chunk.logprobs else 0
+            return self._num_prompt_values + num_per_token * chunk.num_output_tokens > MAX_INLINE_VALUES
         if not (chunk.logprobs or chunk.prompt):
             return False
-        if self._repeats_logprobs and chunk.logprobs:
-            num_values = chunk.logprobs.num_values // len(chunk.logprobs) * chunk.num_output_tokens
-            return num_values > MAX_INLINE_VALUES
         return is_large([chunk], [chunk.prompt])
 
     async def _start(self, generations: Generations, caller: Caller) -> None:

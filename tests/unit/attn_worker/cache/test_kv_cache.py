@@ -42,6 +42,20 @@ def test_a_shared_prefix_is_pinned_up_to_its_last_full_block() -> None:
     assert cache.num_used_blocks == 3  # two shared blocks, and one of sequence 1
 
 
+def test_nothing_of_an_earlier_generation_is_found_and_what_runs_goes_on() -> None:
+    cache, prompt = make_cache(), list(range(10))
+    prefill(cache, 1, prompt)
+    assert cache.open_sequence(2, prompt, 10, prefix_generation=1).num_cached_tokens == 0
+    assert cache.prefix_generation == 1
+    run(cache, (2, 10, 0), (1, 1, 10), sampled=[(1, 50)])
+    run(cache, (1, 1, 11), sampled=[(1, 51)])  # fills a block of the earlier generation
+    assert cache.open_sequence(3, [*prompt, 50, 51, 52], 13, prefix_generation=1).num_cached_tokens == 8
+    assert cache.open_sequence(4, prompt, 10, prefix_generation=2).num_cached_tokens == 0
+    cache.close_sequences([1, 2, 3, 4])
+    assert cache.num_used_blocks == 0
+    cache.check_integrity()
+
+
 def test_no_more_counts_as_cached_than_another_rank_has() -> None:
     cache = make_cache()
     prompt = list(range(10))

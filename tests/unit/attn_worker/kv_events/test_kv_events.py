@@ -143,6 +143,19 @@ def test_other_weights_clear_all_blocks_and_old_ones_are_not_removed_twice() -> 
     assert isinstance(old, Stored) and isinstance(new, Stored) and not set(old.digests) & set(new.digests)
 
 
+def test_a_new_generation_clears_all_blocks_and_its_own_are_reported() -> None:
+    events = KVEvents()
+    cache = reported_cache(events, 8, 4, 12)
+    run_sequence(cache, 1, list(range(12)))
+    assert len(events.take()) == 2
+    cache.open_sequence(2, list(range(12)), 12, prefix_generation=1)
+    assert not cache.plan_step(make_plan([(2, 12, 0)])).errors
+    cache.commit_step()
+    cleared, new = events.take()
+    assert cleared == Cleared() and isinstance(new, Stored) and new.parent is None and len(new.digests) == 3
+    assert all(cache.pools["blocks"].lookup(each) is not None for each in new.digests)
+
+
 def test_a_full_queue_becomes_one_event_and_later_blocks_are_reported_again() -> None:
     events = KVEvents(max_queued=2)
     router = Router(events)

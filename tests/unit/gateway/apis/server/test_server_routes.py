@@ -89,3 +89,24 @@ def test_every_route_may_have_the_configured_prefix(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text(f'[[keys]]\nname = "one"\nkey = "{KEY}"\n')
     with_client(tmp_path, FakeDense(lambda submit: [5]), test, root_path="/a/llm", api_keys_file=keys)
+
+
+def test_with_api_keys_only_some_may_flush_the_cache(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for path in ("/flush_cache", "/reset_prefix_cache"):
+            assert (await client.post(path)).status_code == 401
+            refused = await client.post(path, headers={"authorization": f"Bearer {KEY}-other"})
+            assert refused.status_code == 403 and "'two' may not flush" in refused.json()["error"]["message"]
+            flushed = await client.post(path, headers=WITH_KEY)
+            assert (flushed.status_code, flushed.text) == (200, "Cache flushed.\n")
+        await until(lambda: dense.num_flushes == 2)
+        await dense.kill()
+        await until(lambda: not dense.num_streams)
+        while (refused := await client.post("/flush_cache", headers=WITH_KEY)).status_code == 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)  # the gateway has not noticed yet
+        check_error(refused, 503, None, "no dense worker")
+
+    keys, dense = tmp_path / "keys.toml", FakeDense(lambda submit: [5])
+    pairs = {"one": KEY, "two": f"{KEY}-other"}
+    keys.write_text("".join(f'[[keys]]\nname = "{name}"\nkey = "{key}"\n' for name, key in pairs.items()))
+    with_client(tmp_path, dense, test, api_keys_file=keys, weights_admins=("one",))

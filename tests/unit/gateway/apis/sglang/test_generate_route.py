@@ -172,6 +172,32 @@ def test_a_stream_has_the_log_probabilities_so_far(tmp_path: Path) -> None:
     with_client(tmp_path, FakeDense(lambda submit: ids(" a") * count, step_s=0.001), test)
 
 
+@pytest.mark.parametrize(("length", "n", "top"), [(5, 1, 0), (5, 2, 3), (800, 1, 2)])
+def test_every_event_has_the_log_probabilities_of_the_prompt(tmp_path: Path, length: int, n: int, top: int) -> None:
+    """With those of a long prompt there are so few events that they take little more than the first and the last."""
+    count = 60
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        params = {"max_new_tokens": count, "n": n}
+        body = {"input_ids": [*range(5, 5 + length)], "return_logprob": True, "logprob_start_len": 2}
+        body |= {"top_logprobs_num": top, "sampling_params": params}
+        whole = (await client.post(URL, json=body)).json()
+        expected = [each["meta_info"] for each in (whole if n > 1 else [whole])]
+        found = events((await client.post(URL, json=body | {"stream": True})).text)
+        assert {each.get("index", 0) for each in found} == set(range(n))
+        for each in found:
+            about, all_of_it = each["meta_info"], expected[each.get("index", 0)]
+            of_prompt = {name: value for name, value in all_of_it.items() if name.startswith("input_")}
+            assert of_prompt and of_prompt.items() <= about.items()
+            assert len(about["input_token_logprobs"]) == length - 2
+            num_tokens = about["completion_tokens"]
+            assert about["output_token_logprobs"] == all_of_it["output_token_logprobs"][:num_tokens]
+        last = [each["meta_info"]["completion_tokens"] for each in found if each["meta_info"]["finish_reason"]]
+        assert last == [count] * n and (len(found) == 2 if length > 8 * count else len(found) > 8)
+
+    with_client(tmp_path, FakeDense(lambda submit: ids(" a") * count, step_s=0.001), test)
+
+
 def test_each_prompt_may_have_its_own_options(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         params = [{"max_new_tokens": 2, "temperature": 0.5}, {"max_new_tokens": 3, "sampling_seed": 7}]
@@ -216,11 +242,6 @@ WRONG: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"text": "a", "sampling_params": {"stop_regex": "x"}}, "sampling_params.stop_regex", ["not supported"]),
     ({"text": "a", "sampling_params": {"sampling_seed": 2**63}}, "sampling_params.sampling_seed", [str(2**63)]),
     ({"text": "a", "sampling_params": [{}]}, "sampling_params", []),
-    (
-        {"text": "a", "stream": True, "return_logprob": True, "logprob_start_len": 0},
-        "logprob_start_len",
-        ["cannot be used with stream"],
-    ),
     ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params", ["has 1 elements for 2 prompts"]),
     ({"text": ["a", "b"], "sampling_params": [{}, {"n": 2}]}, "sampling_params", ["n must be the same"]),
     ({"text": ["a", "b"], "sampling_params": [{}, {"top_p": "x"}]}, "sampling_params[1].top_p", ["'x'"]),
