@@ -36,6 +36,14 @@ class ContextLengthExceeded(InvalidRequest):
 
     code = "context_length_exceeded"  # the code that OpenAI uses
 
+    def __init__(
+        self, message: str, param: str | None, *, max_model_len: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """`num_prompt_tokens`: None if the prompt was refused before its tokens were counted."""
+        super().__init__(message, param)
+        self.max_model_len = max_model_len
+        self.num_prompt_tokens = num_prompt_tokens
+
 
 class Unauthenticated(TwostrokeError):
     """The API key is missing or unknown."""

@@ -34,7 +34,8 @@ class PeerServicer(gateway_peers_pb2_grpc.GatewayPeersServicer):
     async def AbortHere(
         self, request: gateway_peers_pb2.AbortHereRequest, context: grpc.aio.ServicerContext
     ) -> gateway_peers_pb2.AbortHereResponse:
-        was_running = self._service.abort(request.request_id, decode_owner(request.owner))
+        request_id = None if request.all else request.request_id
+        was_running = self._service.abort(request_id, decode_owner(request.owner))
         return gateway_peers_pb2.AbortHereResponse(was_running=was_running)
 
     async def StopHere(

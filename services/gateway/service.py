@@ -212,7 +212,7 @@ class Gateway:
         self._opened.callback(self._registry.unregister, pool_metrics)
         updates = WeightUpdates(section.weights_directory, section.weights_admins, launcher)
         app = build_app(
-            service, section, measured, worker_load, triton, updates, self._vectors, resumption, self._speech
+            service, section, measured, worker_load, triton, updates, self._vectors, peers, resumption, self._speech
         )
         is_shared, listener = self._options.shares_ports, self._options.http_listener
         self._http = HttpServer(app, section, tls, DIALECTS, shares_port=is_shared, listener=listener)

@@ -48,12 +48,14 @@ class ResumablePiece(_message.Message):
     def __init__(self, head: _Optional[bytes] = ..., is_stream: _Optional[bool] = ..., is_at_end: _Optional[bool] = ..., item: _Optional[bytes] = ...) -> None: ...
 
 class AbortHereRequest(_message.Message):
-    __slots__ = ("owner", "request_id")
+    __slots__ = ("owner", "request_id", "all")
     OWNER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
     owner: Owner
     request_id: str
-    def __init__(self, owner: _Optional[_Union[Owner, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
+    all: bool
+    def __init__(self, owner: _Optional[_Union[Owner, _Mapping]] = ..., request_id: _Optional[str] = ..., all: _Optional[bool] = ...) -> None: ...
 
 class AbortHereResponse(_message.Message):
     __slots__ = ("was_running",)

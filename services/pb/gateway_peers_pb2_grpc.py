@@ -80,7 +80,7 @@ class GatewayPeersServicer:
     """Missing associated documentation comment in .proto file."""
 
     def AbortHere(self, request, context):
-        """Ends a request of a client, if it runs in this process.
+        """Ends a request of a client, or all, if they run in this process.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,6 +44,7 @@ from services.gateway.core.request_service import RequestService
 from services.gateway.http.authorize import Authorize
 from services.gateway.http.errors import Dialect, add_error_handlers, error_schemas
 from services.gateway.http.json_route import DirectRoutes
+from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.link.worker_load import WorkerLoad
 from services.gateway.metrics.all_processes import AllProcesses
 from services.gateway.resume.http_calls import HttpResumption
@@ -61,6 +62,7 @@ def build_app(
     triton: Triton,
     weight_updates: WeightUpdates,
     vectors: Vectors,
+    peers: GatewayPeers,
     resumption: Resumption | None = None,
     speech: Speech | None = None,
 ) -> FastAPI:
@@ -85,7 +87,7 @@ def build_app(
     store = _response_store(section)
     routers = [
         completion_routes(service, section),
-        generate_routes(service, section),
+        generate_routes(service, section, peers),
         llama_cpp_routes(service, section),
         messages_routes(service, section),
         responses_routes(service, section, store),

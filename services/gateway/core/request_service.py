@@ -254,9 +254,10 @@ class RequestService:
             raise refusal(error, structure, request.parsing) from error
         return replace(compiled, field_name=structure.field_name)
 
-    def abort(self, request_id: str, owner: Owner) -> bool:
-        """Ends the answers of an owner's request as they are; returns whether there were any."""
-        entries = [entry for entry in self.journal.of_request(owner, request_id) if not entry.is_ended]
+    def abort(self, request_id: str | None, owner: Owner) -> bool:
+        """Ends the answers of an owner's request, or with None of all, as they are; returns whether there were any."""
+        of_owner = self.journal.of_owner(owner) if request_id is None else self.journal.of_request(owner, request_id)
+        entries = [entry for entry in of_owner if not entry.is_ended]
         for entry in entries:
             self._dense.cancel(entry)
             entry.finish(FinishReason.ABORT)

@@ -16,6 +16,7 @@ class Progress:
     num_cached_tokens: int
     num_computed_tokens: int  # cached ones included
     time_s: float  # since its first step
+    is_first: bool  # of the answer
 
     @property
     def num_values(self) -> int:
@@ -26,6 +27,7 @@ class _Record(ReportRecord):
     def __init__(self) -> None:
         self._num_computed = 0
         self._is_new = False  # the client has not been told
+        self._is_first = True
 
     @property
     def num_reported(self) -> int:
@@ -39,9 +41,10 @@ class _Record(ReportRecord):
     def take(self, reporter: Reporter, num_tokens: int, is_last: bool) -> Progress | None:
         if not self._is_new:
             return None
-        self._is_new = False
+        is_first, self._is_new, self._is_first = self._is_first, False, False
         time_s = time.monotonic() - reporter.arrival - (reporter.queue_s or 0.0)
-        return Progress(reporter.spec.num_prompt_tokens, reporter.num_cached_tokens, self._num_computed, time_s)
+        num_cached = reporter.num_cached_tokens
+        return Progress(reporter.spec.num_prompt_tokens, num_cached, self._num_computed, time_s, is_first)
 
 
 class PromptProgress(Report):

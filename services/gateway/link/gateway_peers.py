@@ -46,9 +46,10 @@ class GatewayPeers:
         self._max_message_bytes = max_message_bytes
         self._change_lock = change_lock
 
-    async def abort(self, owner: Owner, request_id: str) -> bool:
-        """Returns whether the request ran at a peer."""
-        request = gateway_peers_pb2.AbortHereRequest(owner=encode_owner(owner), request_id=request_id)
+    async def abort(self, owner: Owner, request_id: str | None) -> bool:
+        """Ends a request of an owner, or with None all. Returns whether there was any at a peer."""
+        is_all = request_id is None
+        request = gateway_peers_pb2.AbortHereRequest(owner=encode_owner(owner), request_id=request_id, all=is_all)
         outcomes = await self._ask(lambda stub, **options: stub.AbortHere(request, **options), TIMEOUT_S)
         return any(reply.was_running for reply in _answers(outcomes))
 

@@ -119,6 +119,10 @@ class Journal:
         """The open sequences of an owner's request."""
         return list(self._by_request_id.get((owner, request_id), ()))
 
+    def of_owner(self, owner: Owner) -> list[JournalEntry]:
+        """The open sequences of all requests of an owner."""
+        return [entry for entry in self._entries.values() if entry.request.owner == owner]
+
     def unfinished(self) -> Iterator[JournalEntry]:
         """Entries that a dense worker must continue, oldest first."""
         return (entry for entry in self._entries.values() if not entry.is_ended)

@@ -13,6 +13,7 @@ def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
             max_model_len,
             f"at least {num_tokens + 1} were requested: {num_tokens} of the prompt and 1 for the answer",
             "prompt",
+            num_tokens,
         )
 
 
@@ -56,11 +57,15 @@ def _asks_too_much(num_prompt_tokens: int, field: str, value: int, max_model_len
         max_model_len,
         f"{num_prompt_tokens + value} were requested: {num_prompt_tokens} of the prompt and {value} by {field}",
         field,
+        num_prompt_tokens,
     )
 
 
-def too_long(max_model_len: int, what: str, param: str) -> ContextLengthExceeded:
+def too_long(
+    max_model_len: int, what: str, param: str, num_prompt_tokens: int | None = None
+) -> ContextLengthExceeded:
     """The error of a prompt or an answer that does not fit; `param` is the field to blame."""
     # Clients that shorten a chat and retry look for these first words; LangChain looks for the code, also in the text.
     text = f"This model's maximum context length is {max_model_len} tokens, but {what}"
-    return ContextLengthExceeded(f"{text} ({ContextLengthExceeded.code})", param)
+    message = f"{text} ({ContextLengthExceeded.code})"
+    return ContextLengthExceeded(message, param, max_model_len=max_model_len, num_prompt_tokens=num_prompt_tokens)

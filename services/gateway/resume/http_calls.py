@@ -38,6 +38,7 @@ PATHS = frozenset(
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/messages",
+        "/responses",
         "/v1/responses",
     }
 )

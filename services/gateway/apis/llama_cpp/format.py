@@ -9,7 +9,6 @@ from typing import Any, Literal
 from services.common.token_logprobs import TokenLogprobs
 from services.gateway.apis.llama_cpp.schema import (
     ALL,
-    SAMPLERS,
     LlamaCppBody,
     LlamaCppObject,
     TokenProbability,
@@ -72,7 +71,7 @@ class LlamaCppFormat:
         if "\n" in text:
             self._with_new_line.add(index)
         objects: list[LlamaCppObject] = []
-        if (progress := chunk.reports.get("progress")) is not None:
+        for progress in prompt_progress(chunk.reports):
             objects.append(
                 {
                     "index": index,
@@ -82,7 +81,7 @@ class LlamaCppFormat:
                     "id_slot": NO_SLOT,
                     "tokens_predicted": 0,
                     "tokens_evaluated": len(self._prompts[prompt_index]),
-                    "prompt_progress": prompt_progress(progress),
+                    "prompt_progress": progress,
                 }
             )
         if text or chunk.token_ids:
@@ -216,7 +215,7 @@ def generation_settings(body: LlamaCppBody, seed: int = RANDOM_SEED) -> dict[str
         "xtc_probability": 0.0,
         "dry_multiplier": 0.0,
         "mirostat": 0,
-        "samplers": SAMPLERS,
+        "samplers": body.applied_samplers,
         "stop": used.stop,
         "ignore_eos": bool(used.ignore_eos),
         "logit_bias": [

@@ -19,7 +19,7 @@ from services.gateway.apis.shared.generation_fields import (
     StructuredOutputFields,
     Suffix,
 )
-from services.gateway.apis.shared.other_servers import OF_CHATS, SGLANG_OPTIONS, UNSUPPORTED
+from services.gateway.apis.shared.other_servers import OF_CHATS, UNSUPPORTED
 from services.gateway.apis.shared.request_model import (
     MAX_INT64,
     MIN_INT64,
@@ -33,7 +33,20 @@ from services.gateway.apis.shared.timings import ProgressObject, TimingsObject
 from services.gateway.request.generation_request import MAX_STRING_CHARACTERS
 
 DEFAULTS: Mapping[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}  # as with llama.cpp
-SAMPLERS = ["penalties", "temperature", "top_k", "top_p", "min_p"]  # in the order in which they are applied
+# By llama.cpp's names, in the order in which they are applied: what each is without effect.
+SAMPLERS: Mapping[str, Mapping[str, Any]] = {
+    "penalties": {"repetition_penalty": None, "frequency_penalty": None, "presence_penalty": None},
+    "temperature": {"temperature": 1.0},
+    "top_k": {"top_k": 0},
+    "top_p": {"top_p": 1.0},
+    "min_p": {"min_p": 0.0},
+}
+REFUSED_SAMPLERS = frozenset({"dry", "top_n_sigma", "typ_p", "xtc", "infill", "adaptive_p"})  # by their own options
+SAMPLER_LETTERS: Mapping[str, str] = {
+    "e": "penalties", "t": "temperature", "k": "top_k", "p": "top_p", "m": "min_p",
+    "d": "dry", "s": "top_n_sigma", "y": "typ_p", "x": "xtc", "i": "infill", "a": "adaptive_p",
+}
+MAX_SAMPLERS = 64
 RANDOM_SEEDS = (-1, 2**32 - 1)  # llama.cpp's names of a random seed
 ALL = -1
 MAX_TEXTS = 64  # that one prompt has between token ids, or that `logit_bias` names: each takes half a millisecond
@@ -52,6 +65,14 @@ def _kind_of_prompt(value: Any) -> str:
         if list in kinds or kinds == {str}:
             return "<prompts>"
     return _kind_of_sequence(value)
+
+
+def _text_of(value: Any) -> Any:
+    if isinstance(value, dict) and isinstance(text := value.get("prompt_string"), str):
+        if value.get("multimodal_data"):
+            raise PydanticCustomError("media", "multimodal_data is not supported")
+        return text
+    return value
 
 
 def _check_pieces(value: Any, check: pydantic.ValidatorFunctionWrapHandler) -> Any:
@@ -92,16 +113,14 @@ class LlamaCppBody(SamplingFields, AnswerFields, StructuredOutputFields):
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **UNSUPPORTED,
-        **SGLANG_OPTIONS,
         **OF_CHATS,
         "adaptive_target": (-1,),
         "grammar_lazy": (False,),
         "grammar_triggers": ([],),
         "image_data": ([],),
-        "min_keep": (0,),
+        "min_keep": (0, 1),  # a token is always kept
         "n_indent": (0,),
         "post_sampling_probs": (False,),
-        "samplers": (SAMPLERS,),
         "system_prompt": ("",),
         "t_max_predict_ms": (0,),
         "tfs_z": (1,),
@@ -131,6 +150,11 @@ class LlamaCppBody(SamplingFields, AnswerFields, StructuredOutputFields):
         None, description="Give the log-probability of each token and of this many most likely tokens; 0: none"
     )
     repeat_penalty: float | None = Field(None, description="The same as repetition_penalty of completions")
+    samplers: Annotated[str | list[str] | None, at_most(MAX_SAMPLERS)] = Field(
+        None,
+        description="Names of samplers, or their letters: the others have no effect. They are applied in this order, "
+        f"whatever the list's is: {', '.join(SAMPLERS)}",
+    )
     repeat_last_n: CountOrAll | None = Field(
         None, description="Tokens that penalties count: -1, the default: all; 0: none. Else only without penalties"
     )
@@ -149,6 +173,24 @@ class LlamaCppBody(SamplingFields, AnswerFields, StructuredOutputFields):
     response_fields: Annotated[list[str] | None, at_most(MAX_RESPONSE_FIELDS)] = Field(
         None, description="Give only these fields; a/b gives the field b of a under the name a/b"
     )
+
+    @pydantic.field_validator("prompt", mode="before")
+    @classmethod
+    def _read_objects(cls, prompt: Any) -> Any:
+        """An object with a text, as llama.cpp has it for pictures, is the text."""
+        if isinstance(prompt, list):
+            return [_text_of(each) for each in prompt] if dict in map(type, prompt) else prompt
+        return _text_of(prompt)
+
+    @pydantic.field_validator("samplers")
+    @classmethod
+    def _check_samplers(cls, given: str | list[str] | None) -> list[str] | None:
+        if isinstance(given, str):
+            given = [SAMPLER_LETTERS.get(letter, letter) for letter in given]
+        for name in given or ():
+            if name not in SAMPLERS and name not in REFUSED_SAMPLERS:
+                raise PydanticCustomError("sampler", "there is no sampler {name}", {"name": repr(name[:60])})
+        return given
 
     @pydantic.field_validator("logit_bias")
     @classmethod
@@ -178,8 +220,15 @@ class LlamaCppBody(SamplingFields, AnswerFields, StructuredOutputFields):
         return self
 
     @property
+    def applied_samplers(self) -> list[str]:
+        """The names of the samplers that are applied, in this order."""
+        return [name for name in SAMPLERS if self.samplers is None or name in self.samplers]
+
+    @property
     def has_penalties(self) -> bool:
         """Whether any penalty is asked for."""
+        if "penalties" not in self.applied_samplers:
+            return False
         penalties = (self.repeat_penalty, self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
         return any(value not in (None, neutral) for value, neutral in zip(penalties, (1, 1, 0, 0), strict=True))
 
@@ -221,7 +270,10 @@ class LlamaCppBody(SamplingFields, AnswerFields, StructuredOutputFields):
         if self.temperature is not None:
             changes["temperature"] = max(0.0, self.temperature)  # a negative one is greedy
         if self.repeat_last_n == 0:
-            changes |= {"repetition_penalty": None, "frequency_penalty": None, "presence_penalty": None}
+            changes |= SAMPLERS["penalties"]
+        for name, neutral in SAMPLERS.items():
+            if self.samplers is not None and name not in self.samplers:
+                changes |= neutral
         return self.model_copy(update=changes)
 
 

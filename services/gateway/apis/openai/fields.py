@@ -18,7 +18,7 @@ from services.gateway.apis.shared.generation_fields import (
     SamplingFields,
     StructuredOutputFields,
 )
-from services.gateway.apis.shared.other_servers import LLAMA_CPP_OPTIONS, SGLANG_OPTIONS, UNSUPPORTED
+from services.gateway.apis.shared.other_servers import LLAMA_CPP_OPTIONS, UNSUPPORTED
 from services.gateway.apis.shared.request_model import CountOrAll, RequestModel, UInt32, at_most
 
 
@@ -40,7 +40,7 @@ class StreamOptions(RequestModel):
 class OpenAIFields(SamplingFields, AnswerFields, BeamFields, StructuredOutputFields):
     """The fields that completions and chats share. Null always means the default."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNSUPPORTED, **LLAMA_CPP_OPTIONS, **SGLANG_OPTIONS}
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNSUPPORTED, **LLAMA_CPP_OPTIONS}
 
     stream_options: StreamOptions | None = None
     logit_bias: LogitBias = None

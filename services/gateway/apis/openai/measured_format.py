@@ -27,9 +27,9 @@ def measured(form: Format, body: OpenAIFields, *, has_metrics: bool) -> Format:
 class MeasuredFormat:
     """The objects of completions or chats with `timings`, as in llama.cpp, and `metrics`, as in vLLM.
 
-    `timings` is in every event of a stream. A whole answer has it, or with several answers each choice. `metrics` is in
-    the whole object, or in the event with the usage, if there is one answer in all. While the prompt of a streamed chat
-    is computed, events have `prompt_progress`, as in llama.cpp.
+    `timings` is in every event of a stream, with one answer also in that with the usage. A whole answer has it, or with
+    several answers each choice. `metrics` is in the whole object, or in the event with the usage, if there is one
+    answer in all. While the prompt of a streamed chat is computed, events have `prompt_progress`, as in llama.cpp.
     """
 
     def __init__(self, form: Format, *, has_timings: bool, has_metrics: bool) -> None:
@@ -55,12 +55,12 @@ class MeasuredFormat:
 
     def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Any]:
         objects = []
-        if (progress := chunk.reports.get("progress")) is not None:
+        for progress in prompt_progress(chunk.reports):
             delta = {"role": "assistant", "content": None}
             choice = {"index": chunk.index, "delta": delta, "finish_reason": None}
-            objects.append({**self._head, "choices": [choice], "prompt_progress": prompt_progress(progress)})
-            if not chunk.token_ids and chunk.finish is None:
-                return objects
+            objects.append({**self._head, "choices": [choice], "prompt_progress": progress})
+        if objects and not chunk.token_ids and chunk.finish is None:
+            return objects
         return [*objects, *self._measured_chunk(prompt_index, chunk)]
 
     def _measured_chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Any]:
@@ -79,9 +79,12 @@ class MeasuredFormat:
 
     def closing(self) -> Sequence[Any]:
         objects = self._form.closing()
-        if not self._has_metrics or len(self._finishes) != 1:
+        if len(self._finishes) != 1:
             return objects
-        return [{**each, "metrics": self._metrics()} for each in objects]
+        added: dict[str, Any] = {"timings": timings(self._finishes[0])} if self._has_timings else {}
+        if self._has_metrics:
+            added["metrics"] = self._metrics()
+        return [{**each, **added} for each in objects]
 
     def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> Any:
         whole = self._form.whole(answers)

@@ -30,6 +30,13 @@ class ResponseUsage(TypedDict):
     total_tokens: int
 
 
+class InputTokens(TypedDict):
+    """How many tokens the prompt of a request would have."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class ResponseError(TypedDict):
     """Why an answer failed."""
 

@@ -7,9 +7,9 @@ from fastapi.responses import Response
 
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
-from services.gateway.apis.responses.answer_objects import ResponseObject
+from services.gateway.apis.responses.answer_objects import InputTokens, ResponseObject
 from services.gateway.apis.responses.conversion import responses_message
-from services.gateway.apis.responses.format import ResponsesFormat
+from services.gateway.apis.responses.format import PARAM_NAMES, ResponsesFormat
 from services.gateway.apis.responses.response_store import ResponseStore
 from services.gateway.apis.responses.schema import ResponsesRequest
 from services.gateway.apis.responses.stored_record import ResponseRecord, owner_of
@@ -18,7 +18,9 @@ from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.streams import NAMED_STREAM_CONTENT, traced
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
+from services.gateway.http.field_names import client_field_names
 from services.gateway.http.json_route import json_route, next_turn
+from services.pb import gateway_pb2
 
 
 def responses_routes(service: RequestService, section: GatewaySection, store: ResponseStore | None) -> APIRouter:
@@ -26,6 +28,7 @@ def responses_routes(service: RequestService, section: GatewaySection, store: Re
     route_class = json_route(section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Responses"], responses=ERROR_RESPONSES)
 
+    @router.post("/responses", response_class=Response, include_in_schema=False)  # llama.cpp's
     @router.post(
         "/v1/responses",
         response_class=Response,
@@ -42,15 +45,7 @@ def responses_routes(service: RequestService, section: GatewaySection, store: Re
                 "top_logprobs",
             )
         tools = offered_tools(body)
-        record = None
-        if store is not None:
-            record = ResponseRecord(store, owner_of(request.state.caller), request_id, body)
-            await record.read_earlier(section.max_body_bytes, section.max_body_values, service.heavy_work)
-        elif body.previous_response_id is not None:
-            raise InvalidRequest(
-                "previous_response_id cannot be used here: this server stores no responses (gateway.store_responses)",
-                "previous_response_id",
-            )
+        record = await read_record(body, request)
         message = responses_message(body, request_id, tools, () if record is None else record.earlier)
         await next_turn(request)
         return Answer(
@@ -60,5 +55,34 @@ def responses_routes(service: RequestService, section: GatewaySection, store: Re
             is_stream=bool(body.stream),
             first_token_timeout_s=section.first_token_timeout_s,
         )
+
+    @router.post("/v1/responses/input_tokens")
+    async def count_input_tokens(body: ResponsesRequest, request: Request) -> InputTokens:
+        """The number of tokens that the prompt would have."""
+        await next_turn(request)
+        request_id: str = request.state.request_id
+        body.log_unknown_fields(request_id)
+        service.names_for(request.state.caller).check(body.model or "")
+        record = await read_record(body, request)
+        earlier = () if record is None else record.earlier
+        message = responses_message(body, request_id, offered_tools(body), earlier)
+        with client_field_names(PARAM_NAMES):
+            [token_ids] = await service.tokenize(
+                [gateway_pb2.TokenizeRequest(chat=message.chat)], request.state.caller
+            )
+        return {"object": "response.input_tokens", "input_tokens": len(token_ids)}
+
+    async def read_record(body: ResponsesRequest, request: Request) -> ResponseRecord | None:
+        """The record of a request, with its earlier items. None: this server stores no responses."""
+        if store is not None:
+            record = ResponseRecord(store, owner_of(request.state.caller), request.state.request_id, body)
+            await record.read_earlier(section.max_body_bytes, section.max_body_values, service.heavy_work)
+            return record
+        if body.previous_response_id is not None:
+            raise InvalidRequest(
+                "previous_response_id cannot be used here: this server stores no responses (gateway.store_responses)",
+                "previous_response_id",
+            )
+        return None
 
     return router

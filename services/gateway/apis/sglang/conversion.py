@@ -40,14 +40,12 @@ def _common_message(
     common.max_tokens = DEFAULT_TOKENS if params.max_new_tokens is None else params.max_new_tokens
     if params.min_new_tokens is not None:
         common.sampling.min_tokens = params.min_new_tokens
-    if params.no_stop_trim is not None:
-        common.include_stop_str_in_output = params.no_stop_trim
     if params.sampling_seed is not None:
         common.sampling.seed = params.sampling_seed % 2**64
     if body.priority is not None:
         common.priority = body.priority
-    if body.cache_salt is not None:
-        common.cache_salt = body.cache_salt
+    if salt := (body.cache_salt or "") + (body.extra_key or ""):  # together, as with SGLang
+        common.cache_salt = salt
     if adapter is not None:
         common.model = adapter
     add_logit_bias(common, params.logit_bias)
@@ -61,5 +59,7 @@ def _common_message(
             common.prompt_logprobs = body.top_logprobs_num or 0
     if params.echo:
         add_echo(common)
+    elif params.hides_prompt:
+        common.echo = True  # only with it may there be no tokens
     add_features(common, body)
     return common

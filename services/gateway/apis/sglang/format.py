@@ -116,7 +116,8 @@ class GenerateFormat:
                 about |= self._logprobs("input", [], [], named)
         if finish is not None:
             about |= report_objects(self._body, answer, finish.num_prompt_tokens)
-        return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": about}
+        text = "" if self._body.each_sampling[prompt_index].hides_prompt else answer.text
+        return {"text": text, "output_ids": answer.token_ids, "meta_info": about}
 
     def _name(self, prompt_index: int, index: int) -> str:
         if isinstance(self._body.rid, list):

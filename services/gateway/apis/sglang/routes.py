@@ -9,7 +9,7 @@ from services.common.config import GatewaySection
 from services.gateway import __version__
 from services.gateway.apis.sglang.conversion import generate_messages
 from services.gateway.apis.sglang.format import GenerateFormat
-from services.gateway.apis.sglang.schema import GenerateBody, GenerateObject, ModelDetails, ServerDetails
+from services.gateway.apis.sglang.schema import AbortBody, GenerateBody, GenerateObject, ModelDetails, ServerDetails
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.prompts import check_prompts
 from services.gateway.apis.shared.streams import STREAM_CONTENT, traced
@@ -17,10 +17,11 @@ from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.field_names import client_field_names
 from services.gateway.http.json_route import json_route, next_turn
+from services.gateway.link.gateway_peers import GatewayPeers
 
 
-def generate_routes(service: RequestService, section: GatewaySection) -> APIRouter:
-    """The routes of one gateway."""
+def generate_routes(service: RequestService, section: GatewaySection, peers: GatewayPeers) -> APIRouter:
+    """The routes of one gateway. `peers`: its other processes, which may run what is to be aborted."""
     route_class = json_route(section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Generation"], responses=ERROR_RESPONSES)
 
@@ -62,6 +63,16 @@ def generate_routes(service: RequestService, section: GatewaySection) -> APIRout
             repeats_logprobs=bool(body.return_logprob),
         )
 
+    @router.post("/abort_request", response_class=Response)
+    async def abort_request(body: AbortBody, request: Request) -> Response:
+        """Ends a request of the caller, or all, whichever process runs it. One that is not there is no error."""
+        body.log_unknown_fields(request.state.request_id)
+        service.count_requests(1, request.state.caller)
+        owner, request_id = request.state.caller.owner, None if body.abort_all else body.rid
+        service.abort(request_id, owner)
+        await peers.abort(owner, request_id)
+        return Response()
+
     @router.get("/model_info")
     @router.get("/get_model_info", include_in_schema=False)
     async def model_info() -> ModelDetails:
@@ -84,11 +95,14 @@ def generate_routes(service: RequestService, section: GatewaySection) -> APIRout
         return {
             "version": __version__,
             "model_path": service.names.root,
+            "tokenizer_path": service.names.root,
             "served_model_name": service.names.first,
             "status": "ready" if service.unready_reason() is None else "starting",
             "context_length": model.max_model_len,
             "max_running_requests": model.max_num_seqs,
+            "max_req_input_len": service.max_input_tokens,
             "num_open_requests": service.num_open_requests,
+            "internal_states": [{"num_open_requests": service.num_open_requests}],
         }
 
     return router

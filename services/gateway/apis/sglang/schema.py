@@ -23,7 +23,7 @@ from services.gateway.apis.shared.generation_fields import (
 )
 from services.gateway.apis.shared.other_servers import LLAMA_CPP_OPTIONS, OF_CHATS, UNSUPPORTED
 from services.gateway.apis.shared.prompts import Prompt, prompt_list
-from services.gateway.apis.shared.request_model import CountOrAll, Int32, UInt32, at_most
+from services.gateway.apis.shared.request_model import CountOrAll, Int32, RequestModel, UInt32, at_most
 
 DEFAULT_TOKENS = 128  # SGLang's default of max_new_tokens
 
@@ -62,10 +62,16 @@ class GenerateSampling(SamplingFields, BeamFields, StructuredOutputFields):
     logit_bias: LogitBias = None
     suffix: Suffix = None
     echo: Echo = None
-    max_new_tokens: UInt32 | None = Field(None, description=f"Longest answer in tokens; default {DEFAULT_TOKENS}")
+    max_new_tokens: UInt32 | None = Field(
+        None, description=f"Longest answer in tokens; default {DEFAULT_TOKENS}. 0: compute the prompt"
+    )
     min_new_tokens: UInt32 | None = Field(None, description="Shortest answer in tokens")
-    no_stop_trim: bool | None = Field(None, description="Keep the stop string that ended the answer")
     sampling_seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+
+    @property
+    def hides_prompt(self) -> bool:
+        """Whether the prompt is only computed, as SGLang's own clients ask for before they continue it."""
+        return self.max_new_tokens == 0 and not self.echo
 
 
 class GenerateBody(FeatureFields):
@@ -119,6 +125,7 @@ class GenerateBody(FeatureFields):
     )
     priority: Int32 | None = Field(None, description="Requests with a lower number are served earlier")
     cache_salt: str | None = Field(None, description="Only requests with the same salt share prompt prefixes")
+    extra_key: str | None = Field(None, description="A second part of cache_salt")
 
     @pydantic.field_validator("sampling_params", mode="before")
     @classmethod
@@ -245,6 +252,19 @@ class GenerateObject(TypedDict):
     index: NotRequired[int]  # of events where there are several answers
 
 
+class AbortBody(RequestModel):
+    """Which of the caller's requests end."""
+
+    rid: str | None = Field(None, description="The name of the request")
+    abort_all: bool | None = Field(None, description="End all of the caller's requests")
+
+    @pydantic.model_validator(mode="after")
+    def _check_which(self) -> AbortBody:
+        if not self.abort_all and not self.rid:
+            raise PydanticCustomError("rid", "is required, or abort_all", {"field": "rid"})
+        return self
+
+
 class ModelDetails(TypedDict):
     """The served model."""
 
@@ -261,8 +281,11 @@ class ServerDetails(TypedDict):
 
     version: str
     model_path: str
+    tokenizer_path: str
     served_model_name: str
     status: Literal["ready", "starting"]
     context_length: int
     max_running_requests: int
+    max_req_input_len: int  # tokens
     num_open_requests: int  # those that wait included
+    internal_states: list[dict[str, int]]  # of all replicas together: open requests

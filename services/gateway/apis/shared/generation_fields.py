@@ -97,6 +97,7 @@ class SamplingFields(_NumberFields):
     stop_token_ids: Annotated[list[Int64] | None, at_most(MAX_STOP_TOKENS)] = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = Field(None, description="SGLang's name of include_stop_str_in_output")
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = Field(
         None,

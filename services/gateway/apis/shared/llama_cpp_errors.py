@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NotRequired
+
 from typing_extensions import TypedDict
 
 from services.common.errors import ContextLengthExceeded
@@ -17,6 +19,8 @@ class LlamaCppErrorObject(TypedDict):
     code: int
     message: str
     type: str
+    n_prompt_tokens: NotRequired[int]  # of a prompt that is too long, if they have been counted
+    n_ctx: NotRequired[int]  # of the model, with such an error
 
 
 class LlamaCppErrorBody(TypedDict):
@@ -29,9 +33,12 @@ def llama_cpp_error(error: Exception) -> LlamaCppErrorBody:
     """The same as llama.cpp's object."""
     status, body = describe(error)
     kind = KINDS.get(status, body["error"]["type"])
-    if body["error"]["code"] == ContextLengthExceeded.code:
-        kind = "exceed_context_size_error"
-    return {"error": {"code": status, "message": body["error"]["message"], "type": kind}}
+    found: LlamaCppErrorObject = {"code": status, "message": body["error"]["message"], "type": kind}
+    if isinstance(error, ContextLengthExceeded):
+        found |= {"type": "exceed_context_size_error", "n_ctx": error.max_model_len}
+        if error.num_prompt_tokens is not None:
+            found["n_prompt_tokens"] = error.num_prompt_tokens
+    return {"error": found}
 
 
 LLAMA_CPP = Dialect(

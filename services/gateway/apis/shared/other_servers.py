@@ -36,11 +36,6 @@ SGLANG: Mapping[str, tuple[Any, ...]] = {
     "stop_regex": ("", []),
 }
 
-# Only SGLang's own route has this.
-SGLANG_OPTIONS: Mapping[str, tuple[Any, ...]] = {
-    "no_stop_trim": (False,),  # elsewhere: include_stop_str_in_output
-}
-
 TGI: Mapping[str, tuple[Any, ...]] = {
     "adapter_id": ("",),
     "guideline": ("",),

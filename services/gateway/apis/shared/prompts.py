@@ -55,4 +55,4 @@ def check_prompts(
         raise InvalidRequest(f"there are {num_prompts} prompts, must be 1 to {max_prompts}", "prompt")
     longest = max(prompts, key=len, default=None)
     if isinstance(longest, list) and len(longest) > max_prompt_len and not are_cut:  # before copying them costs time
-        raise too_long(max_prompt_len, f"a prompt has {len(longest)}", "prompt")
+        raise too_long(max_prompt_len, f"a prompt has {len(longest)}", "prompt", len(longest))

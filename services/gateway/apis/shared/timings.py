@@ -5,12 +5,13 @@ Only the time in the queue is the dense worker's. A pause in which a worker was 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
 from services.gateway.core.chunks import Finish
-from services.gateway.features.progress import Progress
+from services.gateway.features.progress import Progress, PromptProgress
 
 
 class TimingsObject(TypedDict):
@@ -53,14 +54,22 @@ def timings_so_far(prompt_s: float, num_tokens: int, predicted_s: float) -> Timi
     return {"prompt_ms": 1e3 * prompt_s, **_rates("predicted", num_tokens, predicted_s)}  # type: ignore[return-value]
 
 
-def prompt_progress(progress: Progress) -> ProgressObject:
-    """llama.cpp's object: how far the prompt is computed, and the time since its first step began."""
-    return {
-        "total": progress.num_prompt_tokens,
-        "cache": progress.num_cached_tokens,
+def prompt_progress(reports: Mapping[str, Any]) -> list[ProgressObject]:
+    """llama.cpp's objects: how far the prompt is computed, and the time since its first step began.
+
+    The first one of a prompt says what was cached, before anything was computed.
+    """
+    progress: Progress | None = reports.get(PromptProgress.name)
+    if progress is None:
+        return []
+    total, cache = progress.num_prompt_tokens, progress.num_cached_tokens
+    now: ProgressObject = {
+        "total": total,
+        "cache": cache,
         "processed": progress.num_computed_tokens,
         "time_ms": round(1e3 * progress.time_s),
     }
+    return [{"total": total, "cache": cache, "processed": cache, "time_ms": 0}, now] if progress.is_first else [now]
 
 
 def _rates(name: str, count: int, seconds: float) -> Any:

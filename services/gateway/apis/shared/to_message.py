@@ -34,7 +34,7 @@ def sampling_message(body: SamplingFields) -> gateway_pb2.GenerateRequest:
         sampling["seed"] = body.seed % 2**64
     if body.allowed_token_ids:
         sampling["allowed_token_ids"] = body.allowed_token_ids
-    return gateway_pb2.GenerateRequest(
+    message = gateway_pb2.GenerateRequest(
         sampling=sampling_pb2.SamplingParams(**sampling),
         stop=[body.stop] if isinstance(body.stop, str) else body.stop,
         stop_token_ids=body.stop_token_ids,
@@ -43,6 +43,9 @@ def sampling_message(body: SamplingFields) -> gateway_pb2.GenerateRequest:
         keep_first_tokens=body.truncation_side == "right",
         **_given(body, SAME_FIELDS),
     )
+    if body.no_stop_trim:
+        message.include_stop_str_in_output = True
+    return message
 
 
 def add_structured_output(message: gateway_pb2.GenerateRequest, body: StructuredOutputFields) -> None:

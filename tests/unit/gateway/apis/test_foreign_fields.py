@@ -58,7 +58,6 @@ CHANGING: list[tuple[str, Any, tuple[Any, ...]]] = [
     ("lora_path", "adapter", ("",)),
     ("session_params", {"id": "1"}, ({},)),
     ("custom_logit_processor", "code", ("",)),
-    ("no_stop_trim", True, (False,)),
     ("return_hidden_states", True, (False,)),
     ("adapter_id", "adapter", ("",)),
     ("guideline", "Be kind", ("",)),

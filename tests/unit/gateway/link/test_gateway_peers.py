@@ -412,6 +412,22 @@ def test_requests_are_ended_by_their_own_key_at_any_gateway(
     with_gateways(tmp_path, test, num_gateways=2, api_keys_file=keys_file(tmp_path))
 
 
+def test_all_requests_of_a_key_are_ended_whichever_gateway_runs_them(tmp_path: Path) -> None:
+    async def test(gateways: Gateways, workers: list[FakeDense]) -> None:
+        request = gateway_pb2.GenerateRequest(prompt="a", max_tokens=1900, ignore_eos=True)
+        own = [each.stub.Generate(request, metadata=bearer("ann")) for each in gateways for _ in range(2)]
+        other = gateways[0].stub.Generate(request, metadata=bearer("bob"))
+        await until(lambda: sum(len(each.submits) for each in workers) == 5)
+        answer = await post(gateways[1], "/abort_request", {"abort_all": True}, WAYS[0](KEYS["ann"]))
+        assert answer.status_code == 200, answer.text
+        for each in own:
+            assert (await each).completions[0].finish.reason == gateway_pb2.FINISH_REASON_ABORT
+        assert not other.done()
+        other.cancel()
+
+    with_gateways(tmp_path, test, num_gateways=2, api_keys_file=keys_file(tmp_path))
+
+
 def test_without_keys_only_the_address_of_a_request_aborts_it(tmp_path: Path) -> None:
     async def test(gateways: Gateways, workers: list[FakeDense]) -> None:
         first, second = gateways

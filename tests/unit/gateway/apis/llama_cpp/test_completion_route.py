@@ -78,6 +78,27 @@ def test_options_are_those_of_completions(tmp_path: Path) -> None:
     with_client(tmp_path, dense, test)
 
 
+def test_samplers_that_are_not_named_have_no_effect(tmp_path: Path) -> None:
+    options = {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "repeat_penalty": 1.5}
+    neutral = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0}  # of the message's other options: not set
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"prompt": PROMPT, "n_predict": 2, "repeat_last_n": 64}
+        for given in (["xtc", "top_k", "temperature"], "xkt"):  # names, or letters
+            answer = (await client.post(URL, json=body | options | {"samplers": given})).json()
+            assert answer["generation_settings"]["samplers"] == ["temperature", "top_k"], answer
+            sampling = dense.submits[-1].spec.sampling
+            assert (sampling.temperature, sampling.top_k) == (0.5, 7)
+            assert (sampling.top_p, sampling.min_p) == (neutral["top_p"], neutral["min_p"])
+            assert sampling.repetition_penalty in (0.0, 1.0)
+        await client.post(URL, json={"prompt": PROMPT, "n_predict": 2, **options, "samplers": []})
+        sampling = dense.submits[-1].spec.sampling
+        assert {name: getattr(sampling, name) for name in neutral} == neutral and not sampling.HasField("top_k")
+
+    dense = answering()
+    with_client(tmp_path, dense, test)
+
+
 def test_biases_name_tokens_by_id_or_text_and_false_bans_them(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         word = " San Francisco"
@@ -103,6 +124,11 @@ def test_prompts_are_texts_ids_or_both_and_several_give_a_list(tmp_path: Path) -
             assert [(each["index"], each["content"]) for each in answers] == [(i, TEXT) for i in range(count)]
         await client.post(URL, json={"prompt": [5, " one", 6, " two"]})
         assert list(dense.submits[-1].spec.prompt_token_ids) == [5, *ids(" one"), 6, *ids(" two")]
+        texts = [{"prompt_string": "a"}, {"prompt_string": "b", "multimodal_data": []}]
+        for prompt, count in ((texts[0], 1), (texts, 2)):
+            await client.post(URL, json={"prompt": prompt})
+            given = [list(each.spec.prompt_token_ids)[-1:] for each in dense.submits[-count:]]
+            assert sorted(given) == sorted(ids(each)[-1:] for each in "ab"[:count])
         twice = (await client.post(URL, json={"prompt": "a", "n_cmpl": 2})).json()
         assert [each["index"] for each in twice] == [0, 1]
 
@@ -167,7 +193,8 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"prompt": "a", "dry_multiplier": 0.5}, ["dry_multiplier", "not supported"]),
     ({"prompt": "a", "xtc_probability": 0.5}, ["xtc_probability", "not supported"]),
     ({"prompt": "a", "typical_p": 0.5}, ["typical_p", "not supported"]),
-    ({"prompt": "a", "samplers": ["top_k"]}, ["samplers", "not supported"]),
+    ({"prompt": "a", "samplers": ["top_k", "best_k"]}, ["samplers", "no sampler 'best_k'"]),
+    ({"prompt": {"prompt_string": "a", "multimodal_data": ["x"]}}, ["multimodal_data is not supported"]),
     ({"prompt": "a", "post_sampling_probs": True}, ["post_sampling_probs", "not supported"]),
     ({"prompt": "a", "repeat_last_n": 64, "repeat_penalty": 1.1}, ["repeat_last_n", "64"]),
     ({"prompt": "a", "logit_bias": [[5, 1e9]]}, ["1e+09", "100"]),
@@ -201,5 +228,6 @@ def test_a_prompt_that_is_too_long_is_named_so(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         response = await client.post(URL, json={"prompt": [5] * 5000})
         assert (response.status_code, response.json()["error"]["type"]) == (400, "exceed_context_size_error")
+        assert (response.json()["error"]["n_prompt_tokens"], response.json()["error"]["n_ctx"]) == (5000, 2048)
 
     with_client(tmp_path, FakeDense(say(" one"), max_model_len=2048), test)

@@ -249,6 +249,21 @@ def test_nothing_is_stored(tmp_path: Path) -> None:
     with_api(tmp_path, FakeDense(say(" one")), test)
 
 
+def test_the_tokens_of_an_input_are_counted(tmp_path: Path) -> None:
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        given: dict[str, Any] = {"model": MODEL, "input": "How many?", "instructions": "Be brief."}
+        counted = await api.responses.input_tokens.count(**given)
+        assert counted.object == "response.input_tokens"
+        response = await api.responses.create(**given, max_output_tokens=2)
+        assert counted.input_tokens == response.usage.input_tokens == len(dense.submits[0].spec.prompt_token_ids)
+        assert len(dense.submits) == 1, "counting generates nothing"
+        with pytest.raises(openai.NotFoundError):
+            await api.responses.input_tokens.count(**given | {"model": "other"})
+
+    dense = FakeDense(say(TEXT))
+    with_api(tmp_path, dense, test)
+
+
 def test_the_events_have_names(tmp_path: Path) -> None:
     async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
         async with async_client(gateway.http_address) as client:

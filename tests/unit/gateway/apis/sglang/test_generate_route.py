@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from tests.support.clients.gateway_calls import EOS, ids
 from tests.support.clients.http_clients import events
 from tests.support.clients.http_gateway import COMPLETIONS, answers_to, check_error, say, with_client
-from tests.support.running_gateway import RunningGateway
+from tests.support.running_gateway import RunningGateway, until
 from tests.support.workers.fake_dense import FakeDense
 
 URL = "/generate"
@@ -196,6 +197,49 @@ def test_every_event_has_the_log_probabilities_of_the_prompt(tmp_path: Path, len
         assert last == [count] * n and (len(found) == 2 if length > 8 * count else len(found) > 8)
 
     with_client(tmp_path, FakeDense(lambda submit: ids(" a") * count, step_s=0.001), test)
+
+
+def test_a_prompt_may_be_computed_alone(tmp_path: Path) -> None:
+    """As SGLang's own client asks for to fill the cache, and to choose among texts by their log-probabilities."""
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body: dict[str, Any] = {"text": PROMPT, "sampling_params": {"max_new_tokens": 0}}
+        for options in ({}, {"return_logprob": True}, {"stream": True}):
+            answer = await client.post(URL, json=body | options)
+            found = events(answer.text)[-1] if "stream" in options else answer.json()
+            about = found["meta_info"]
+            assert (found["text"], found["output_ids"], about["completion_tokens"]) == ("", [], 0)
+            assert about["finish_reason"] == {"type": "length", "length": 0} and about["prompt_tokens"] > 1
+        chosen = {"text": [PROMPT, PROMPT + " one"], "sampling_params": {"max_new_tokens": 0, "temperature": 0}}
+        chosen |= {"return_logprob": True, "return_text_in_logprobs": True, "logprob_start_len": 1}
+        for each in (await client.post(URL, json=chosen)).json():
+            assert len(each["meta_info"]["input_token_logprobs"]) == each["meta_info"]["prompt_tokens"] - 1
+            assert each["meta_info"]["output_token_logprobs"] == [] and each["text"] == ""
+        shown = {"text": PROMPT, "sampling_params": {"max_new_tokens": 0, "echo": True}}
+        assert (await client.post(URL, json=shown)).json()["text"].endswith(PROMPT)
+
+    with_client(tmp_path, FakeDense(say(" one")), test)
+
+
+def test_requests_are_ended_by_name_or_all(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        async def run(name: str) -> Any:
+            body = {"text": PROMPT, "rid": name, "sampling_params": {"max_new_tokens": 1000}}
+            return (await client.post(URL, json=body)).json()["meta_info"]["finish_reason"]["type"]
+
+        running = {name: asyncio.create_task(run(name)) for name in ("a", "b", "c")}
+        await until(lambda: len(dense.running) == 3)
+        for body in ({"rid": "other"}, {"rid": "b"}):
+            assert (await client.post("/abort_request", json=body)).status_code == 200
+        assert await running["b"] == "abort" and not running["a"].done()
+        assert (await client.post("/abort_request", json={"abort_all": True})).status_code == 200
+        assert [await running[name] for name in ("a", "c")] == ["abort", "abort"]
+        await until(lambda: not dense.running)
+        refused = await client.post("/abort_request", json={"abort_all": False})
+        assert refused.status_code == 400 and "rid" in refused.json()["error"]["message"]
+
+    dense = FakeDense(lambda submit: [])
+    with_client(tmp_path, dense, test)
 
 
 def test_each_prompt_may_have_its_own_options(tmp_path: Path) -> None:
