@@ -27,7 +27,6 @@ from services.gateway.apis.responses.response_store import ResponseStore
 from services.gateway.apis.responses.routes import responses_routes
 from services.gateway.apis.responses.stored_routes import stored_response_routes
 from services.gateway.apis.server.adapter_routes import adapter_routes
-from services.gateway.apis.server.cache_routes import cache_routes
 from services.gateway.apis.server.page_routes import page_routes
 from services.gateway.apis.server.routes import server_routes
 from services.gateway.apis.server.weight_routes import weight_routes
@@ -102,7 +101,6 @@ def build_app(
         server_routes(service, measured),
         adapter_routes(service, section),
         weight_routes(service, section, weight_updates),
-        cache_routes(service, section),
         triton_routes(triton, section),
         page_routes(service, worker_load),
     ]

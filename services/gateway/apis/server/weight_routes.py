@@ -1,14 +1,16 @@
-"""/admin/weights: other weights of the served model, while requests run."""
+"""What admins of weights may do while requests run: /admin/weights for others, /flush_cache to forget prefixes."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse
 from pydantic import Field
 from starlette.exceptions import HTTPException
 
 from services.common.config import GatewaySection
+from services.common.errors import PermissionDenied
 from services.gateway.access.weight_updates import WeightUpdates
 from services.gateway.apis.shared.request_model import RequestModel
 from services.gateway.core.request_service import RequestService
@@ -30,7 +32,7 @@ class WeightsBody(RequestModel):
 
 
 def weight_routes(service: RequestService, section: GatewaySection, updates: WeightUpdates) -> APIRouter:
-    """The route that changes the weights of the dense worker."""
+    """The routes that change the weights of the dense worker, and forget what is cached of prompts."""
     route_class = json_route(section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Server"], responses=ERROR_RESPONSES)
 
@@ -49,5 +51,16 @@ def weight_routes(service: RequestService, section: GatewaySection, updates: Wei
             wait_timeout_s=body.wait_timeout_s,
         )
         return {"has_other_weights": reply.has_other_weights, "backend": reply.backend, "pause_ms": reply.pause_ms}
+
+    @router.post("/flush_cache", response_class=PlainTextResponse)  # SGLang's
+    @router.post("/reset_prefix_cache", response_class=PlainTextResponse)  # vLLM's
+    async def flush_cache(request: Request) -> PlainTextResponse:
+        """Requests that come later find no blocks of earlier ones; those that run go on. Takes no time."""
+        caller = request.state.caller
+        service.count_requests(1, caller)
+        if caller.key is not None and caller.name not in section.weights_admins:
+            raise PermissionDenied(f"the API key {caller.name!r} may not flush the cache: see gateway.weights_admins")
+        service.forget_prefixes()
+        return PlainTextResponse("Cache flushed.\n")
 
     return router
