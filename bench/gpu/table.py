@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -233,10 +234,10 @@ _SIZES = ("num_requests", "concurrency")
 
 
 def value_at(figures: Mapping[str, Any], path: str) -> float:
-    """The value at a path such as ttft_ms.mean."""
+    """The value at a path such as ttft_ms.mean; NaN if the run has none, as the answers had one token each."""
     value: Any = figures
     for name in path.split("."):
-        value = value[name]
+        value = math.nan if value is None else value[name]
     return float(value)
 
 

@@ -6,7 +6,7 @@ All plots have one style, so that results can be compared. Figures of other serv
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -110,6 +110,30 @@ def save_rate_plot(runs: Sequence[tuple[float, ServingFigures]], title: str, fil
         for axis in axes:
             axis.set(xlabel="requests per second")
             axis.legend()
+        _finish(figure, title, file)
+
+
+def save_context_plot(lines: Mapping[str, Sequence[tuple[int, float]]], title: str, file: Path) -> None:
+    """Tokens per second over the length of the contexts before them, of all streams and of each; a line for each name.
+
+    lines: pairs of a length in tokens and the time of a step in ms, by the number of streams as text.
+    """
+    with pyplot.rc_context(STYLE):
+        figure, (together, each) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+        for (num_streams, points), color in zip(lines.items(), (BLUE, ORANGE, GREEN, GREY), strict=False):
+            lengths, label = [length for length, _ in points], f"{num_streams} at once"
+            rates = [1000 / step_ms for _, step_ms in points]
+            together.plot(lengths, [int(num_streams) * rate for rate in rates], "o-", color=color, label=label)
+            each.plot(lengths, rates, "o-", color=color, label=label)
+        together.set(title="Output tokens per second, all streams", yscale="log")
+        each.set(title="Output tokens per second of a stream", ylim=(0, None))
+        for axis in (together, each):
+            axis.set(xlabel="tokens before", xscale="log")
+            axis.xaxis.set_major_formatter("{x:g}")
+            axis.xaxis.set_minor_formatter("")
+            axis.legend()
+        together.yaxis.set_major_formatter("{x:g}")
+        together.yaxis.set_minor_formatter("{x:g}")
         _finish(figure, title, file)
 
 

@@ -109,3 +109,11 @@ def test_repeated_measurements_are_drawn_in_their_order(tmp_path: Path, drawn: l
     [axes] = drawn[1].axes
     assert [bar.get_height() for bar in axes.patches] == [12.0, 9.25], "the bars are medians"
     assert [list(line.get_ydata()) for line in axes.get_lines()] == [[10.0, 12.0, 50.0], [9.0, 9.5, 9.25]]
+
+
+def test_a_context_plot_shows_rates_of_all_streams_and_of_each(tmp_path: Path, drawn: list[Figure]) -> None:
+    plots.save_context_plot({"1": [(128, 5.0)], "16": [(128, 8.0), (512, 10.0)]}, "a title", tmp_path / "context.png")
+    together, each = drawn[0].axes
+    assert lines_of(together) == {"1 at once": ([128], [200]), "16 at once": ([128, 512], [2000, 1600])}
+    assert lines_of(each) == {"1 at once": ([128], [200]), "16 at once": ([128, 512], [125, 100])}
+    assert (tmp_path / "context.png").stat().st_size
