@@ -19,7 +19,7 @@ import structlog
 import torch
 
 from services.channel import Channel
-from services.common.batch_buckets import bucket_for, token_buckets
+from services.common.batch_buckets import SHORT_STEP_TOKENS, bucket_for, token_buckets
 from services.common.cuda_graphs import StepGraphs
 from services.common.errors import CapacityError
 from services.common.model_config import ModelConfig
@@ -39,7 +39,7 @@ log = structlog.get_logger()
 
 _NUM_STAGES = 3  # pinned buffers, used in turn: one is being filled, up to two may have pending copies
 FEW_SAMPLED = 16  # rows
-_ROWS_WITH_VECTORS = 128  # the numbers of rows of graphs with vectors are multiples of it: what tiles of products have
+_ROWS_WITH_VECTORS = 128  # of which longer graphs with vectors have a multiple: what tiles of products have
 
 
 class _Size(NamedTuple):
@@ -286,7 +286,7 @@ class CudaModelRunner(ModelRunner):
         is_plain = embeds is not None and embeds.deep is None and step.has_output and step.hidden_rows is None
         if self._vectors is None or not is_plain or num_tokens > self._buckets[-1]:
             return None
-        num_rows = min(-(-num_tokens // _ROWS_WITH_VECTORS) * _ROWS_WITH_VECTORS, self._buckets[-1])
+        num_rows = min(rows_with_vectors(num_tokens), self._buckets[-1])
         num_sampled = bucket_for(self._sampled_sizes(num_rows), len(step.sampled_rows))
         return _Size(num_rows, num_sampled, active, has_vectors=True)
 
@@ -347,6 +347,13 @@ class CudaModelRunner(ModelRunner):
         else:
             self._hidden_rows.zero_()
             self._find_hidden(attn_out, residual, num_hidden)
+
+
+def rows_with_vectors(num_tokens: int) -> int:
+    """How many rows the graph of a step with vectors has. A short one must stay short: it has another flag."""
+    if num_tokens <= SHORT_STEP_TOKENS:
+        return SHORT_STEP_TOKENS
+    return -(-num_tokens // _ROWS_WITH_VECTORS) * _ROWS_WITH_VECTORS
 
 
 def _unpack(packed: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

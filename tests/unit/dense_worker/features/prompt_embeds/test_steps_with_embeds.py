@@ -9,13 +9,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from services.channel import qkv_flag
 from services.common.errors import CapacityError
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.backends import GivenEmbeds, InputEmbeds
 from services.dense_worker.features.prompt_embeds.loaded_embeds import LoadedEmbeds
 from services.dense_worker.features.prompt_embeds.prompt_embeds_feature import PromptEmbedsFeature
 from services.dense_worker.runner import cuda_model_runner
-from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
+from services.dense_worker.runner.cuda_model_runner import CudaModelRunner, rows_with_vectors
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import Fork, PlanEntry, StepPlan
@@ -135,6 +136,12 @@ def test_without_memory_for_their_graphs_such_steps_run_without(
     assert run(runner, PlanEntry(1, 0, 2, 0)) == [[]] and run(runner, PlanEntry(1, 2, 1, 1)) == [[31]]
     assert CountingGraphs.num_replays == 0 and steps_of(runner) == [([7, 20], True), ([30], True)]
     assert run(runner, PlanEntry(1, 3, 1, 1)) == [[32]] and CountingGraphs.num_replays == 1, "others have graphs"
+
+
+def test_padding_changes_no_flag_for_which_the_attention_worker_waits() -> None:
+    for num_tokens in range(1, 300):
+        num_rows = rows_with_vectors(num_tokens)
+        assert num_tokens <= num_rows and qkv_flag(num_rows) == qkv_flag(num_tokens)
 
 
 def test_a_fork_has_the_vectors_of_its_parent(runner: ModelRunner) -> None:
