@@ -16,13 +16,11 @@ from dataclasses import dataclass
 
 import structlog
 
-from services.attn_worker.cache.block_group import BlockGroup
 from services.attn_worker.cache.block_pool import BlockPool, root_digest
 from services.attn_worker.cache.cached_sequence import CachedSequence
 from services.attn_worker.cache.group import CacheGroup
 from services.attn_worker.cache.prefix_cache import PrefixCache
 from services.attn_worker.cache.sequence_rows import SequenceRows
-from services.attn_worker.cache.tiers.tier import MissingBlock
 
 log = structlog.get_logger()
 
@@ -150,7 +148,6 @@ class ReportedPrefixCache(PrefixCache):
         )
         self._events = events
         self._plain_root = b""  # of sequences without a prefix key
-        self._first_from_tier: dict[int, int] = {}  # by row: the first block that a tier was asked for
 
     def use_weights(self, weights_hash: bytes) -> None:
         super().use_weights(weights_hash)
@@ -166,21 +163,12 @@ class ReportedPrefixCache(PrefixCache):
         self._plain_root = root_digest(self._weights_hash, b"", generation=self.generation)
         self._events.clear()
 
-    def extend_from_tier(
-        self, sequence: CachedSequence, most_tokens: int, main: BlockGroup
-    ) -> tuple[int, tuple[MissingBlock, ...]]:
-        first = len(sequence.digests)
-        num_taken, missing = super().extend_from_tier(sequence, most_tokens, main)
-        if missing:
-            self._first_from_tier[sequence.row] = first
-        return num_taken, missing
-
     def register(self, sequence: CachedSequence) -> None:
-        first = self._first_from_tier.pop(sequence.row, len(sequence.digests))
+        first = len(sequence.digests)
         super().register(sequence)
         if sequence.root == self._plain_root:
             if first and not self._events.is_reported(sequence.digests[first - 1]):
-                first = 0  # all were forgotten since, though they are cached
+                first = 0  # they came from a tier, or were forgotten since though they are cached
             self._report(sequence, first)
 
     def _report(self, sequence: CachedSequence, first: int) -> None:
