@@ -37,9 +37,17 @@ class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"  # the code that OpenAI uses
 
     def __init__(
-        self, message: str, param: str | None, *, max_model_len: int, num_prompt_tokens: int | None = None
+        self,
+        message: str,
+        param: str | None = None,
+        *,
+        max_model_len: int | None = None,
+        num_prompt_tokens: int | None = None,
     ) -> None:
-        """`num_prompt_tokens`: None if the prompt was refused before its tokens were counted."""
+        """`num_prompt_tokens`: None if the prompt was refused before its tokens were counted.
+
+        Both numbers are None in an error that came from another process: its status has only the message.
+        """
         super().__init__(message, param)
         self.max_model_len = max_model_len
         self.num_prompt_tokens = num_prompt_tokens

@@ -13,9 +13,17 @@ from grpc_status import rpc_status
 from structlog.testing import capture_logs
 
 from services.common import errors
-from services.common.errors import CapacityError, InvalidRequest, NotFound, RateLimited, TwostrokeError
+from services.common.errors import (
+    CapacityError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    NotFound,
+    RateLimited,
+    TwostrokeError,
+)
+from services.gateway.apis.shared.llama_cpp_errors import llama_cpp_error
 from services.pb import gateway_pb2, gateway_pb2_grpc
-from services.rpc.error_details import rich_status
+from services.rpc.error_details import error_of, rich_status
 from services.rpc.server import GrpcServer, _status_of
 from tests.support.running_gateway import run
 
@@ -134,6 +142,20 @@ def test_every_error_means_the_same_over_http_and_grpc() -> None:
         assert rich_status(each("message")).code is each.status_code
     codes = [each.code for each in classes]
     assert len(set(codes)) == len(codes)
+
+
+def test_an_error_of_another_process_has_its_class_and_message(tmp_path: Path) -> None:
+    async def test() -> None:
+        sent = ContextLengthExceeded("65 tokens are too many", "prompt", max_model_len=64, num_prompt_tokens=65)
+        found = error_of(await fail(tmp_path, sent))
+        assert type(found) is ContextLengthExceeded and str(found) == "65 tokens are too many"
+        assert llama_cpp_error(found)["error"] == {
+            "code": 400,
+            "message": "65 tokens are too many",
+            "type": "exceed_context_size_error",
+        }
+
+    run(test())
 
 
 def test_a_rate_limit_has_another_code_than_a_full_server() -> None:

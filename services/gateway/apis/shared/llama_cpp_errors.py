@@ -20,7 +20,7 @@ class LlamaCppErrorObject(TypedDict):
     message: str
     type: str
     n_prompt_tokens: NotRequired[int]  # of a prompt that is too long, if they have been counted
-    n_ctx: NotRequired[int]  # of the model, with such an error
+    n_ctx: NotRequired[int]  # of the model, with such an error of this process
 
 
 class LlamaCppErrorBody(TypedDict):
@@ -35,7 +35,9 @@ def llama_cpp_error(error: Exception) -> LlamaCppErrorBody:
     kind = KINDS.get(status, body["error"]["type"])
     found: LlamaCppErrorObject = {"code": status, "message": body["error"]["message"], "type": kind}
     if isinstance(error, ContextLengthExceeded):
-        found |= {"type": "exceed_context_size_error", "n_ctx": error.max_model_len}
+        found["type"] = "exceed_context_size_error"
+        if error.max_model_len is not None:
+            found["n_ctx"] = error.max_model_len
         if error.num_prompt_tokens is not None:
             found["n_prompt_tokens"] = error.num_prompt_tokens
     return {"error": found}
