@@ -23,6 +23,7 @@ from services.channel.shm_cleanup import SHM_DIR
 from services.common.config import Config
 from services.common.errors import CapacityError, ConfigError, ModelError
 from services.common.max_model_len import check_max_model_len, read_shape
+from services.common.process import importing
 from services.common.several_attention_workers import devices_of_workers
 from services.gateway.resources.open_files import RESERVE
 from services.launch.addresses import check_free
@@ -258,6 +259,9 @@ def check_model(config: Config) -> Finding:
     path = config.model.path
     try:
         check_max_model_len(config.model, read_shape(config))
+        with importing():
+            from services.common.vision.vision_config import why_blind
+        lack = why_blind(path) if config.model.images else None
     except ConfigError as error:
         return Finding("failure", "model", str(error))  # which says what to do
     except ModelError as error:
@@ -268,6 +272,8 @@ def check_model(config: Config) -> Finding:
             return Finding("ok", "model", f"{path}: random weights")
         mend = "download the model whole; other formats are not read"
         return Finding("failure", "model", f"{path} has no safetensors", mend)
+    if lack is not None:
+        return Finding("warning", "model", f"{lack}: its text part alone is served", "download the model whole")
     num_bytes = sum(file.stat().st_size for file in files)
     return Finding("ok", "model", f"{path} has {num_bytes / GIB:.2f} GiB of weights")
 

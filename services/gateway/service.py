@@ -18,7 +18,7 @@ from services.common.model_config import ModelConfig
 from services.common.pooling.architectures import has_language_head
 from services.common.pooling.pooling_config import read_pooling
 from services.common.shared_counts import Counts, SharedCounts
-from services.common.vision.vision_config import VisionConfig, load_vision_config
+from services.common.vision.vision_config import VisionConfig, load_vision_config, why_blind
 from services.gateway.access.access import Access
 from services.gateway.access.admission import Admission
 from services.gateway.access.reception import Reception
@@ -119,6 +119,8 @@ class Gateway:
         )
         self._opened.push_async_callback(self._grammar_trials.close)
         vision = load_vision_config(config.model.path) if config.model.images else None
+        if config.model.images and (lack := why_blind(config.model.path)) is not None:
+            log.warning("the text part of the model is served alone", reason=lack)
         section = self._section = fit_bodies(fit_connections(config.gateway), sees_pictures=vision is not None)
         self._metrics = GatewayMetrics(self._registry)
         counts = self._counts = self._open_counts()

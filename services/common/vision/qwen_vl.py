@@ -138,7 +138,7 @@ def read_qwen3_vl(fields: VisionFields) -> tuple[QwenTower, QwenLayout]:
 
 
 def read_qwen_layout(fields: VisionFields, unit: int) -> QwenLayout:
-    """The layout, by the sizes of preprocessor_config.json in their older and newer spelling."""
+    """The layout, by the sizes of the image processor in their older and newer spelling."""
     size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280} | (fields.processor.get("size") or {})
     least = fields.processor.get("min_pixels") or size["shortest_edge"]
     most = fields.processor.get("max_pixels") or size["longest_edge"]

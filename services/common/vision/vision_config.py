@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 from services.common.errors import ModelError
+from services.common.json_files.processor_files import IMAGE_PROCESSOR, no_processor, read_processor
 from services.common.json_files.read_json import read_json
 from services.common.vision.blip2 import CHAT_TEMPLATE, Blip2Tower, read_blip2
 from services.common.vision.gemma3 import Gemma3Tower, read_gemma3
@@ -24,7 +25,6 @@ from services.common.vision.pixtral import PixtralTower, read_mistral3
 from services.common.vision.qwen_vl import QwenTower, read_qwen2_5_vl, read_qwen3_vl
 from services.common.vision.vision_fields import VisionFields
 
-PROCESSOR_FILE = "preprocessor_config.json"
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of OpenAI's CLIP
 HALF = (0.5, 0.5, 0.5)
 
@@ -80,14 +80,13 @@ class VisionConfig:
 
 def load_vision_config(path: Path) -> VisionConfig | None:
     """How the model in a directory sees pictures; None: it does not, or its tower is not supported, or its directory
-    has no preprocessor_config.json: then its text part alone is served.
+    lacks what `why_blind` says: then its text part alone is served.
 
     Raises `ModelError` for files that contradict each other, or that the tower cannot compute.
     """
     raw = read_json(path / "config.json")
     family = FAMILIES.get(str((raw or {}).get("model_type")))
-    processor = read_json(path / PROCESSOR_FILE)
-    if raw is None or family is None or processor is None:
+    if raw is None or family is None or (processor := read_processor(path, IMAGE_PROCESSOR)) is None:
         return None
     try:
         hf = AutoConfig.for_model(**raw)
@@ -106,6 +105,14 @@ def load_vision_config(path: Path) -> VisionConfig | None:
         )
     except (StrictDataclassError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"{path} has no valid config of its pictures: {type(error).__name__}: {error}") from error
+
+
+def why_blind(path: Path) -> str | None:
+    """What the directory of a model lacks, in words, whose tower is supported and which sees no pictures without it."""
+    model_type = str((read_json(path / "config.json") or {}).get("model_type"))
+    if model_type not in FAMILIES or read_processor(path, IMAGE_PROCESSOR) is not None:
+        return None
+    return f"{path} has {no_processor(IMAGE_PROCESSOR)}, which say how pictures become numbers"
 
 
 def _image_token_id(fields: VisionFields) -> int:

@@ -1,4 +1,4 @@
-"""`VisionFields`: the fields of config.json and preprocessor_config.json that say how a model sees."""
+"""`VisionFields`: the fields of config.json and of the image processor that say how a model sees."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class VisionFields:
     path: Path
     outer: Mapping[str, Any]  # of config.json
     tower: Mapping[str, Any]  # its vision_config
-    processor: Mapping[str, Any]  # of preprocessor_config.json
+    processor: Mapping[str, Any]  # of the image processor, as `read_processor` gives them
 
     def size(self, name: str) -> int:
         """A whole number of at least 1 in the tower's config. Raises `ModelError` for anything else."""

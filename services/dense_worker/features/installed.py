@@ -12,7 +12,7 @@ from services.common.errors import ModelError
 from services.common.families.shape import ModelConfig
 from services.common.pooling.pooling_config import read_pooling
 from services.common.resolve import ResolvedModel
-from services.common.vision.vision_config import PROCESSOR_FILE, PixelScale, load_vision_config
+from services.common.vision.vision_config import PixelScale, load_vision_config, why_blind
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.encoders.encoder_runs import EncoderRuns
 from services.dense_worker.encoders.source.runnable_encoder import RunnableEncoder, SourceInput
@@ -135,5 +135,5 @@ def _pixel_scale(config: Config) -> PixelScale:
     """How the pixels of pictures become numbers that an encoder reads."""
     vision = load_vision_config(config.model.path)
     if vision is None:
-        raise ModelError(f"{config.model.path} has no {PROCESSOR_FILE}, which says how pictures become numbers")
+        raise ModelError(why_blind(config.model.path))
     return vision.pixels

@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 
 from services.common.errors import InvalidRequest, TwostrokeError
+from services.common.json_files.processor_files import IMAGE_PROCESSOR, no_processor
 from services.common.structured_output import StructuredOutput
 from services.gateway.access.access import Access, Caller
 from services.gateway.access.admission import Admission
@@ -230,7 +231,8 @@ class RequestService:
             return nullcontext()
         if self.pictures is None:
             raise InvalidRequest(
-                "this model sees no pictures here: it has no tower that is supported, or model.images is false",
+                "this model sees no pictures here: it has no tower that is supported, its directory has "
+                f"{no_processor(IMAGE_PROCESSOR)}, or model.images is false",
                 "messages",
             )
         has_gpu = self._dense.has_model and self._dense.model.has_gpu

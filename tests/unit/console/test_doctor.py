@@ -17,6 +17,7 @@ from services.common.config import EMBEDDED_MODEL, Config, load_config
 from services.console import doctor
 from services.console.doctor import GIB, Finding
 from tests.support.cluster import REPOSITORY, free_port
+from tests.support.dense.vision_models import make_vision_model
 
 TIMEOUT_S = 60.0
 
@@ -217,6 +218,15 @@ def test_a_model_must_be_supported_and_have_weights(tmp_path: Path) -> None:
     assert model_finding(tmp_path, load_format="dummy").state == "ok"
     (tmp_path / "config.json").write_text(json.dumps(raw | {"model_type": "electra"}))
     assert "'electra'" in model_finding(tmp_path).text
+
+
+def test_a_model_without_its_image_processor_is_a_warning(tmp_path: Path) -> None:
+    path = make_vision_model(tmp_path, "llava")
+    assert model_finding(path).state == "ok"
+    (path / "preprocessor_config.json").unlink()
+    found = model_finding(path)
+    assert found.state == "warning" and "processor_config.json with 'image_processor'" in found.text
+    assert model_finding(path, images=False).state == "ok"
 
 
 def test_what_does_not_fit_into_memory_is_a_failure() -> None:

@@ -12,7 +12,7 @@ from services.common.gpu import naming_what_needs_memory
 from services.common.lifeline import Lifeline
 from services.common.quantization.schemes import fp8_towers
 from services.common.resolve import ResolvedModel
-from services.common.vision.vision_config import VisionConfig, load_vision_config
+from services.common.vision.vision_config import VisionConfig, load_vision_config, why_blind
 from services.dense_worker.backends.select import TensorRTPlans, build_command
 from services.dense_worker.encoders.encoder_runs import EncoderRuns
 from services.dense_worker.encoders.vision.load import StoredTower, TowerWeights, load_tower
@@ -111,7 +111,7 @@ def why_no_pictures(config: Config, model: ResolvedModel) -> str | None:
     if vision is not None and model.config.encoder is not None:
         return "the model's encoder reads them"
     if vision is None:
-        return f"the model {config.model.path.name} has no tower that is supported, or no preprocessor_config.json"
+        return why_blind(config.model.path) or f"the model {config.model.path.name} has no tower that is supported"
     num_deep = vision.tower.width // model.config.hidden_size - 1  # vectors that are added after as many layers
     if model.rank.is_stage and num_deep >= (num_own := len(model.rank.layers(model.config.num_layers))):
         return (
