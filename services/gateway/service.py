@@ -13,6 +13,7 @@ from services.common.child_options import ChildOptions
 from services.common.config import MAX_MESSAGE_BYTES, Config, api_keys_of_environment
 from services.common.encoders.encoder_config import TextEncoderConfig, read_served_config
 from services.common.errors import ModelError, PeerError
+from services.common.json_files.processor_files import FEATURE_EXTRACTOR, no_processor, read_processor
 from services.common.json_files.read_json import read_json
 from services.common.model_config import ModelConfig
 from services.common.pooling.architectures import has_language_head
@@ -300,8 +301,8 @@ class Gateway:
         if service.sources is None or not service.sources.reads_sound:
             return None
         path = self._config.model.path
-        if read_json(path / "preprocessor_config.json") is None:
-            raise ModelError(f"{path} has no preprocessor_config.json, which says how sound becomes features")
+        if read_processor(path, FEATURE_EXTRACTOR) is None:
+            raise ModelError(f"{path} has {no_processor(FEATURE_EXTRACTOR)}, which say how sound becomes features")
         reader = SoundReader(path, self._section.max_audio_seconds)
         self._opened.push_async_callback(reader.close)
         return Speech(read_speech_model(path), reader)

@@ -1,7 +1,7 @@
 """A process that decodes sound for the gateway: `python -m services.gateway.sound.decode OPTIONS`.
 
 Whatever a file does to time and memory, it does to this process alone: the limits below end it, and the gateway starts
-another one. OPTIONS is JSON: the directory with preprocessor_config.json, and the most seconds of sound.
+another one. OPTIONS is JSON: the model's directory, and the most seconds of sound.
 
 Standard input has one file after the other: its size, as 8 bytes, little-endian, and its bytes. Each answer is a line
 of JSON, with an error or the shape of the log-mel features, and then the features: float32, one row for each mel bin.

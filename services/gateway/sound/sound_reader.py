@@ -49,7 +49,7 @@ class SoundReader:
     """Runs in the event loop. Clients take turns at a few processes, which `close` ends."""
 
     def __init__(self, path: Path, max_seconds: int) -> None:
-        """path: the model's directory, with preprocessor_config.json"""
+        """path: the model's directory, with what says how sound becomes features"""
         self.max_seconds = max_seconds
         options = json.dumps({"path": str(path.resolve()), "max_seconds": max_seconds})
         num_processes = max(2, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2))

@@ -9,14 +9,16 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from transformers import WhisperFeatureExtractor
+from transformers import WhisperFeatureExtractor, WhisperProcessor
 
 from services.common.errors import CapacityError, InvalidRequest
 from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
 from services.gateway.sound import sound_reader
+from services.gateway.sound.decode import read_sound
 from services.gateway.sound.sound_reader import Sound, SoundReader
-from tests.support.speech import NUM_MEL_BINS, RATE, WINDOW_S, sound_file, sound_of
+from tests.support.speech import NUM_MEL_BINS, PIECES, RATE, WINDOW_S, byte_tokenizer, sound_file, sound_of
 
 CLIENT, OTHER = (0, 1), (0, 2)
 FILE = sound_file(sound_of(0.4))
@@ -43,6 +45,26 @@ def run(tmp_path: Path) -> Callable[[Callable[[SoundReader], Coroutine[Any, Any,
         asyncio.run(run_body())
 
     return run
+
+
+def test_features_are_those_of_the_processor_that_transformers_saved(run: Any, tmp_path: Path) -> None:
+    """transformers 5 writes no preprocessor_config.json."""
+    extractor = WhisperFeatureExtractor(
+        feature_size=NUM_MEL_BINS, sampling_rate=RATE, chunk_length=WINDOW_S, hop_length=200, n_fft=480
+    )
+    (tmp_path / "preprocessor_config.json").unlink()
+    WhisperProcessor(extractor, byte_tokenizer(PIECES)).save_pretrained(tmp_path)
+    assert not (tmp_path / "preprocessor_config.json").exists()
+    truth = WhisperProcessor.from_pretrained(tmp_path).feature_extractor
+    samples = read_sound(FILE, RATE, max_seconds=5)
+    expected = truth(samples, sampling_rate=RATE, truncation=False, padding="max_length", return_tensors="np")
+
+    async def body(reader: SoundReader) -> None:
+        found = await reader.read(FILE, CLIENT, room(CLIENT))
+        assert found.features.shape == (NUM_MEL_BINS, 80)
+        np.testing.assert_array_equal(found.features, expected["input_features"][0])
+
+    run(body)
 
 
 def check(sound: Sound) -> None:

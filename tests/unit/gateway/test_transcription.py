@@ -1,4 +1,4 @@
-"""A transcription whose requests end otherwise than by themselves."""
+"""A transcription whose requests end otherwise than by themselves, and models whose files do not allow any."""
 
 from __future__ import annotations
 
@@ -7,11 +7,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import httpx2
+import pytest
+from transformers import WhisperFeatureExtractor, WhisperProcessor
 
+from services.common.child_options import ChildOptions
+from services.common.config import Config, GatewaySection, ModelSection
+from services.common.errors import ModelError
+from services.gateway.service import Gateway
 from services.pb import dense_pb2, gateway_pb2
 from tests.support.clients.http_gateway import check_error, with_client
-from tests.support.running_gateway import RunningGateway, until
-from tests.support.speech import ENGLISH, FIRST_TIMESTAMP, VOCAB_SIZE, make_speech_model, sound_file, sound_of
+from tests.support.running_gateway import RunningGateway, run, until
+from tests.support.speech import (
+    ENGLISH,
+    FIRST_TIMESTAMP,
+    PIECES,
+    VOCAB_SIZE,
+    byte_tokenizer,
+    make_speech_model,
+    sound_file,
+    sound_of,
+)
 from tests.support.workers.fake_dense import FakeDense
 
 # Tokens of each request of a file, of which the last one does not end by itself, and the fields of its form.
@@ -48,3 +63,29 @@ def test_an_abort_of_any_part_ends_the_file_as_an_aborted_request(tmp_path: Path
             await until(lambda: not dense.running)
 
     with_client(tmp_path, dense, test, model=make_speech_model(tmp_path))
+
+
+def test_a_gateway_starts_with_either_form_of_a_feature_extractor(tmp_path: Path) -> None:
+    model = make_speech_model(tmp_path)
+    extractor = WhisperFeatureExtractor.from_pretrained(model)
+    (model / "preprocessor_config.json").unlink()
+
+    async def start() -> None:
+        gateway = Gateway(
+            Config(
+                gateway=GatewaySection(address=f"unix:{tmp_path}/grpc.sock", http_address=f"unix:{tmp_path}/http.sock"),
+                model=ModelSection(path=model),
+            ),
+            asyncio.Event(),
+            ChildOptions(),
+        )
+        try:
+            await gateway.start()
+        finally:
+            await gateway.stop()
+
+    with pytest.raises(ModelError, match=r"neither preprocessor_config\.json nor processor_config\.json with"):
+        run(start())
+    WhisperProcessor(extractor, byte_tokenizer(PIECES)).save_pretrained(model)
+    assert not (model / "preprocessor_config.json").exists()
+    run(start())
