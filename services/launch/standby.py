@@ -90,6 +90,7 @@ class Standby:
         self._num_started = 0
         self._has_been_ready = False
         self._failures: list[float] = []  # times of the ends of spares, within the restart window
+        self._num_never_ready = 0  # spares in a row that have ended before they were ready, however long each took
         self.num_take_overs = 0
         if mode != "off" and not address.can_switch:
             reason = "it needs a worker at a Unix socket, the worker's address is a TCP port"
@@ -128,6 +129,7 @@ class Standby:
             if self._spare is spare:  # it has ended by itself
                 self._spare = None
                 await asyncio.gather(spare.watcher, return_exceptions=True)  # its error says what the child knows
+                self._num_never_ready = 0 if spare.is_ready else self._num_never_ready + 1
                 await self._handle_failure(spare.child)
         if self._mode != "off":
             log.warning("there is no standby", role=self._name, reason=self._off_reason)
@@ -258,15 +260,17 @@ class Standby:
             raise PeerError(f"{self._key} is {self._mode!r}, and the standby ended: {reason}")
         window_s, most = self._section.restart_window_s, self._section.max_restarts
         self._failures = [at for at in self._failures if now_s - at < window_s] + [now_s]
+        num_in_window, num_never_ready = len(self._failures), self._num_never_ready
         if has_reported and self._mode == "auto":
             self._off_reason = reason
-        elif len(self._failures) > most:
+        elif max(num_in_window, num_never_ready) > most:
+            when = f"within {window_s:g} s" if num_in_window > most else "before it was ready"
             self._off_reason = (
-                f"it ended {len(self._failures)} times within {window_s:g} s, the limit is {most} restarts; the last "
+                f"it ended {max(num_in_window, num_never_ready)} times {when}, the limit is {most} restarts; the last "
                 f"time: {reason}"
             )
         else:
-            delay_s = RETRY_S * 2 ** (len(self._failures) - 1)
+            delay_s = RETRY_S * 2 ** (num_in_window - 1)
             log.warning("the standby has ended", role=self._name, pid=child.pid, reason=reason, delay_s=delay_s)
             await asyncio.sleep(delay_s)
 

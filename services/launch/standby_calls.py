@@ -29,7 +29,7 @@ class StandbyCalls(Protocol):
         """Whether the worker is attached to the others, so that the KV cache has its memory."""
 
     async def state(self, spare: grpc.aio.Channel, deadline: StartDeadline) -> SpareState:
-        """How far the spare is; its progress extends the deadline."""
+        """How far the spare is. Progress, which only a dense worker's first rank reports, extends the deadline."""
 
     async def take_over(self, spare: grpc.aio.Channel, timeout_s: float) -> None:
         """Tells the spare that its address leads to it now, if it must know."""

@@ -7,7 +7,7 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -33,13 +33,16 @@ TIMEOUT_S = 30.0
 class World:
     """A launcher with a dense worker `first` and its standby, whose spares are in `spares`."""
 
-    def __init__(self, directory: Path, mode: str, change: Callable[[FakeChild], None]) -> None:
+    def __init__(
+        self, directory: Path, mode: str, change: Callable[[FakeChild], None], overrides: Sequence[str]
+    ) -> None:
         self.calls: list[str] = []
         self.link = directory / "dense.sock"
         self.children = Children()
         self.spares: list[FakeChild] = []
         self.running: asyncio.Task[None]
-        config = load_config(None, ["peers.rpc_timeout_s=1", "launch.max_restarts=2", "launch.start_timeout_s=20"])
+        usual = ["peers.rpc_timeout_s=1", "launch.max_restarts=2", "launch.start_timeout_s=20"]
+        config = load_config(None, [*usual, *overrides])
         address = SwitchedAddress(f"unix:{self.link}")
         config = with_address(config, "dense_worker", address.new_address())
         address.point_to(config.dense.address)
@@ -75,9 +78,12 @@ class World:
 
 @asynccontextmanager
 async def world(
-    directory: Path, mode: str = "auto", change: Callable[[FakeChild], None] = lambda child: None
+    directory: Path,
+    mode: str = "auto",
+    change: Callable[[FakeChild], None] = lambda child: None,
+    overrides: Sequence[str] = (),
 ) -> AsyncIterator[World]:
-    made = World(directory, mode, change)
+    made = World(directory, mode, change, overrides)
     made.children.start(made.first)
     running = made.running = asyncio.create_task(made.standby.run())
     try:
@@ -151,6 +157,37 @@ def test_a_spare_that_dies_is_replaced_a_bounded_number_of_times(tmp_path: Path)
             assert "3 times within 60 s, the limit is 2 restarts" in it.standby.status().reason
             assert "none, it ended 3 times" in describe_standby(it.standby.status())
             assert not await it.die(it.first)
+
+    run(main)
+
+
+def test_spares_that_never_get_ready_are_given_up_however_long_each_takes(tmp_path: Path) -> None:
+    def never_load(child: FakeChild) -> None:
+        child.state = State.LOADING
+
+    async def main() -> None:
+        # The window is shorter than what a spare gets to be ready, as by default.
+        overrides = ["launch.start_timeout_s=0.2", "launch.restart_window_s=0.1"]
+        async with world(tmp_path, change=never_load, overrides=overrides) as it:
+            for number in (1, 2, 3):
+                await it.until(lambda number=number: len(it.spares) == number)
+                spare = it.spares[-1]
+                await it.until(lambda spare=spare: any(f"{spare.name} kill" in call for call in it.calls))
+                await spare.die("not ready")
+            await it.until(lambda: it.state == launch_pb2.StandbyStatus.OFF)
+            assert "3 times before it was ready, the limit is 2 restarts" in it.standby.status().reason
+
+    run(main)
+
+
+def test_spares_that_were_ready_count_only_within_the_window(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world(tmp_path, overrides=["launch.restart_window_s=0.001"]) as it:
+            for number in range(1, 6):
+                await it.until(lambda number=number: len(it.spares) == number)
+                await (await it.until_ready()).die()
+            await it.until(lambda: len(it.spares) == 6)
+            assert not it.standby.status().reason
 
     run(main)
 
