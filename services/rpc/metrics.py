@@ -54,7 +54,8 @@ def format_for(accept: str) -> str:
     for each in accept.split(","):
         kind, *parameters = (part.strip() for part in each.split(";"))
         versions = [part for part in parameters if part.startswith("version=")]
-        if kind == "application/openmetrics-text" and versions in ([], ["version=1.0.0"]):
+        is_refused = any(part.startswith("q=") and not part[2:].strip("0.") for part in parameters)  # q=0
+        if kind == "application/openmetrics-text" and versions in ([], ["version=1.0.0"]) and not is_refused:
             return _OPENMETRICS
     return "text/plain"
 
