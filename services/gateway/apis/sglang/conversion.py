@@ -44,8 +44,9 @@ def _common_message(
         common.sampling.seed = params.sampling_seed % 2**64
     if body.priority is not None:
         common.priority = body.priority
-    if salt := (body.cache_salt or "") + (body.extra_key or ""):  # together, as with SGLang
-        common.cache_salt = salt
+    common.cache_salt = body.cache_salt or ""
+    if body.extra_key:  # only requests with both the same share prefixes: "ab" and "c" are not "a" and "bc"
+        common.cache_salt = f"{len(common.cache_salt)}:{common.cache_salt}{body.extra_key}"
     if adapter is not None:
         common.model = adapter
     add_logit_bias(common, params.logit_bias)

@@ -60,7 +60,7 @@ class GenerateFormat:
         index = prompt_index * self._num_answers + chunk.index
         answer = self._answers.setdefault(index, Completion(chunk.index))
         answer.append(chunk)
-        if chunk.prompt is not None:
+        if chunk.prompt is not None and chunk.prompt.logprobs is not None and self._body.shows_prompt_logprobs:
             self._shown_prompts[index] = chunk.prompt
         num_characters, num_tokens = self._num_sent.get(index, (0, 0))
         num_new, length = len(answer.text) - num_characters, len(answer.text)
@@ -69,7 +69,7 @@ class GenerateFormat:
         if self._body.return_logprob:
             num_repeated = num_tokens
             if num_tokens and (shown := self._shown_prompts.get(index)) is not None:
-                num_repeated += len(shown.token_ids)
+                num_repeated += max(0, len(shown.token_ids) - self._body.logprob_start_len)
             is_due = len(answer.token_ids) - num_tokens > num_repeated // MAX_LOGPROB_REPEATS
         else:
             is_due = num_new > length // MAX_REPEATS

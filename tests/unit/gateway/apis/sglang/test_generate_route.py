@@ -199,6 +199,33 @@ def test_every_event_has_the_log_probabilities_of_the_prompt(tmp_path: Path, len
     with_client(tmp_path, FakeDense(lambda submit: ids(" a") * count, step_s=0.001), test)
 
 
+@pytest.mark.parametrize("start", [799, 5000, -1])
+def test_what_is_not_shown_of_a_prompt_makes_no_event_late(tmp_path: Path, start: int) -> None:
+    count = 60
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body: dict[str, Any] = {"input_ids": [*range(5, 805)], "stream": True, "return_logprob": True}
+        body |= {"logprob_start_len": start, "sampling_params": {"max_new_tokens": count, "echo": start == -1}}
+        found = events((await client.post(URL, json=body)).text)
+        num_shown = 1 if start == 799 else 0
+        assert len(found[-1]["meta_info"]["input_token_logprobs"]) == num_shown and len(found) > 8
+
+    with_client(tmp_path, FakeDense(lambda submit: ids(" a") * count, step_s=0.001), test)
+
+
+def test_prompts_are_shared_only_with_the_same_salt_and_key(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for salt, key in (("ab", "c"), ("a", "bc"), ("abc", None), (None, "abc"), ("ab", "c")):
+            params = {"max_new_tokens": 1}
+            body = {"text": PROMPT, "cache_salt": salt, "extra_key": key, "sampling_params": params}
+            assert (await client.post(URL, json=body)).status_code == 200
+        salts = [submit.spec.cache_salt for submit in dense.submits]
+        assert len(set(salts)) == 4 and salts[0] == salts[4]
+
+    dense = FakeDense(lambda submit: ids("a"))
+    with_client(tmp_path, dense, test)
+
+
 def test_a_prompt_may_be_computed_alone(tmp_path: Path) -> None:
     """As SGLang's own client asks for to fill the cache, and to choose among texts by their log-probabilities."""
 
