@@ -80,7 +80,7 @@ class KVCache:
         There must be one group only, without a window.
         """
         assert self.can_load_blocks, "a tier has blocks of such a group alone"
-        self._prefixes.tier = tier
+        self._prefixes.use_tier(tier)
 
     @property
     def can_load_blocks(self) -> bool:

@@ -47,7 +47,14 @@ class PrefixCache:
 
     def use_generation(self, generation: int) -> None:
         """From a higher one than before on, no block of earlier sequences is found; they make room as others come."""
-        self.generation = max(self.generation, generation)
+        if generation > self.generation:
+            self.generation = generation
+            self.tier.keep_generation(generation)
+
+    def use_tier(self, tier: Tier) -> None:
+        """Called once, before any sequence."""
+        self.use_generation(tier.generation)
+        self.tier = tier
 
     def root(self, num_prompt_tokens: int, prefix_key: bytes) -> bytes:
         """The parent digest of a sequence's first block."""

@@ -134,7 +134,8 @@ class Scheduler:
 
     def forget_prefixes(self) -> None:
         """Sequences that are opened from now on find no blocks of earlier ones."""
-        self._prefix_generation += 1
+        # By the clock, so that no attention worker that is not attached now has blocks of this generation.
+        self._prefix_generation = max(self._prefix_generation + 1, time.time_ns())
 
     def give_up_cache(self, cache_id: int, is_given_up: bool = True) -> None:
         """The sequences of an attention worker move to the others, and no further one is opened there; or do again."""

@@ -76,6 +76,13 @@ class HostTier:
         """Starts the thread."""
         self._thread.start()
 
+    @property
+    def generation(self) -> int:
+        return self._region.generation
+
+    def keep_generation(self, generation: int) -> None:
+        self._region.keep_generation(generation)
+
     def has(self, digest: bytes) -> bool:
         return digest in self._slots and not self._has_failed
 

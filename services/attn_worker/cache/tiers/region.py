@@ -5,6 +5,7 @@
 An entry names what its slot holds by the digest of the prefix cache, with a checksum of the content and one of itself.
 Whoever writes a slot makes its entry invalid, writes the content, and then publishes the entry. So a process may be
 killed at any time, and half a block is never believed. What other software has changed is found by the checksums.
+The header also has the generation of prefixes, with a checksum of its own: what was flushed stays out of reach.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ _PAGE_BYTES = 4096
 _HEADER = struct.Struct("<8sIIQQ")  # magic, version, length of the identity, bytes of a slot, number of slots
 _CHECK_BYTES = 8
 _CHECK_AT = _PAGE_BYTES - len(_MAGIC) - _CHECK_BYTES
+_GENERATION = struct.Struct("<Q8s")  # and its checksum; zeros: none has been kept, it is 0
+_GENERATION_AT = _CHECK_AT - _GENERATION.size  # the header's checksum counts zeros here
 _CONTENT = struct.Struct("<16sqQ")  # digest, checksum of the slot, number of its last use
 _ENTRY_BYTES = 64
 _SLOT_ALIGNMENT = 64
@@ -67,6 +70,7 @@ class TierRegion:
         self.where = where
         self._file = file
         self._data_at = _data_offset(num_slots)
+        self.generation = 0  # of prefixes: the highest that has been kept
         self.num_bytes = self._data_at + num_slots * self.slot_bytes
         self.is_pinned = pinned is not None
         self.memory = pinned or mmap.mmap(file, self.num_bytes)
@@ -106,6 +110,7 @@ class TierRegion:
             os.close(file)
             raise
         if change is None:
+            region.generation, _ = _read_generation(region.memory[:_PAGE_BYTES])
             region._read_entries()
         else:
             region._make_anew(header)
@@ -140,6 +145,11 @@ class TierRegion:
         content = _CONTENT.pack(*entry, self._num_uses)
         offset = _entry_offset(slot)
         self.memory[offset : offset + _CONTENT.size + _CHECK_BYTES] = content + _check(slot, content)
+
+    def keep_generation(self, generation: int) -> None:
+        """Keeps the generation of prefixes, before the first block of it is published."""
+        self.generation = generation
+        self.memory[_GENERATION_AT:_CHECK_AT] = _GENERATION.pack(generation, _check_generation(generation))
 
     def close(self) -> None:
         """Gives up the lock, and unmaps the file if this has mapped it: pinned memory stays with its `PinnedFile`.
@@ -207,9 +217,20 @@ def _check(slot: int, content: bytes) -> bytes:
 def _make_header(slot_bytes: int, num_slots: int, identity: Mapping[str, str | int]) -> bytes:
     text = json.dumps(identity, sort_keys=True).encode()
     start = _HEADER.pack(_MAGIC, _VERSION, len(text), slot_bytes, num_slots) + text
-    assert len(start) <= _CHECK_AT, "an identity is short"
+    assert len(start) <= _GENERATION_AT, "an identity is short"
     body = start.ljust(_CHECK_AT, b"\0")
     return body + blake2b(body, digest_size=_CHECK_BYTES).digest() + _MAGIC
+
+
+def _check_generation(generation: int) -> bytes:
+    return blake2b(b"generation" + generation.to_bytes(8, "little"), digest_size=_CHECK_BYTES).digest()
+
+
+def _read_generation(header: bytes) -> tuple[int, bool]:
+    """The generation of prefixes, and whether it is valid."""
+    generation, check = _GENERATION.unpack_from(header, _GENERATION_AT)
+    is_kept = any(header[_GENERATION_AT:_CHECK_AT])
+    return generation, not is_kept or check == _check_generation(generation)
 
 
 def _find_change(file: int, where: str, header: bytes) -> str | None:
@@ -222,6 +243,9 @@ def _find_change(file: int, where: str, header: bytes) -> str | None:
         return ""
     if _MAGIC not in (found[: len(_MAGIC)], found[-len(_MAGIC) :]):
         raise ConfigError(f"attention.host_kv_path {where} is not empty, and not a file of keys and values")
+    if not _read_generation(found)[1]:
+        return "its generation of prefixes is damaged"
+    found = found[:_GENERATION_AT] + bytes(_GENERATION.size) + found[_CHECK_AT:]
     _, slot_bytes, num_slots, wanted = _read_header(header)
     if found == header and os.fstat(file).st_size == _data_offset(num_slots) + num_slots * slot_bytes:
         return None

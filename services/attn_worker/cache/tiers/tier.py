@@ -45,6 +45,13 @@ class Tier(BlockSupplier, Protocol):
 
     counts: TierCounts  # may be read from any thread
 
+    @property
+    def generation(self) -> int:
+        """The highest generation of prefixes that has been kept, also by an earlier process; 0: none."""
+
+    def keep_generation(self, generation: int) -> None:
+        """Keeps a higher one, as long as the blocks. Called before blocks of this generation are offered."""
+
     def offer(self, digests: Iterable[bytes]) -> None:
         """These blocks are findable on the device and in use: copies of them may be made from now on."""
 
@@ -61,8 +68,13 @@ class Tier(BlockSupplier, Protocol):
 class NoTier:
     """A `Tier` that has nothing."""
 
+    generation = 0
+
     def __init__(self) -> None:
         self.counts = TierCounts()
+
+    def keep_generation(self, generation: int) -> None:
+        """There are no blocks that could outlive the worker."""
 
     def has(self, digest: bytes) -> bool:
         return False

@@ -360,6 +360,17 @@ def test_blocks_with_other_tokens_are_released_and_their_prefix_is_found_again()
     assert sequence.output_token_ids == expected_output(sequence)
 
 
+def test_a_flush_reaches_no_blocks_of_one_that_only_an_absent_attention_worker_has_seen() -> None:
+    generations = []
+    for scheduler in (Cluster().scheduler, Cluster().scheduler):  # which know nothing of each other
+        scheduler.forget_prefixes()
+        scheduler.add(make_sequence(1, 9, 2))
+        scheduler.next_to_open()
+        [new] = scheduler.session.to_open
+        generations.append(new.prefix_generation)
+    assert 0 < generations[0] < generations[1]
+
+
 def test_unclaimed_sequences_of_a_dead_worker_are_closed() -> None:
     cluster = Cluster()
     cluster.cache.open_sequence(99, [1, 2, 3, 4, 5], 5)

@@ -72,6 +72,7 @@ class Worker:
         runner: Any = SimpleNamespace(fence=lambda: None)
         self.openings = Openings(self.cache, runner, self._submit, self.answered.append)
         self.next_seq_id = 0
+        self.prefix_generation = 0  # what the dense worker says
         self.has_started = False
 
     def start(self) -> Worker:
@@ -94,7 +95,14 @@ class Worker:
     def begin(self, token_ids: Sequence[int], salt: bytes = b"") -> tuple[int, Future[OpenResult]]:
         self.next_seq_id += 1
         opened: Future[OpenResult] = Future()
-        new = NewSequence(self.next_seq_id, "r", tuple(token_ids), len(token_ids), prefix_key=salt)
+        new = NewSequence(
+            self.next_seq_id,
+            "r",
+            tuple(token_ids),
+            len(token_ids),
+            prefix_key=salt,
+            prefix_generation=self.prefix_generation,
+        )
         self.openings.open(new, opened)
         return self.next_seq_id, opened
 
@@ -191,6 +199,23 @@ def test_another_process_finds_them_by_weights_salt_and_tokens(path: Path) -> No
     assert worker.run([*prompt(1, 9), 7, *prompt(1, 18)[10:]], b"salt") == 8
     assert worker.run(prompt(1, 18), b"salt") == 16
     assert worker.run(prompt(2, 30)) == 8
+    worker.end()
+
+
+def test_what_was_flushed_is_not_found_by_another_process_either(path: Path) -> None:
+    worker = Worker(path).start()
+    assert worker.run(prompt(1, 18)) == 0
+    worker.settle()
+    worker.prefix_generation = 7  # a flush
+    assert worker.run(prompt(2, 18)) == 0
+    worker.settle()
+    worker.end()
+    worker = Worker(path).start()  # with a new dense worker, which counts from 0 until it asks
+    assert worker.cache.prefix_generation == 7
+    assert worker.run(prompt(1, 18)) == 0
+    assert worker.run(prompt(2, 18)) == 16, "what came after the flush is found"
+    worker.prefix_generation = worker.cache.prefix_generation + 1
+    assert worker.run(prompt(1, 18)) == worker.run(prompt(2, 18)) == 0
     worker.end()
 
 

@@ -135,6 +135,27 @@ def test_a_region_of_another_version_of_the_layout_is_made_anew(
     region.close()
 
 
+def test_a_region_keeps_the_generation_of_prefixes_and_believes_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    for generation in (0, 1, 2**64 - 1):
+        region = open_region(path)
+        region.keep_generation(generation)
+        write(region, 0, 1)
+        region.close()
+        region = open_region(path)
+        assert region.generation == generation and region.slots == {digest_of(1): 0}
+        region.close()
+    generation_at = 4096 - 8 - 8 - 16  # before the header's checksum and the mark at its end
+    with path.open("r+b") as file:
+        file.seek(generation_at)
+        file.write(b"\1")
+    with capture_logs() as logs:
+        region = open_region(path)
+    assert (region.generation, region.slots) == (0, {})
+    assert logs[0]["reason"] == "its generation of prefixes is damaged"
+    region.close()
+
+
 def test_a_region_that_was_cut_off_is_made_anew(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     region = open_region(path)
@@ -228,7 +249,7 @@ def test_no_changed_entry_is_believed(tmp_path_factory: pytest.TempPathFactory, 
         write(region, slot, slot)
     before = [region.entry(slot) for slot in range(NUM_SLOTS)]
     region.close()
-    used = st.integers(0, 200) | st.integers(4070, 4096 + 64 * NUM_SLOTS)  # where most bytes mean something
+    used = st.integers(0, 200) | st.integers(4060, 4096 + 64 * NUM_SLOTS)  # where most bytes mean something
     for at in data.draw(st.lists(used, min_size=1, max_size=4)):
         with path.open("r+b") as file:
             file.seek(at)
