@@ -9,6 +9,8 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
+from functools import partial
 from typing import Protocol
 
 import grpc
@@ -77,8 +79,11 @@ class GatewayEngine(Protocol):
     def close_orphans(self, gateway: int) -> None:
         """Closes all other sequences of a gateway that has submitted its sequences again."""
 
-    def forget_prefixes(self) -> None:
-        """Sequences that are opened from now on find no blocks of earlier ones."""
+    def forget_prefixes(self, generation: int | None) -> Future[int]:
+        """Sequences that are opened from now on find no blocks of earlier ones.
+
+        With a `generation`, only if theirs was lower. The future gets theirs, or is cancelled if the engine ends.
+        """
 
     def drain(self, drains: bool) -> None:
         """Starts no sequence any more, or again; those that run go on."""
@@ -389,7 +394,8 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                     await asyncio.wait(preparing)
                 engine.close_orphans(request.resumed.gateway)
             elif kind == "forget_prefixes":
-                engine.forget_prefixes()
+                forgotten = engine.forget_prefixes(request.forget_prefixes.generation or None)
+                asyncio.wrap_future(forgotten).add_done_callback(partial(_confirm, outbox))
             else:
                 self._owned.pop(request.cancel.seq_id, None)
                 self._tracer.end(request.cancel.seq_id, "cancelled")
@@ -447,6 +453,11 @@ def decode_sequence(submit: dense_pb2.Submit, stream: int) -> Sequence:
         group_id=submit.group_id,
         stream=stream,
     )
+
+
+def _confirm(outbox: _Outbox, forgotten: asyncio.Future[int]) -> None:
+    if not forgotten.cancelled():
+        outbox.put_nowait(dense_pb2.StepOutput(prefix_generation=forgotten.result()))
 
 
 def _append(message: dense_pb2.StepOutput, output: SequenceOutput, logprobs: SequenceOf[TokenLogprobs]) -> None:

@@ -28,8 +28,10 @@ class GatewayMessage(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., resumed: _Optional[_Union[Resumed, _Mapping]] = ..., prompt_embeds_part: _Optional[_Union[PromptEmbedsPart, _Mapping]] = ..., picture_part: _Optional[_Union[_images_pb2.PicturePart, _Mapping]] = ..., forget_prefixes: _Optional[_Union[ForgetPrefixes, _Mapping]] = ...) -> None: ...
 
 class ForgetPrefixes(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("generation",)
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    def __init__(self, generation: _Optional[int] = ...) -> None: ...
 
 class Resumed(_message.Message):
     __slots__ = ("gateway",)
@@ -99,7 +101,7 @@ class Cancel(_message.Message):
     def __init__(self, seq_id: _Optional[int] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("step_id", "seq_ids", "token_ids", "started", "ended", "logprobs", "admitted", "farewell", "reports", "searches")
+    __slots__ = ("step_id", "seq_ids", "token_ids", "started", "ended", "logprobs", "admitted", "farewell", "reports", "prefix_generation", "searches")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +111,7 @@ class StepOutput(_message.Message):
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     FAREWELL_FIELD_NUMBER: _ClassVar[int]
     REPORTS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_GENERATION_FIELD_NUMBER: _ClassVar[int]
     SEARCHES_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     seq_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -119,8 +122,9 @@ class StepOutput(_message.Message):
     admitted: _containers.RepeatedScalarFieldContainer[int]
     farewell: Farewell
     reports: _containers.RepeatedCompositeFieldContainer[TokenReport]
+    prefix_generation: int
     searches: _containers.RepeatedCompositeFieldContainer[BeamStep]
-    def __init__(self, step_id: _Optional[int] = ..., seq_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., started: _Optional[_Iterable[_Union[SequenceStart, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[SequenceEnd, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SequenceLogprobs, _Mapping]]] = ..., admitted: _Optional[_Iterable[int]] = ..., farewell: _Optional[_Union[Farewell, _Mapping]] = ..., reports: _Optional[_Iterable[_Union[TokenReport, _Mapping]]] = ..., searches: _Optional[_Iterable[_Union[BeamStep, _Mapping]]] = ...) -> None: ...
+    def __init__(self, step_id: _Optional[int] = ..., seq_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., started: _Optional[_Iterable[_Union[SequenceStart, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[SequenceEnd, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SequenceLogprobs, _Mapping]]] = ..., admitted: _Optional[_Iterable[int]] = ..., farewell: _Optional[_Union[Farewell, _Mapping]] = ..., reports: _Optional[_Iterable[_Union[TokenReport, _Mapping]]] = ..., prefix_generation: _Optional[int] = ..., searches: _Optional[_Iterable[_Union[BeamStep, _Mapping]]] = ...) -> None: ...
 
 class BeamStep(_message.Message):
     __slots__ = ("seq_id", "parents", "token_ids", "scores", "logprobs", "ended")

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 
 import numpy as np
 import structlog
@@ -131,9 +132,9 @@ class Engine:
         """Closes all other sequences of a gateway that has submitted its sequences again."""
         self._thread.post(self._scheduler.close_orphans, gateway)
 
-    def forget_prefixes(self) -> None:
-        """Sequences that are opened from now on find no blocks of earlier ones."""
-        self._thread.post(self._scheduler.forget_prefixes)
+    def forget_prefixes(self, generation: int | None) -> Future[int]:
+        """Sequences that are opened from now on find no blocks of earlier ones; see `Scheduler.forget_prefixes`."""
+        return self._thread.submit(self._scheduler.forget_prefixes, generation)
 
     def on_event(self, event: Event) -> None:
         """Something has happened to the resources of a feature."""

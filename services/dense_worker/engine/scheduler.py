@@ -132,10 +132,15 @@ class Scheduler:
         self.session.add_cache(cache)
         self._prefix_generation = max(self._prefix_generation, cache.prefix_generation)
 
-    def forget_prefixes(self) -> None:
-        """Sequences that are opened from now on find no blocks of earlier ones."""
-        # By the clock, so that no attention worker that is not attached now has blocks of this generation.
-        self._prefix_generation = max(self._prefix_generation + 1, time.time_ns())
+    def forget_prefixes(self, generation: int | None = None) -> int:
+        """Sequences that are opened from now on find no blocks of earlier ones; returns their generation of prefixes.
+
+        With a `generation`, only if theirs was lower.
+        """
+        if generation is None:  # by the clock, so that no attention worker that is not attached now has blocks of it
+            generation = max(self._prefix_generation + 1, time.time_ns())
+        self._prefix_generation = max(self._prefix_generation, generation)
+        return self._prefix_generation
 
     def give_up_cache(self, cache_id: int, is_given_up: bool = True) -> None:
         """The sequences of an attention worker move to the others, and no further one is opened there; or do again."""

@@ -265,9 +265,9 @@ class RequestService:
             entry.finish(FinishReason.ABORT)
         return bool(entries)
 
-    def forget_prefixes(self) -> None:
-        """Requests that come later find no blocks of earlier ones. Raises `PeerError` without a dense worker."""
-        self._dense.forget_prefixes()
+    async def forget_prefixes(self) -> None:
+        """Requests that come later find no blocks of earlier ones. Raises `PeerError` unless all workers confirm it."""
+        await self._dense.forget_prefixes()
 
     async def tokenize(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -25,7 +26,7 @@ from services.gateway.link.dense_messages import (
     table_parts,
 )
 from services.gateway.link.journal_entry import JournalEntry
-from services.gateway.link.outbox import Outbox
+from services.gateway.link.outbox import Item, Outbox
 from services.gateway.link.served_model import ServedModel, ask_info, peer_error, served_model, wait_info
 from services.gateway.link.stream_sequences import StreamSequences
 from services.pb import dense_pb2, dense_pb2_grpc
@@ -43,6 +44,8 @@ class StreamReopened(PeerError):
 
 class StreamOwner(Protocol):
     """The owner of the streams, which decides which sequences each stream runs: `DensePool`."""
+
+    prefix_generation: int  # the highest that a worker has confirmed after a flush; 0: there was none
 
     def accept(self, client: DenseClient, model: ServedModel) -> None:
         """Accepts the worker that a stream has found, or raises `PeerError` to refuse it."""
@@ -72,6 +75,7 @@ class DenseClient:
         self.num_messages = 0  # total number of messages from the dense worker
         self._outbox: Outbox | None = None  # None without a stream
         self._wait_limits: dict[int, asyncio.TimerHandle] = {}  # by seq_id, while there is no stream
+        self._forgetting = deque[asyncio.Future[bool]]()  # what the worker shall confirm, in order
         self._absence_reason = ""  # why there is no stream
 
     @property
@@ -102,10 +106,18 @@ class DenseClient:
         elif entry.seq_id in self._wait_limits:
             self._wait_limits.pop(entry.seq_id).cancel()
 
-    def forget_prefixes(self) -> None:
-        """Sequences that are submitted from now on find no blocks of earlier ones. There must be a stream."""
+    def forget_prefixes(self) -> asyncio.Future[bool]:
+        """Sequences that are submitted from now on find no blocks of earlier ones. There must be a stream.
+
+        The future gets whether the worker has confirmed it before the stream broke.
+        """
         assert self._outbox is not None, "the caller looks for connected streams"
         self._outbox.put(dense_pb2.GatewayMessage(forget_prefixes=dense_pb2.ForgetPrefixes()))
+        return self._await_confirmation()
+
+    def _await_confirmation(self) -> asyncio.Future[bool]:
+        self._forgetting.append(asyncio.get_running_loop().create_future())
+        return self._forgetting[-1]
 
     def resubmit(self, entry: JournalEntry) -> None:
         """Continues a sequence that ran on another stream."""
@@ -178,13 +190,21 @@ class DenseClient:
             await self._end()
 
     async def _begin(self) -> Outbox:
-        """What is to be written first: the sequences that the stream continues, and that these are all."""
+        """What is to be written first: the sequences that the stream continues, and that these are all.
+
+        Before them: what was flushed, since a new worker may not know it.
+        """
         self._owner.assign_orphaned_sequences(self)
         entries = list(self.sequences.unfinished())
         self.num_resubmitted += sum(entry.queue_s is not None for entry in entries)
         resumed = dense_pb2.Resumed(gateway=self.sequences.gateway)
         self._end_waits()
-        self._outbox = Outbox([*entries, dense_pb2.GatewayMessage(resumed=resumed)])
+        first: list[Item] = [*entries, dense_pb2.GatewayMessage(resumed=resumed)]
+        if self._owner.prefix_generation:
+            flushed = dense_pb2.ForgetPrefixes(generation=self._owner.prefix_generation)
+            first.insert(0, dense_pb2.GatewayMessage(forget_prefixes=flushed))
+            self._await_confirmation()
+        self._outbox = Outbox(first)
         self._absence_reason = ""
         log.info("dense worker connected", address=self._address, num_resubmitted=len(entries))
         await self._owner.note_connection(self, True)
@@ -192,6 +212,8 @@ class DenseClient:
 
     async def _end(self) -> None:
         self._outbox = None
+        while self._forgetting:
+            self._confirm(is_forgotten=False)
         for entry in self.sequences.unfinished():
             self._limit_wait(entry)
         await self._owner.note_connection(self, False)
@@ -231,6 +253,9 @@ class DenseClient:
                 self.num_messages += 1
                 if output.reports:  # before the tokens, whose chunks include them
                     keep_reports(self.sequences, output)
+                if output.HasField("prefix_generation"):
+                    self._owner.prefix_generation = max(self._owner.prefix_generation, output.prefix_generation)
+                    self._confirm(is_forgotten=True)
                 self._crashes.record_admitted(output.admitted)
                 keep_output(self.sequences, output)
                 if output.HasField("farewell"):
@@ -239,6 +264,11 @@ class DenseClient:
         except grpc.aio.AioRpcError as error:
             raise peer_error(error) from error
         raise PeerError("the dense worker ended the stream")
+
+    def _confirm(self, *, is_forgotten: bool) -> None:
+        confirmed = self._forgetting.popleft()
+        if not confirmed.done():  # its request may have been cancelled
+            confirmed.set_result(is_forgotten)
 
     def _check_size(self, message: dense_pb2.GatewayMessage) -> CapacityError | None:
         num_bytes, most = message.ByteSize(), self._peers.max_message_bytes

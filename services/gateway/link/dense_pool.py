@@ -56,6 +56,7 @@ class DensePool:
         self._on_connection = on_connection
         self._rebalance_interval_s = rebalance_interval_s
         self._model: ServedModel | None = None
+        self.prefix_generation = 0  # see `StreamOwner`
         self.stall: stall_pb2.Stall | None = None  # a stall that the gateway's watchdog has noticed
         self._is_connected = asyncio.Event()
         self._clients = [DenseClient(address, peers, journal.new_stream(), self) for _ in range(num_streams)]
@@ -127,16 +128,24 @@ class DensePool:
             return
         self._client_of[self._journal.stream_of(entry)].cancel(entry)
 
-    def forget_prefixes(self) -> None:
-        """Sequences that are submitted from now on find no blocks of earlier ones, in any connected worker.
+    async def forget_prefixes(self) -> None:
+        """Sequences that are submitted from now on find no blocks of earlier ones.
 
-        Raises `PeerError` if there is none.
+        All connected workers have confirmed it at the end; others get to know before they get a sequence from here.
+        Raises `PeerError` if none is connected, or names those that have not confirmed within `peers.rpc_timeout_s`.
         """
         connected = [client for client in self._clients if client.is_connected]
         if not connected:
             raise PeerError(self._clients[0].unready_reason())
-        for client in self._first_of_each_worker(connected):
-            client.forget_prefixes()
+        timeout_s = self._peers.rpc_timeout_s
+        asked = {client.forget_prefixes(): client.worker for client in self._first_of_each_worker(connected)}
+        await asyncio.wait(asked, timeout=timeout_s)
+        silent = [f"{worker:x}" for each, worker in asked.items() if not (each.done() and each.result())]
+        if silent:
+            raise PeerError(
+                f"the cache may not be flushed: of the dense workers at {self._address}, {', '.join(silent)} went away"
+                f" or did not confirm it within {timeout_s:g} s; flush it again"
+            )
 
     async def run(self) -> None:
         """Connects, and connects again after each break, until cancelled."""

@@ -40,6 +40,9 @@ def test_later_requests_find_nothing_of_earlier_ones_also_over_a_kill(cluster: C
     os.kill(cluster.pid_of("dense_worker"), signal.SIGKILL)
     assert num_cached(cluster, second) > 64, "the KV cache outlives the dense worker"
     assert num_cached(cluster, first) == 0
+    flush(cluster, "/flush_cache")
+    os.kill(cluster.pid_of("dense_worker"), signal.SIGKILL)
+    assert num_cached(cluster, first) == 0, "although no request has come between"
 
 
 def test_a_stream_goes_on_while_the_cache_is_flushed(cluster: Cluster) -> None:

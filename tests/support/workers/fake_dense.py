@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
@@ -49,7 +50,8 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
         self._running: list[dict[int, _Sequence]] = []  # by seq_id, one dict per stream
         self.num_streams = 0
         self.num_ready_streams = 0  # those with a `Resumed` message, which may get new sequences
-        self.num_flushes = 0
+        self.flushes = list[int]()  # the generation of each message; 0: it is one
+        self.confirms_flushes = True
         self._updates = asyncio.Event()
         self._server: grpc.aio.Server | None = None
 
@@ -80,9 +82,13 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
         self.num_streams += 1
         step_id = 0
         is_ready = asyncio.Event()
-        reader = asyncio.create_task(self._read(requests, running, is_ready))
+        confirmed = deque[int]()
+        reader = asyncio.create_task(self._read(requests, running, is_ready, confirmed))
         try:
             while not reader.done():
+                if confirmed:
+                    yield dense_pb2.StepOutput(prefix_generation=confirmed.popleft())
+                    continue
                 output = self._step(running)
                 if output.ByteSize():
                     step_id += 1
@@ -104,7 +110,11 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
         return {seq_id: sequence for running in self._running for seq_id, sequence in running.items()}
 
     async def _read(
-        self, requests: AsyncIterator[dense_pb2.GatewayMessage], running: dict[int, _Sequence], is_ready: asyncio.Event
+        self,
+        requests: AsyncIterator[dense_pb2.GatewayMessage],
+        running: dict[int, _Sequence],
+        is_ready: asyncio.Event,
+        confirmed: deque[int],
     ) -> None:
         async for message in requests:
             kind = message.WhichOneof("message")
@@ -121,7 +131,9 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
                 is_ready.set()
                 self.num_ready_streams += 1
             elif kind == "forget_prefixes":
-                self.num_flushes += 1
+                self.flushes.append(message.forget_prefixes.generation)
+                if self.confirms_flushes:
+                    confirmed.append(message.forget_prefixes.generation or self.flushes.count(0))
             self._updates.set()
         self._updates.set()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -122,8 +123,11 @@ class EncoderEngine:
     def close_orphans(self, gateway: int) -> None:
         """Nothing: no input outlives the worker that it was sent to."""
 
-    def forget_prefixes(self) -> None:
+    def forget_prefixes(self, generation: int | None) -> Future[int]:
         """Nothing: inputs share no blocks."""
+        done = Future[int]()
+        done.set_result(generation or 0)
+        return done
 
     def drain(self, drains: bool) -> None:
         """Starts no input any more, or again; those that run go on."""

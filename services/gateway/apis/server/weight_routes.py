@@ -55,12 +55,15 @@ def weight_routes(service: RequestService, section: GatewaySection, updates: Wei
     @router.post("/flush_cache", response_class=PlainTextResponse)  # SGLang's
     @router.post("/reset_prefix_cache", response_class=PlainTextResponse)  # vLLM's
     async def flush_cache(request: Request) -> PlainTextResponse:
-        """Requests that come later find no blocks of earlier ones; those that run go on. Takes no time."""
+        """Requests that come later find no blocks of earlier ones; those that run go on.
+
+        Answers when all dense workers have confirmed it, mostly within the step that runs.
+        """
         caller = request.state.caller
         service.count_requests(1, caller)
         if caller.key is not None and caller.name not in section.weights_admins:
             raise PermissionDenied(f"the API key {caller.name!r} may not flush the cache: see gateway.weights_admins")
-        service.forget_prefixes()
+        await service.forget_prefixes()
         return PlainTextResponse("Cache flushed.\n")
 
     return router

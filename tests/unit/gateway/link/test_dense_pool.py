@@ -340,3 +340,33 @@ def test_a_gateway_waits_for_a_worker_that_builds_and_not_for_one_that_has_stopp
         await server.stop(None)
 
     run(main())
+
+
+def test_a_flush_is_confirmed_by_all_workers_and_a_later_one_knows_it_before_its_sequences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> None:
+        first, second = Replica(1), Replica(2)
+        async with replicas(first, second) as gateway:
+            await until(lambda: first.num_ready_streams == second.num_ready_streams == 1)
+            await gateway.pool.forget_prefixes()
+            assert first.flushes == second.flushes == [0], "without a wait of the test"
+            second.confirms_flushes = False
+            with monkeypatch.context() as short:
+                short.setattr(gateway.pool, "_peers", PeerSection(rpc_timeout_s=0.1))
+                with pytest.raises(PeerError, match=r"at .*, 2 went away or did not confirm it within 0.1 s"):
+                    await gateway.pool.forget_prefixes()
+            asking = asyncio.create_task(gateway.pool.forget_prefixes())
+            await until(lambda: len(second.flushes) == 3)
+            await second.kill()
+            with pytest.raises(PeerError, match=", 2 went away"):
+                await asking  # at once, long before the time limit
+            second.flushes, second.submits, second.confirms_flushes = [], [], True
+            second.info.epoch = 3
+            await second.start()
+            await until(lambda: second.num_ready_streams == 1)
+            assert second.flushes == [gateway.pool.prefix_generation] == [3]
+            await gateway.pool.forget_prefixes()
+            assert second.flushes == [3, 0] and first.flushes.count(0) == 4
+
+    run(test())
