@@ -54,6 +54,7 @@ class CachedSequence:
 
     row: int  # in all groups
     root: bytes
+    generation: int  # of prefixes, when it was opened first
     token_ids: array[int]  # uint32; all known tokens; may be fewer than the computed ones
     digests: list[bytes]  # of its leading full blocks
     spans: Sequence[PromptSpan] = ()  # of its prompt

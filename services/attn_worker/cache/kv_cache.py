@@ -168,7 +168,7 @@ class KVCache:
         one. With `ignores_prefix_cache` all tokens are computed, even of a known sequence; at most `max_cached_tokens`
         of them are not. The tier, or another `supplier`, may have some of the blocks (`missing`); if it cannot load
         one, close the sequence and open it again. `num_extra_rows`: rows that it reads besides those of its tokens;
-        `prefix_key` names them. From a higher `prefix_generation` on, nothing of earlier sequences is found.
+        `prefix_key` names them. From a higher `prefix_generation` on, no new sequence finds anything of earlier ones.
         Raises InvalidRequest for impossible lengths, and for spans that are not in the prompt in order.
         """
         if not 1 <= num_prompt_tokens <= len(token_ids) <= self.max_model_len:
@@ -180,10 +180,11 @@ class KVCache:
         ids = array("I", token_ids)
         most = len(ids) - 1 if max_cached_tokens is None else min(len(ids) - 1, max_cached_tokens)
         self._prefixes.use_generation(prefix_generation)
-        root = self._prefixes.root(num_prompt_tokens, prefix_key)
         num_pinned = num_freed = 0
         missing: tuple[MissingBlock, ...] = ()
         sequence = self._sequences.get(seq_id)
+        generation = self._prefixes.generation if sequence is None else sequence.generation
+        root = self._prefixes.root(num_prompt_tokens, prefix_key, generation)
         if sequence is None or ignores_prefix_cache or not _continues(sequence, root, ids, spans):
             length = None
         else:
@@ -195,7 +196,9 @@ class KVCache:
             self.num_recovered_tokens += int(self._rows.num_computed[sequence.row])
         else:
             num_freed = self._drop(seq_id)
-            sequence = self._new_sequence(seq_id, root, ids, spans)
+            generation = self._prefixes.generation
+            root = self._prefixes.root(num_prompt_tokens, prefix_key, generation)
+            sequence = self._new_sequence(seq_id, root, generation, ids, spans)
             if not ignores_prefix_cache:
                 num_pinned = self._prefixes.pin_longest(sequence, most)
                 num_taken, missing = self._prefixes.extend_from(supplier or self.tier, sequence, most, self._main)
@@ -339,11 +342,11 @@ class KVCache:
     # Opening a sequence
 
     def _new_sequence(
-        self, seq_id: int, root: bytes, token_ids: array[int], spans: Sequence[PromptSpan]
+        self, seq_id: int, root: bytes, generation: int, token_ids: array[int], spans: Sequence[PromptSpan]
     ) -> CachedSequence:
         if self._rows.num_to_add:
             self._add_rows()
-        sequence = CachedSequence(self._rows.take(), root, token_ids, digests=[], spans=spans)
+        sequence = CachedSequence(self._rows.take(), root, generation, token_ids, digests=[], spans=spans)
         self._sequences[seq_id], self._row_of[seq_id] = sequence, sequence.row
         self._sequence_of_row[sequence.row] = sequence
         if spans:
@@ -403,7 +406,7 @@ class KVCache:
         except CapacityError as error:
             errors[child_id] = error
             return no_copies
-        child = self._new_sequence(child_id, parent.root, parent.token_ids[:position], parent.spans)
+        child = self._new_sequence(child_id, parent.root, parent.generation, parent.token_ids[:position], parent.spans)
         row = child.row
         copies = [group.fork(parent.row, row, position) for group in self._groups]
         child.digests = parent.digests[: position // self.block_size]

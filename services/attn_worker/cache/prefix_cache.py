@@ -56,11 +56,11 @@ class PrefixCache:
         self.use_generation(tier.generation)
         self.tier = tier
 
-    def root(self, num_prompt_tokens: int, prefix_key: bytes) -> bytes:
-        """The parent digest of a sequence's first block."""
+    def root(self, num_prompt_tokens: int, prefix_key: bytes, generation: int) -> bytes:
+        """The parent digest of the first block of a sequence of this generation."""
         beyond = self._length_dependent_beyond
         rope_len = num_prompt_tokens if beyond is not None and num_prompt_tokens > beyond else None
-        return root_digest(self._weights_hash, prefix_key, rope_len, self.generation)
+        return root_digest(self._weights_hash, prefix_key, rope_len, generation)
 
     def pin_longest(self, sequence: CachedSequence, most: int) -> int:
         """Gives a new sequence the blocks of its longest cached prefix; returns how many of the first group were free.

@@ -56,6 +56,18 @@ def test_nothing_of_an_earlier_generation_is_found_and_what_runs_goes_on() -> No
     cache.check_integrity()
 
 
+def test_a_known_sequence_keeps_its_blocks_over_a_flush() -> None:
+    cache, prompt = make_cache(), list(range(10))
+    prefill(cache, 1, prompt)
+    assert cache.open_sequence(1, prompt, 10, prefix_generation=1).num_cached_tokens == 9
+    assert cache.open_sequence(1, prompt, 10, prefix_generation=2).num_cached_tokens == 9
+    assert cache.open_sequence(2, prompt, 10, prefix_generation=2).num_cached_tokens == 0
+    assert cache.open_sequence(1, prompt, 10, b"other", prefix_generation=2).num_cached_tokens == 0
+    cache.close_sequences([1, 2])
+    assert cache.num_used_blocks == 0
+    cache.check_integrity()
+
+
 def test_no_more_counts_as_cached_than_another_rank_has() -> None:
     cache = make_cache()
     prompt = list(range(10))
