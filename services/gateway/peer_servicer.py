@@ -35,7 +35,8 @@ class PeerServicer(gateway_peers_pb2_grpc.GatewayPeersServicer):
         self, request: gateway_peers_pb2.AbortHereRequest, context: grpc.aio.ServicerContext
     ) -> gateway_peers_pb2.AbortHereResponse:
         request_id = None if request.all else request.request_id
-        was_running = self._service.abort(request_id, decode_owner(request.owner))
+        owner = decode_owner(request.owner)
+        was_running = self._service.abort(request_id, owner, with_batch=request.with_batch)
         return gateway_peers_pb2.AbortHereResponse(was_running=was_running)
 
     async def StopHere(

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13gateway_peers.proto\x12\x0ctwostroke.v1\")\n\x05Owner\x12\x10\n\x08key_name\x18\x01 \x01(\t\x12\x0e\n\x06\x63lient\x18\x02 \x01(\x06\"O\n\rResumableName\x12\"\n\x05owner\x18\x01 \x01(\x0b\x32\x13.twostroke.v1.Owner\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"\xa1\x01\n\x14ReadResumableRequest\x12)\n\x04name\x18\x01 \x01(\x0b\x32\x1b.twostroke.v1.ResumableName\x12\x18\n\x0b\x66ingerprint\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x14\n\x0cnum_received\x18\x03 \x01(\r\x12\x13\n\x06\x64igest\x18\x04 \x01(\x07H\x01\x88\x01\x01\x42\x0e\n\x0c_fingerprintB\t\n\x07_digest\"n\n\x0eResumablePiece\x12\x11\n\x04head\x18\x01 \x01(\x0cH\x00\x88\x01\x01\x12\x11\n\tis_stream\x18\x02 \x01(\x08\x12\x11\n\tis_at_end\x18\x03 \x01(\x08\x12\x11\n\x04item\x18\x04 \x01(\x0cH\x01\x88\x01\x01\x42\x07\n\x05_headB\x07\n\x05_item\"W\n\x10\x41\x62ortHereRequest\x12\"\n\x05owner\x18\x01 \x01(\x0b\x32\x13.twostroke.v1.Owner\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0b\n\x03\x61ll\x18\x03 \x01(\x08\"(\n\x11\x41\x62ortHereResponse\x12\x13\n\x0bwas_running\x18\x01 \x01(\x08\"A\n\x0fStopHereRequest\x12\"\n\x05owner\x18\x01 \x01(\x0b\x32\x13.twostroke.v1.Owner\x12\n\n\x02id\x18\x02 \x01(\t\"\x12\n\x10StopHereResponse\"F\n\x0bPeerAdapter\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x0c\n\x04hash\x18\x04 \x01(\t\"\x16\n\x14StageAdapterResponse\"\x17\n\x15UnstageAdapterRequest\"\x18\n\x16UnstageAdapterResponse\"\x16\n\x14ServeAdapterResponse\"3\n\x14\x46orgetAdapterRequest\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"\x17\n\x15\x46orgetAdapterResponse\"%\n\x0eMeasureRequest\x12\x13\n\x0bhas_metrics\x18\x01 \x01(\x08\"T\n\x0fMeasureResponse\x12\x15\n\rprocess_index\x18\x01 \x01(\r\x12\x19\n\x11num_open_requests\x18\x02 \x01(\r\x12\x0f\n\x07metrics\x18\x03 \x01(\x0c\x32\x99\x05\n\x0cGatewayPeers\x12L\n\tAbortHere\x12\x1e.twostroke.v1.AbortHereRequest\x1a\x1f.twostroke.v1.AbortHereResponse\x12I\n\x08StopHere\x12\x1d.twostroke.v1.StopHereRequest\x1a\x1e.twostroke.v1.StopHereResponse\x12M\n\x0cStageAdapter\x12\x19.twostroke.v1.PeerAdapter\x1a\".twostroke.v1.StageAdapterResponse\x12[\n\x0eUnstageAdapter\x12#.twostroke.v1.UnstageAdapterRequest\x1a$.twostroke.v1.UnstageAdapterResponse\x12M\n\x0cServeAdapter\x12\x19.twostroke.v1.PeerAdapter\x1a\".twostroke.v1.ServeAdapterResponse\x12X\n\rForgetAdapter\x12\".twostroke.v1.ForgetAdapterRequest\x1a#.twostroke.v1.ForgetAdapterResponse\x12S\n\rReadResumable\x12\".twostroke.v1.ReadResumableRequest\x1a\x1c.twostroke.v1.ResumablePiece0\x01\x12\x46\n\x07Measure\x12\x1c.twostroke.v1.MeasureRequest\x1a\x1d.twostroke.v1.MeasureResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13gateway_peers.proto\x12\x0ctwostroke.v1\")\n\x05Owner\x12\x10\n\x08key_name\x18\x01 \x01(\t\x12\x0e\n\x06\x63lient\x18\x02 \x01(\x06\"O\n\rResumableName\x12\"\n\x05owner\x18\x01 \x01(\x0b\x32\x13.twostroke.v1.Owner\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"\xa1\x01\n\x14ReadResumableRequest\x12)\n\x04name\x18\x01 \x01(\x0b\x32\x1b.twostroke.v1.ResumableName\x12\x18\n\x0b\x66ingerprint\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x14\n\x0cnum_received\x18\x03 \x01(\r\x12\x13\n\x06\x64igest\x18\x04 \x01(\x07H\x01\x88\x01\x01\x42\x0e\n\x0c_fingerprintB\t\n\x07_digest\"n\n\x0eResumablePiece\x12\x11\n\x04head\x18\x01 \x01(\x0cH\x00\x88\x01\x01\x12\x11\n\tis_stream\x18\x02 \x01(\x08\x12\x11\n\tis_at_end\x18\x03 \x01(\x08\x12\x11\n\x04item\x18\x04 \x01(\x0cH\x01\x88\x01\x01\x42\x07\n\x05_headB\x07\n\x05_item\"k\n\x10\x41\x62ortHereRequest\x12\"\n\x05owner\x18\x01 \x01(\x0b\x32\x13.twostroke.v1.Owner\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0b\n\x03\x61ll\x18\x03 \x01(\x08\x12\x12\n\nwith_batch\x18\x04 \x01(\x08\"(\n\x11\x41\x62ortHereResponse\x12\x13\n\x0bwas_running\x18\x01 \x01(\x08\"A\n\x0fStopHereRequest\x12\"\n\x05owner\x18\x01 \x01(\x0b\x32\x13.twostroke.v1.Owner\x12\n\n\x02id\x18\x02 \x01(\t\"\x12\n\x10StopHereResponse\"F\n\x0bPeerAdapter\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x0c\n\x04hash\x18\x04 \x01(\t\"\x16\n\x14StageAdapterResponse\"\x17\n\x15UnstageAdapterRequest\"\x18\n\x16UnstageAdapterResponse\"\x16\n\x14ServeAdapterResponse\"3\n\x14\x46orgetAdapterRequest\x12\r\n\x05owner\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"\x17\n\x15\x46orgetAdapterResponse\"%\n\x0eMeasureRequest\x12\x13\n\x0bhas_metrics\x18\x01 \x01(\x08\"T\n\x0fMeasureResponse\x12\x15\n\rprocess_index\x18\x01 \x01(\r\x12\x19\n\x11num_open_requests\x18\x02 \x01(\r\x12\x0f\n\x07metrics\x18\x03 \x01(\x0c\x32\x99\x05\n\x0cGatewayPeers\x12L\n\tAbortHere\x12\x1e.twostroke.v1.AbortHereRequest\x1a\x1f.twostroke.v1.AbortHereResponse\x12I\n\x08StopHere\x12\x1d.twostroke.v1.StopHereRequest\x1a\x1e.twostroke.v1.StopHereResponse\x12M\n\x0cStageAdapter\x12\x19.twostroke.v1.PeerAdapter\x1a\".twostroke.v1.StageAdapterResponse\x12[\n\x0eUnstageAdapter\x12#.twostroke.v1.UnstageAdapterRequest\x1a$.twostroke.v1.UnstageAdapterResponse\x12M\n\x0cServeAdapter\x12\x19.twostroke.v1.PeerAdapter\x1a\".twostroke.v1.ServeAdapterResponse\x12X\n\rForgetAdapter\x12\".twostroke.v1.ForgetAdapterRequest\x1a#.twostroke.v1.ForgetAdapterResponse\x12S\n\rReadResumable\x12\".twostroke.v1.ReadResumableRequest\x1a\x1c.twostroke.v1.ResumablePiece0\x01\x12\x46\n\x07Measure\x12\x1c.twostroke.v1.MeasureRequest\x1a\x1d.twostroke.v1.MeasureResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,31 +40,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESUMABLEPIECE']._serialized_start=325
   _globals['_RESUMABLEPIECE']._serialized_end=435
   _globals['_ABORTHEREREQUEST']._serialized_start=437
-  _globals['_ABORTHEREREQUEST']._serialized_end=524
-  _globals['_ABORTHERERESPONSE']._serialized_start=526
-  _globals['_ABORTHERERESPONSE']._serialized_end=566
-  _globals['_STOPHEREREQUEST']._serialized_start=568
-  _globals['_STOPHEREREQUEST']._serialized_end=633
-  _globals['_STOPHERERESPONSE']._serialized_start=635
-  _globals['_STOPHERERESPONSE']._serialized_end=653
-  _globals['_PEERADAPTER']._serialized_start=655
-  _globals['_PEERADAPTER']._serialized_end=725
-  _globals['_STAGEADAPTERRESPONSE']._serialized_start=727
-  _globals['_STAGEADAPTERRESPONSE']._serialized_end=749
-  _globals['_UNSTAGEADAPTERREQUEST']._serialized_start=751
-  _globals['_UNSTAGEADAPTERREQUEST']._serialized_end=774
-  _globals['_UNSTAGEADAPTERRESPONSE']._serialized_start=776
-  _globals['_UNSTAGEADAPTERRESPONSE']._serialized_end=800
-  _globals['_SERVEADAPTERRESPONSE']._serialized_start=802
-  _globals['_SERVEADAPTERRESPONSE']._serialized_end=824
-  _globals['_FORGETADAPTERREQUEST']._serialized_start=826
-  _globals['_FORGETADAPTERREQUEST']._serialized_end=877
-  _globals['_FORGETADAPTERRESPONSE']._serialized_start=879
-  _globals['_FORGETADAPTERRESPONSE']._serialized_end=902
-  _globals['_MEASUREREQUEST']._serialized_start=904
-  _globals['_MEASUREREQUEST']._serialized_end=941
-  _globals['_MEASURERESPONSE']._serialized_start=943
-  _globals['_MEASURERESPONSE']._serialized_end=1027
-  _globals['_GATEWAYPEERS']._serialized_start=1030
-  _globals['_GATEWAYPEERS']._serialized_end=1695
+  _globals['_ABORTHEREREQUEST']._serialized_end=544
+  _globals['_ABORTHERERESPONSE']._serialized_start=546
+  _globals['_ABORTHERERESPONSE']._serialized_end=586
+  _globals['_STOPHEREREQUEST']._serialized_start=588
+  _globals['_STOPHEREREQUEST']._serialized_end=653
+  _globals['_STOPHERERESPONSE']._serialized_start=655
+  _globals['_STOPHERERESPONSE']._serialized_end=673
+  _globals['_PEERADAPTER']._serialized_start=675
+  _globals['_PEERADAPTER']._serialized_end=745
+  _globals['_STAGEADAPTERRESPONSE']._serialized_start=747
+  _globals['_STAGEADAPTERRESPONSE']._serialized_end=769
+  _globals['_UNSTAGEADAPTERREQUEST']._serialized_start=771
+  _globals['_UNSTAGEADAPTERREQUEST']._serialized_end=794
+  _globals['_UNSTAGEADAPTERRESPONSE']._serialized_start=796
+  _globals['_UNSTAGEADAPTERRESPONSE']._serialized_end=820
+  _globals['_SERVEADAPTERRESPONSE']._serialized_start=822
+  _globals['_SERVEADAPTERRESPONSE']._serialized_end=844
+  _globals['_FORGETADAPTERREQUEST']._serialized_start=846
+  _globals['_FORGETADAPTERREQUEST']._serialized_end=897
+  _globals['_FORGETADAPTERRESPONSE']._serialized_start=899
+  _globals['_FORGETADAPTERRESPONSE']._serialized_end=922
+  _globals['_MEASUREREQUEST']._serialized_start=924
+  _globals['_MEASUREREQUEST']._serialized_end=961
+  _globals['_MEASURERESPONSE']._serialized_start=963
+  _globals['_MEASURERESPONSE']._serialized_end=1047
+  _globals['_GATEWAYPEERS']._serialized_start=1050
+  _globals['_GATEWAYPEERS']._serialized_end=1715
 # @@protoc_insertion_point(module_scope)

@@ -48,14 +48,16 @@ class ResumablePiece(_message.Message):
     def __init__(self, head: _Optional[bytes] = ..., is_stream: _Optional[bool] = ..., is_at_end: _Optional[bool] = ..., item: _Optional[bytes] = ...) -> None: ...
 
 class AbortHereRequest(_message.Message):
-    __slots__ = ("owner", "request_id", "all")
+    __slots__ = ("owner", "request_id", "all", "with_batch")
     OWNER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ALL_FIELD_NUMBER: _ClassVar[int]
+    WITH_BATCH_FIELD_NUMBER: _ClassVar[int]
     owner: Owner
     request_id: str
     all: bool
-    def __init__(self, owner: _Optional[_Union[Owner, _Mapping]] = ..., request_id: _Optional[str] = ..., all: _Optional[bool] = ...) -> None: ...
+    with_batch: bool
+    def __init__(self, owner: _Optional[_Union[Owner, _Mapping]] = ..., request_id: _Optional[str] = ..., all: _Optional[bool] = ..., with_batch: _Optional[bool] = ...) -> None: ...
 
 class AbortHereResponse(_message.Message):
     __slots__ = ("was_running",)

@@ -256,9 +256,14 @@ class RequestService:
             raise refusal(error, structure, request.parsing) from error
         return replace(compiled, field_name=structure.field_name)
 
-    def abort(self, request_id: str | None, owner: Owner) -> bool:
-        """Ends the answers of an owner's request, or with None of all, as they are; returns whether there were any."""
+    def abort(self, request_id: str | None, owner: Owner, *, with_batch: bool = False) -> bool:
+        """Ends the answers of an owner's request, or with None of all, as they are; returns whether there were any.
+
+        `with_batch`: those of a batch with this name too. A request that is still being read is not found.
+        """
         of_owner = self.journal.of_owner(owner) if request_id is None else self.journal.of_request(owner, request_id)
+        if request_id is not None and with_batch:
+            of_owner += self.journal.of_batch(owner, request_id)
         entries = [entry for entry in of_owner if not entry.is_ended]
         for entry in entries:
             self._dense.cancel(entry)

@@ -46,10 +46,14 @@ class GatewayPeers:
         self._max_message_bytes = max_message_bytes
         self._change_lock = change_lock
 
-    async def abort(self, owner: Owner, request_id: str | None) -> bool:
-        """Ends a request of an owner, or with None all. Returns whether there was any at a peer."""
-        is_all = request_id is None
-        request = gateway_peers_pb2.AbortHereRequest(owner=encode_owner(owner), request_id=request_id, all=is_all)
+    async def abort(self, owner: Owner, request_id: str | None, *, with_batch: bool = False) -> bool:
+        """Ends a request of an owner, or with None all. Returns whether there was any at a peer.
+
+        `with_batch`: also the requests of a batch with this name.
+        """
+        request = gateway_peers_pb2.AbortHereRequest(
+            owner=encode_owner(owner), request_id=request_id, all=request_id is None, with_batch=with_batch
+        )
         outcomes = await self._ask(lambda stub, **options: stub.AbortHere(request, **options), TIMEOUT_S)
         return any(reply.was_running for reply in _answers(outcomes))
 

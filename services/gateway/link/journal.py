@@ -119,6 +119,14 @@ class Journal:
         """The open sequences of an owner's request."""
         return list(self._by_request_id.get((owner, request_id), ()))
 
+    def of_batch(self, owner: Owner, name: str) -> list[JournalEntry]:
+        """The open sequences of an owner's requests called `name`-0, `name`-1, and so on."""
+        return [
+            entry
+            for entry in self.of_owner(owner)
+            if (found := entry.spec.request_id).startswith(f"{name}-") and found[len(name) + 1 :].isdecimal()
+        ]
+
     def of_owner(self, owner: Owner) -> list[JournalEntry]:
         """The open sequences of all requests of an owner."""
         return [entry for entry in self._entries.values() if entry.request.owner == owner]

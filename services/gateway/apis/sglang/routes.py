@@ -65,12 +65,12 @@ def generate_routes(service: RequestService, section: GatewaySection, peers: Gat
 
     @router.post("/abort_request", response_class=Response)
     async def abort_request(body: AbortBody, request: Request) -> Response:
-        """Ends a request of the caller, or all, whichever process runs it. One that is not there is no error."""
+        """Ends a request or batch of the caller, or all, in whichever process. One that is not there is no error."""
         body.log_unknown_fields(request.state.request_id)
         service.count_requests(1, request.state.caller)
         owner, request_id = request.state.caller.owner, None if body.abort_all else body.rid
-        service.abort(request_id, owner)
-        await peers.abort(owner, request_id)
+        service.abort(request_id, owner, with_batch=True)
+        await peers.abort(owner, request_id, with_batch=True)
         return Response()
 
     @router.get("/model_info")

@@ -417,7 +417,16 @@ def test_all_requests_of_a_key_are_ended_whichever_gateway_runs_them(tmp_path: P
         request = gateway_pb2.GenerateRequest(prompt="a", max_tokens=1900, ignore_eos=True)
         own = [each.stub.Generate(request, metadata=bearer("ann")) for each in gateways for _ in range(2)]
         other = gateways[0].stub.Generate(request, metadata=bearer("bob"))
-        await until(lambda: sum(len(each.submits) for each in workers) == 5)
+        batch = []
+        for name in ("batch-0", "batch-1"):
+            request.request_id = name
+            batch.append(gateways[0].stub.Generate(request, metadata=bearer("ann")))
+        await until(lambda: sum(len(each.submits) for each in workers) == 7)
+        answer = await post(gateways[1], "/abort_request", {"rid": "batch"}, WAYS[0](KEYS["ann"]))
+        assert answer.status_code == 200, answer.text
+        for each in batch:
+            assert (await each).completions[0].finish.reason == gateway_pb2.FINISH_REASON_ABORT
+        assert not any(each.done() for each in own)
         answer = await post(gateways[1], "/abort_request", {"abort_all": True}, WAYS[0](KEYS["ann"]))
         assert answer.status_code == 200, answer.text
         for each in own:

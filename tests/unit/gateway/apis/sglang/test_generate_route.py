@@ -248,6 +248,24 @@ def test_a_prompt_may_be_computed_alone(tmp_path: Path) -> None:
     with_client(tmp_path, FakeDense(say(" one")), test)
 
 
+def test_a_batch_is_ended_by_its_name(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        def run(name: str | list[str]) -> asyncio.Task[httpx2.Response]:
+            body = {"text": [PROMPT] * 2, "rid": name, "sampling_params": {"max_new_tokens": 1000}}
+            return asyncio.create_task(client.post(URL, json=body))
+
+        batch, other = run("x"), run(["x-y", "xx-1"])
+        await until(lambda: len(dense.running) == 4)
+        assert (await client.post("/abort_request", json={"rid": "x"})).status_code == 200
+        assert [each["meta_info"]["finish_reason"]["type"] for each in (await batch).json()] == ["abort"] * 2
+        assert not other.done()
+        assert (await client.post("/abort_request", json={"abort_all": True})).status_code == 200
+        await other
+
+    dense = FakeDense(lambda submit: [])
+    with_client(tmp_path, dense, test)
+
+
 def test_requests_are_ended_by_name_or_all(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         async def run(name: str) -> Any:
