@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from services.common.config import SERVICES, Config
 from services.common.errors import ConfigError
@@ -21,14 +21,24 @@ def check_ranks(config: Config, model: ModelConfig) -> None:
     num_parts, num_stages = config.dense.tensor_parallel_size, config.dense.pipeline_parallel_size
     if num_parts == num_stages == 1:
         return
-    if num_parts > 1 and num_stages > 1:
-        raise ConfigError(f"{TENSOR} is {num_parts} and {PIPELINE} {num_stages}: set one of them to 1")
-    setting = PIPELINE if num_stages > 1 else TENSOR
-    of_model = _of_layers(model) if num_stages > 1 else _of_parts(model)
-    for obstacle, mend in (*_of_config(config), *of_model):
-        raise ConfigError(f"{setting} is {config.dense.num_ranks}, but {obstacle}: {mend}")
+    check_ranks_config(config)
+    _check_none(config, _of_layers(model) if num_stages > 1 else _of_parts(model))
     check_divisible(model, num_parts)
     check_stages(model, num_stages)
+
+
+def check_ranks_config(config: Config) -> None:
+    """The part of `check_ranks` that needs no model: for a launcher, before it starts anything for several ranks."""
+    num_parts, num_stages = config.dense.tensor_parallel_size, config.dense.pipeline_parallel_size
+    if num_parts > 1 and num_stages > 1:
+        raise ConfigError(f"{TENSOR} is {num_parts} and {PIPELINE} {num_stages}: set one of them to 1")
+    _check_none(config, _of_config(config))
+
+
+def _check_none(config: Config, obstacles: Iterable[tuple[str, str]]) -> None:
+    setting = PIPELINE if config.dense.pipeline_parallel_size > 1 else TENSOR
+    for obstacle, mend in obstacles:
+        raise ConfigError(f"{setting} is {config.dense.num_ranks}, but {obstacle}: {mend}")
 
 
 def check_divisible(model: ModelConfig, count: int) -> None:

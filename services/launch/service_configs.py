@@ -19,6 +19,7 @@ from services.common.encoders.encoder_types import is_encoder
 from services.common.errors import ConfigError
 from services.common.process import available_cores
 from services.common.several_attention_workers import device_of_worker, devices_of_workers
+from services.common.several_ranks import check_ranks_config
 from services.common.shared_counts import SharedCounts
 from services.launch.addresses import control_address
 from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, SECTIONS, worker_name
@@ -127,6 +128,7 @@ def rank_starts(
     Each rank has a GPU, if there are any. On a CPU the ranks share its cores. The first one tells of blocks: all caches
     have the same plans.
     """
+    check_ranks_config(config)
     count = config.dense.num_ranks
     for name in SECTIONS.values():
         if getattr(config, name).device not in ("auto", "cuda", "cpu"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -141,6 +142,14 @@ def test_each_rank_has_a_dense_shard_and_an_attention_worker(tmp_path: Path) -> 
         assert attention.config.attention.host_kv_path == Path(f"/disk/kv-{rank}"), "each cache has copies of its own"
     assert starts["attn_worker"].config.attention.host_kv_path == Path("/disk/kv")
     assert len({each.config.dense.address for each in starts.values() if each.role == "dense_worker"}) == 3
+
+
+@pytest.mark.parametrize("services", [["dense_worker", "gateway"], ["attn_worker"]], ids=", ".join)
+def test_ranks_without_all_services_are_refused_before_anything_starts(services: list[str], tmp_path: Path) -> None:
+    config = load_config(None, ["dense.tensor_parallel_size=2", f"launch.services={json.dumps(services)}"])
+    message = f"^dense.tensor_parallel_size is 2, but launch.services is {', '.join(services)}: one launcher must start"
+    with pytest.raises(ConfigError, match=message):
+        service_configs.service_configs(config, tmp_path, worker_addresses(config, tmp_path))
 
 
 def test_ranks_have_no_device_of_a_number() -> None:
