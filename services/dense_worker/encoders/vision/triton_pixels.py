@@ -63,7 +63,8 @@ def look_up(launcher: KernelLauncher, tiles: torch.Tensor, numbers: torch.Tensor
     return out
 
 
-@triton.jit
+# Every size of a picture has other numbers: none may compile a kernel of its own while others wait for tokens.
+@triton.jit(do_not_specialize=["num_numbers", "old", "size", "inner", "num_taps"])
 def _lines_kernel(
     out,  # uint8 [outer, size, inner]
     pixels,  # uint8 [outer, old, inner]
@@ -94,7 +95,7 @@ def _lines_kernel(
     tl.store(out + index, total.to(tl.uint8), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pixels"])
 def _look_up_kernel(
     out,  # [num_tiles, NUM_COLOURS, num_pixels]
     tiles,  # uint8 [num_tiles, num_pixels, NUM_COLOURS]
