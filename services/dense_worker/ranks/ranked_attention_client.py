@@ -147,6 +147,7 @@ class RankedAttentionClient(AttentionClient):
             num_free_blocks=serving.answers.num_free_blocks,
             orphaned_blocks=orphaned,
             max_model_len=min(each.max_model_len for each in replies),
+            prefix_generation=max(each.prefix_generation for each in replies),
             layer_window=min((each.layer_window for each in replies if each.HasField("layer_window")), default=None),
             ranks=self._lead(groups, serving),
         )

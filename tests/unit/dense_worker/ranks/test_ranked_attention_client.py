@@ -65,7 +65,10 @@ class Process:
         status: int = SERVING,
         takes_s: float = 0.0,
         absence: Exception | None = None,
+        **described: Any,
     ) -> None:
+        """`described`: of the reply to `Attach`."""
+        self._described = described
         self.num_calls = self.num_cancelled = 0
         self.loads: list[shard_pb2.LoadAdapterRequest] = []
         self._error, self._status, self._takes_s, self._absence = error, status, takes_s, absence
@@ -84,7 +87,7 @@ class Process:
             raise
         if self._error is not None:
             raise self._error
-        return attn_pb2.AttachReply(block_size=16)
+        return attn_pb2.AttachReply(block_size=16, **self._described)
 
     async def Attach(self, request: object, timeout: float) -> attn_pb2.AttachReply:
         return await self._call()
@@ -132,6 +135,12 @@ def attach(attention: list[Process], shard: Process) -> Attachment:
         return await asyncio.wait_for(make_client(attention, shard)._attach_once(), LIMIT_S)
 
     return asyncio.run(run())
+
+
+def test_sequences_are_opened_after_the_last_flush_that_any_rank_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranked_attention_client, "join_groups", lambda *arguments: [])
+    restarted, other = Process(), Process(prefix_generation=3)
+    assert attach([restarted, other], Process()).prefix_generation == 3
 
 
 def test_nobody_is_asked_to_attach_before_all_are_ready() -> None:
