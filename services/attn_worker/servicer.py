@@ -239,12 +239,12 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             loop.call_soon_threadsafe(self._report, results, result)
 
         attachment.fail = put
-        if metadata.get("plan-link") == "1":
-            self._use_link(engine, attachment, put)
-        reader = asyncio.create_task(self._read(requests, engine, attachment, put))
-        self._readers.add(reader)
-        reader.add_done_callback(self._readers.discard)
         try:
+            if metadata.get("plan-link") == "1":
+                self._use_link(engine, attachment, put)
+            reader = asyncio.create_task(self._read(requests, engine, attachment, put))
+            self._readers.add(reader)
+            reader.add_done_callback(self._readers.discard)
             is_last = False
             while not is_last:
                 result = await results.get()
@@ -374,7 +374,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             except Exception as error:  # no one awaits the link's thread
                 put_on_stream(error)
 
-        link.receive(receive)
+        link.receive(receive, put_on_stream)
 
     def _pass_on(
         self, message: step_pb2.StepPlan, engine: AttentionEngine, attachment: Attachment, put: _Put

@@ -65,30 +65,43 @@ class MessageLink:
     """One end of a connection. `send` and `close` may be called from any thread."""
 
     def __init__(self, connected: socket.socket, send_timeout_s: float, max_message_bytes: int) -> None:
+        """Takes the socket. Raises `PeerError`, and closes it, if the system has no second descriptor for it."""
         seconds, fraction = divmod(send_timeout_s, 1.0)
-        connected.setblocking(True)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(seconds), int(fraction * 1e6)))
+        timeout = _TIMEVAL.pack(int(seconds), int(fraction * 1e6))
+        try:
+            connected.setblocking(True)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+            self._messages = Connection(os.dup(connected.fileno()))
+        except OSError as error:
+            connected.close()
+            raise PeerError(f"no link to the other worker: {error}") from error
         self._socket = connected
-        self._messages = Connection(os.dup(connected.fileno()))
         self._send_timeout_s = send_timeout_s
         self._max_message_bytes = max_message_bytes
         self._sending = threading.Lock()
         self._receiver: threading.Thread | None = None
+        self._is_closed = False  # by this end
 
     @classmethod
     def connect(cls, name: str, send_timeout_s: float, max_message_bytes: int) -> Self:
         """Connects to the offer of that name. Raises `PeerError`."""
         path = SHM_DIR / Path(name).name
-        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connected.connect(str(path))
+            connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                connected.connect(str(path))
+            except OSError:
+                connected.close()
+                raise
         except OSError as error:
-            connected.close()
             raise PeerError(f"cannot connect to {path}: {error}") from error
         return cls(connected, send_timeout_s, max_message_bytes)
 
     def send(self, message: bytes) -> None:
-        """Sends a message. Waits only while the peer does not read, at most `send_timeout_s`. Raises `PeerError`."""
+        """Sends a message. Raises `PeerError`.
+
+        Waits only while the peer does not read, at most `send_timeout_s` in each write: a long message has up to three.
+        """
         if len(message) > self._max_message_bytes:
             raise PeerError(f"a message has {len(message)} bytes, the limit is {self._max_message_bytes}")
         try:
@@ -98,24 +111,33 @@ class MessageLink:
             self.close()  # a part of the message may have been sent
             raise PeerError(f"the other worker does not read: {error}, limit {self._send_timeout_s} s") from error
 
-    def receive(self, on_message: Callable[[bytes], None]) -> None:
-        """Starts a thread that calls `on_message` for each message, in order, until either side closes the link."""
-        self._receiver = threading.Thread(target=self._receive, args=(on_message,), name="plan-link", daemon=True)
+    def receive(self, on_message: Callable[[bytes], None], on_error: Callable[[PeerError], None]) -> None:
+        """Starts a thread that calls `on_message` for each message, in order, until either side closes the link.
+
+        It calls `on_error`, and ends, for a message that is too large or breaks off.
+        """
+        arguments = on_message, on_error
+        self._receiver = threading.Thread(target=self._receive, args=arguments, name="plan-link", daemon=True)
         self._receiver.start()
 
     def close(self) -> None:
         """Ends both directions. Messages that have not been read may be lost. May be called again."""
+        self._is_closed = True
         with contextlib.suppress(OSError):  # the peer has closed it
             self._socket.shutdown(socket.SHUT_RDWR)
         if self._receiver is None:
             self._release()
 
-    def _receive(self, on_message: Callable[[bytes], None]) -> None:
+    def _receive(self, on_message: Callable[[bytes], None], on_error: Callable[[PeerError], None]) -> None:
         try:
             while True:
                 on_message(self._messages.recv_bytes(self._max_message_bytes))
-        except (EOFError, OSError):
-            pass  # closed
+        except (EOFError, ConnectionResetError):
+            pass  # the other end was closed, or this one
+        except OSError as error:
+            if not self._is_closed:
+                limit = self._max_message_bytes
+                on_error(PeerError(f"a message of the other worker is unreadable: {error}, limit {limit} bytes"))
         finally:
             self._release()
 

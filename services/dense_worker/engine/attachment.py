@@ -76,7 +76,7 @@ class AttachmentEnd:
 
 
 class AttentionPort(Protocol):
-    """How the engine reaches the attention worker; see `AttentionClient`. No method blocks."""
+    """How the engine reaches the attention worker; see `AttentionClient`. No method blocks but `publish`, see there."""
 
     def ready(self, attachment: Attachment) -> None: ...
     def publish(self, attachment: Attachment, plan: StepPlan) -> None: ...

@@ -139,7 +139,7 @@ class AttentionClient:
             attachment.link.send(encode_plan(plan).SerializeToString())
         except PeerError as error:
             log.debug("a plan could not be sent", reason=str(error))  # the end of `Execute` gives the reason
-            self._post(attachment, AttachmentEnd(str(error), is_crash=True))
+            self._lose_link(attachment, error)
 
     def drop(self, attachment: Attachment, end: AttachmentEnd) -> None:
         """Gives up the attachment; a new one follows. Called on the engine thread; never blocks."""
@@ -219,7 +219,8 @@ class AttentionClient:
         """Runs until the attachment ends; returns the reason."""
         call = execute(self._stub, attachment.epoch, attachment.attachment_id, has_link=attachment.link is not None)
         if attachment.link is not None:
-            attachment.link.receive(partial(self._receive_by_link, attachment, listener))
+            receive = partial(self._receive_by_link, attachment, listener)
+            attachment.link.receive(receive, partial(self._lose_link, attachment))
         try:
             # No TaskGroup: in Python 3.11 it loses a cancellation if one of its tasks fails at the same time.
             await run_together(
@@ -237,6 +238,9 @@ class AttentionClient:
             listener.on_answer(attachment, decode_answer(attn_pb2.PlanAnswer.FromString(message)))
         except Exception as error:  # no one awaits the link's thread
             self._post(attachment, AttachmentEnd(f"reading an answer: {error!r}", is_crash=True))
+
+    def _lose_link(self, attachment: Attachment, error: PeerError) -> None:
+        self._post(attachment, AttachmentEnd(str(error), is_crash=True))
 
     async def _handle_inbox(
         self, attachment: Attachment, send: Callable[[Any], Awaitable[None]], watcher: AttachmentWatcher

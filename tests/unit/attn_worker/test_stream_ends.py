@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from services.attn_worker.servicer import AttentionServicer
 from services.channel import message_link
 from services.channel.message_link import MessageLink
 from services.common.config import AttentionSection, ModelSection
+from services.common.errors import PeerError
 from services.common.resolve import resolve_model
 from services.pb import attn_pb2, attn_pb2_grpc, stall_pb2, step_pb2
 from services.rpc.server import GrpcServer
@@ -64,10 +66,11 @@ class Plans:
         metadata = [("epoch", str(reply.epoch)), ("attachment-id", str(reply.attachment_id))]
         self._answers: asyncio.Queue[attn_pb2.PlanAnswer] = asyncio.Queue()
         self.link = None
+        self.errors: list[PeerError] = []
         if reply.plan_link:
             self.link = MessageLink.connect(reply.plan_link, TEST_LIMIT_S, MAX_PLAN_BYTES)
             loop = asyncio.get_running_loop()
-            self.link.receive(lambda message: loop.call_soon_threadsafe(self._put, message))
+            self.link.receive(lambda message: loop.call_soon_threadsafe(self._put, message), self.errors.append)
             metadata.append(("plan-link", "1"))
         self.call = stub.Execute(metadata=metadata)
 
@@ -153,6 +156,33 @@ def test_the_worker_continues_after_a_stream_ends_with_an_error(
             assert list(reply.open_seq_ids) == [1], "the sequence must be kept for the next attachment"
             await open_one(stub, reply, seq_id=2)
             failure.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), TEST_LIMIT_S))
+
+
+def test_a_plan_that_is_too_large_for_the_link_ends_the_stream(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with attention_worker(tmp_path) as (_, stub):
+            plans, _ = await open_one(stub, await attach(stub, takes_plan_link=True))
+            assert plans.link is not None
+            plans.link._socket.sendall(struct.pack("!i", MAX_PLAN_BYTES + 1))  # its length comes first
+            assert await plans.call.code() is grpc.StatusCode.UNAVAILABLE
+            assert str(MAX_PLAN_BYTES) in await plans.call.details()
+
+    asyncio.run(asyncio.wait_for(run(), TEST_LIMIT_S))
+
+
+def test_the_stream_ends_when_nobody_has_connected_to_the_link(tmp_path: Path) -> None:
+    """And the attachment with it: a worker that leaves then waits for nobody."""
+
+    async def run() -> None:
+        async with attention_worker(tmp_path) as (servicer, stub):
+            reply = await attach(stub, takes_plan_link=True)
+            metadata = {"epoch": str(reply.epoch), "attachment-id": str(reply.attachment_id), "plan-link": "1"}
+            call = stub.Execute(metadata=tuple(metadata.items()))
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
+            assert "nobody has connected" in await call.details()
+            await servicer.leave(2 * TEST_LIMIT_S)
 
     asyncio.run(asyncio.wait_for(run(), TEST_LIMIT_S))
 

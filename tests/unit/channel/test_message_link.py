@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
 import queue
 import secrets
+import socket
 import stat
+import struct
 import tempfile
 import threading
 import time
@@ -51,11 +55,15 @@ def ends(offer: LinkOffer) -> Iterator[tuple[MessageLink, MessageLink]]:
     second.close()
 
 
+def fail(error: PeerError) -> None:
+    raise error  # in the receiving thread, which pytest turns into a warning
+
+
 def test_messages_arrive_whole_and_in_order_in_both_directions(ends: tuple[MessageLink, MessageLink]) -> None:
     messages = [secrets.token_bytes(size) for size in (0, 1, 100, 70_000, MAX_BYTES, 3)]
     for sender, receiver in (ends, ends[::-1]):
         received: queue.Queue[bytes] = queue.Queue()
-        receiver.receive(received.put)
+        receiver.receive(received.put, fail)
         for message in messages:
             sender.send(message)
         assert [received.get(timeout=TEST_LIMIT_S) for _ in messages] == messages
@@ -63,7 +71,7 @@ def test_messages_arrive_whole_and_in_order_in_both_directions(ends: tuple[Messa
 
 def test_threads_that_send_at_once_do_not_mix_their_messages(ends: tuple[MessageLink, MessageLink]) -> None:
     received: queue.Queue[bytes] = queue.Queue()
-    ends[1].receive(received.put)
+    ends[1].receive(received.put, fail)
     messages = [bytes([number]) * 50_000 for number in range(20)]
     threads = [threading.Thread(target=ends[0].send, args=(message,)) for message in messages]
     for thread in threads:
@@ -105,19 +113,58 @@ def test_a_message_that_is_too_large_is_refused_with_both_numbers(ends: tuple[Me
     with pytest.raises(PeerError, match=rf"{MAX_BYTES + 1} bytes.*{MAX_BYTES}"):
         ends[0].send(bytes(MAX_BYTES + 1))
     received: queue.Queue[bytes] = queue.Queue()
-    ends[1].receive(received.put)
+    ends[1].receive(received.put, fail)
     ends[0].send(b"the next one passes")
     assert received.get(timeout=TEST_LIMIT_S) == b"the next one passes"
 
 
+@pytest.mark.parametrize(
+    "content", [struct.pack("!i", MAX_BYTES + 1), struct.pack("!i", 9) + b"half"], ids=["too large", "breaks off"]
+)
+def test_a_message_that_cannot_be_read_is_reported_with_the_limit(
+    ends: tuple[MessageLink, MessageLink], content: bytes
+) -> None:
+    received: queue.Queue[bytes] = queue.Queue()
+    errors: queue.Queue[PeerError] = queue.Queue()
+    ends[1].receive(received.put, errors.put)
+    ends[0]._socket.sendall(content)
+    ends[0]._socket.shutdown(socket.SHUT_WR)
+    with pytest.raises(PeerError, match=f"unreadable: .*, limit {MAX_BYTES} bytes"):
+        raise errors.get(timeout=TEST_LIMIT_S)
+    assert received.empty() and errors.empty()
+
+
+@pytest.mark.parametrize("connects", [True, False], ids=["the dense worker", "the attention worker"])
+def test_an_end_without_a_descriptor_is_an_error_of_the_peer_and_closes_what_it_has(
+    offer: LinkOffer, connects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dup(number: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with socket.socket(socket.AF_UNIX) as peer:
+        if not connects:
+            peer.connect(str(message_link.SHM_DIR / offer.name))
+        num_open = len(os.listdir("/proc/self/fd"))
+        monkeypatch.setattr(message_link.os, "dup", dup)
+        with pytest.raises(PeerError, match=os.strerror(errno.EMFILE)):
+            if connects:
+                MessageLink.connect(offer.name, SEND_TIMEOUT_S, MAX_BYTES)
+            else:
+                offer.accept(SEND_TIMEOUT_S, MAX_BYTES)
+        # `accept` closes the socket of the offer, too.
+        assert len(os.listdir("/proc/self/fd")) == num_open - (not connects)
+
+
 @pytest.mark.parametrize("closes", [0, 1], ids=["the sender", "the receiver"])
 def test_closing_either_end_ends_the_receiving_thread(ends: tuple[MessageLink, MessageLink], closes: int) -> None:
-    ends[1].receive(lambda message: None)
+    errors: queue.Queue[PeerError] = queue.Queue()
+    ends[1].receive(lambda message: None, errors.put)
     thread = ends[1]._receiver
     assert thread is not None
     ends[closes].close()
     thread.join(TEST_LIMIT_S)
     assert not thread.is_alive()
+    assert errors.empty(), "whoever closes a link says why"
     with pytest.raises(PeerError):
         for _ in range(2):  # the first one may still get into the socket
             ends[0].send(b"too late")

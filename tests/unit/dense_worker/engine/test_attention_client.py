@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from services.channel.region import shared_memory_id
 from services.channel.shm import ShmChannel
 from services.common.attention.learned import Learned
 from services.common.config import PeerSection
-from services.common.errors import ConfigError, StaleEpoch
+from services.common.errors import ConfigError, PeerError, StaleEpoch
 from services.common.model_config import AttentionOptions
 from services.dense_worker.engine.attachment import AttachmentEnd
 from services.dense_worker.engine.attention_client import AttachOptions, AttentionClient
@@ -136,17 +137,31 @@ def test_plans_and_answers_go_by_the_link_if_there_is_one(ends: tuple[MessageLin
 
     async def run() -> None:
         listener: Any = Listener()
+        unexpected = list[PeerError]()
         attachment: Any = SimpleNamespace(epoch=1, attachment_id=1, link=own)
-        peer.receive(answer)
+        peer.receive(answer, unexpected.append)
         client = make_client(Attention("nothing goes by the stream"))
         serving = asyncio.create_task(client._serve(attachment, listener, Watcher()))
         for seq_id in range(NUM_SEQUENCES):
             client.publish(attachment, StepPlan(0, new_sequences=(make_sequence(seq_id, 4, 4).describe(),)))
         while len(listener.opened) < NUM_SEQUENCES:  # noqa: ASYNC110  the test's limit bounds it
             await asyncio.sleep(0.001)
-        assert listener.opened == list(range(NUM_SEQUENCES)) and not listener.refused
+        assert listener.opened == list(range(NUM_SEQUENCES)) and not listener.refused and not unexpected
         client.drop(attachment, AttachmentEnd("enough", is_crash=False))
         assert (await serving).reason == "enough"
+
+    asyncio.run(asyncio.wait_for(run(), TEST_LIMIT_S))
+
+
+def test_an_answer_that_is_too_large_ends_the_attachment(ends: tuple[MessageLink, MessageLink]) -> None:
+    async def run() -> None:
+        peer, own = ends
+        attachment: Any = SimpleNamespace(epoch=1, attachment_id=1, link=own)
+        client = make_client(Attention("nothing comes by the stream"))
+        serving = asyncio.create_task(client._serve(attachment, Listener(), Watcher()))
+        peer._socket.sendall(struct.pack("!i", (1 << 20) + 1))  # its length comes first
+        end = await serving
+        assert end.is_crash and str(1 << 20) in end.reason
 
     asyncio.run(asyncio.wait_for(run(), TEST_LIMIT_S))
 
