@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from pathlib import Path
@@ -30,6 +31,7 @@ def remove_stale_regions() -> list[str]:
             os.close(file)
     for path in SHM_DIR.glob(f"{NAME_PREFIX}*{LINK_SUFFIX}"):  # they have no lock, but exist beside a region only
         if not path.with_name(f"{path.name.removesuffix(LINK_SUFFIX)}-{FIRST_LANE}").exists():
-            path.unlink(missing_ok=True)
-            removed.append(path.name)
+            with contextlib.suppress(OSError):  # another user's, or just removed
+                path.unlink()
+                removed.append(path.name)
     return removed

@@ -170,6 +170,24 @@ def test_closing_either_end_ends_the_receiving_thread(ends: tuple[MessageLink, M
             ends[0].send(b"too late")
 
 
+def test_a_socket_of_another_user_is_left_alone(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lies without a region where everybody may make files, and nobody may remove those of others."""
+    offers = [LinkOffer(secrets.randbits(64), 1) for _ in range(2)]
+    unlink = Path.unlink
+
+    def unlink_own(path: Path, missing_ok: bool = False) -> None:
+        if path.name == offers[0].name:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", unlink_own)
+        assert remove_stale_regions() == [offers[1].name]
+    assert [path.name for path in directory.iterdir()] == [offers[0].name]
+    for each in offers:
+        each.close()
+
+
 def test_sockets_of_killed_processes_are_removed_with_their_regions(directory: Path) -> None:
     """A killed process leaves both, and its region has no lock."""
     epoch, dead_epoch = secrets.randbits(64), secrets.randbits(64)
