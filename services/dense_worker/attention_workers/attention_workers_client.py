@@ -559,7 +559,10 @@ class AttentionWorkersClient(AttentionClient):
             try:
                 worker.refusal = None
                 if await self._is_ready(worker):
-                    link = await self._link(worker, list(self._links.values()))
+                    try:
+                        link = await self._link(worker, list(self._links.values()))
+                    finally:
+                        listened_s = time.monotonic()  # until it was lost, however long this has taken
                     try:
                         await self._close_others(link, ())  # their sequences have gone on elsewhere
                         _check_room(len(self._links), f"the attention worker at {worker.address}")
