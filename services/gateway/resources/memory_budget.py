@@ -1,11 +1,13 @@
 """`MemoryBudget`: limits the memory that all open requests together take. Runs in the event loop.
 
 Whatever is large is counted before it is read, computed or encoded: bodies, embeddings, log-probabilities, logits. What
-does not fit waits for a while: each client's requests in order of arrival, and the clients in turns.
+does not fit waits for a while: the clients in turns, and of each client first those that hold a part already, then the
+others in order of arrival.
 
-A body is counted as it arrives, so a request may hold a part of what it needs and wait for more. Such requests go
-before those of their client that hold nothing, and none waits if all together hold so much that they wait for each
-other.
+A body is counted as it arrives, so it may hold a part of what it needs and wait for more. None waits if those that do
+hold so much together that they would wait for each other. This does not see what a call holds in another `HeldMemory`,
+such as its body while it reserves its log-probabilities: two calls that wait for each other so do until
+`max_wait_s` ends the wait of one.
 """
 
 from __future__ import annotations
