@@ -19,7 +19,13 @@ from tests.support.dense.vision_models import load_true_model, make_vision_model
 
 IMAGE_TOKEN, START, END = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
 # That stand around a picture's, by variant.
-_OTHER_TOKENS = {"internvl": ["<img>", "</img>"], "gemma3": ["<start_of_image>", "<end_of_image>"]}
+_BREAK_AND_END = ["[IMG_BREAK]", "[IMG_END]"]
+_OTHER_TOKENS = {
+    "internvl": ["<img>", "</img>"],
+    "gemma3": ["<start_of_image>", "<end_of_image>"],
+    "llava_pixtral": _BREAK_AND_END,
+    "mistral3": _BREAK_AND_END,
+}
 PLACE = f"{START}{IMAGE_TOKEN}{END}"
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]"
@@ -75,6 +81,10 @@ def _places(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> list[s
     if "num_patches" in given:
         counts = [model.config.image_seq_length * int(each) for each in given["num_patches"]]
         return [f"<img>{IMAGE_TOKEN * each}</img>" for each in counts]
+    if model.config.vision_config.model_type == "pixtral":
+        unit = model.config.vision_config.patch_size * getattr(model.config, "spatial_merge_size", 1)
+        grids = [(height // unit, width // unit) for height, width in given["image_sizes"].tolist()]
+        return ["[IMG_BREAK]".join([IMAGE_TOKEN * columns] * rows) + "[IMG_END]" for rows, columns in grids]
     return [IMAGE_TOKEN * len(rows) for rows in model.get_image_features(**given).pooler_output]
 
 
