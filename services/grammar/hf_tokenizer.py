@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from services.common.errors import ModelError
 from services.common.json_files.read_json import read_json
@@ -31,14 +32,25 @@ def load_hf_tokenizer(path: Path, is_optional: bool = False) -> PreTrainedTokeni
     try:
         if needs_code:  # `AutoTokenizer` would refuse the code rather than read tokenizer.json
             return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
-        hf_tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False
-        )
+        hf_tokenizer = _read(path)
     except Exception as error:  # transformers, tokenizers and JSON errors have no common base
         raise ModelError(f"the tokenizer in {path} cannot be read: {error}") from error
     if not isinstance(hf_tokenizer, PreTrainedTokenizerFast):
         raise ModelError(f"the tokenizer in {path} is a {type(hf_tokenizer).__name__}, a fast one is needed")
     return hf_tokenizer
+
+
+def _read(path: Path) -> PreTrainedTokenizerBase:
+    """With the class that transformers has for the model's type.
+
+    It reads config.json for the type, and refuses fields that its own class of the model lacks, as Replit's MPT has
+    them. Then the type alone is read.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except StrictDataclassError:
+        config = PreTrainedConfig.from_pretrained(path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False, config=config)
 
 
 def _needs_code(path: Path) -> bool:

@@ -162,7 +162,7 @@ def test_vectors_of_encoders(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 @torch.inference_mode()
 def test_vectors_of_decoders(family: str, tmp_path: Path) -> None:
-    """As Qwen3-Embedding, with a language head and the files of `sentence-transformers`; as e5-mistral, with neither."""
+    """As Qwen3-Embedding, with a language head and sentence-transformers' files; as e5-mistral, with neither."""
     path = make_served_model(tmp_path / "model", family, tie_word_embeddings=True)
     truth = AutoModel.from_pretrained(path).eval()
     if family == "mistral":

@@ -11,6 +11,7 @@ import pytest
 from services.common.config import EMBEDDED_MODEL
 from services.common.errors import ModelError
 from services.grammar.hf_tokenizer import load_hf_tokenizer
+from tests.support.dense.family_models import make_family_model
 
 TEXT = "Once upon a time, 12 dogs."
 
@@ -44,3 +45,12 @@ def test_a_tokenizer_json_takes_the_place_of_code(path: Path) -> None:
     assert found.decode(found.encode(TEXT), skip_special_tokens=True) == TEXT
     assert found.chat_template == expected.chat_template
     assert found.eos_token_id == expected.eos_token_id
+
+
+def test_a_model_that_transformers_cannot_read_has_its_tokenizer_all_the_same(tmp_path: Path) -> None:
+    """As Replit Code 1.5, an MPT with grouped heads."""
+    make_family_model(tmp_path, "mpt-grouped")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED_MODEL / name, tmp_path)
+    found, expected = load_hf_tokenizer(tmp_path), load_hf_tokenizer(EMBEDDED_MODEL)
+    assert found.encode(TEXT) == expected.encode(TEXT) and type(found) is type(expected)
