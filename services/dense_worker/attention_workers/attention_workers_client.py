@@ -90,8 +90,8 @@ class _Link:
     reply: attn_pb2.AttachReply
     channel: Channel
     call: grpc.aio.StreamStreamCall
-    # Plans that it has not been sent, and at last why it is given up.
-    plans: asyncio.Queue[StepPlan | AttachmentEnd] = field(default_factory=asyncio.Queue)
+    # Plans that it has not been sent, and at last why it is given up; a future: it may leave, unless that is done then.
+    plans: asyncio.Queue[StepPlan | AttachmentEnd | asyncio.Future[None]] = field(default_factory=asyncio.Queue)
 
     @property
     def cache_id(self) -> int:
@@ -218,6 +218,7 @@ class AttentionWorkersClient(AttentionClient):
         except BaseException as error:
             if not left.done():
                 del self._leaving[cache_id]
+                left.cancel()
                 self._listener.on_cache_given_up(attachment, cache_id, False)
             if isinstance(error, TimeoutError):
                 raise PeerError(
@@ -235,8 +236,9 @@ class AttentionWorkersClient(AttentionClient):
         self._loop.call_soon_threadsafe(self._release, cache_id)
 
     def _release(self, cache_id: int) -> None:
-        if cache_id in self._leaving and (link := self._links.get(cache_id)) is not None:
-            link.plans.put_nowait(AttachmentEnd("it was asked to leave", is_crash=False))
+        left, link = self._leaving.get(cache_id), self._links.get(cache_id)
+        if left is not None and link is not None:
+            link.plans.put_nowait(left)  # `keep` may still come before the plans ahead of it have been sent
 
     def keep(self, attachment: Attachment, cache_id: int, reason: str) -> None:
         self._loop.call_soon_threadsafe(self._keep, attachment, cache_id, reason)
@@ -623,6 +625,10 @@ async def _write_plans(call: grpc.aio.StreamStreamCall, link: _Link) -> None:
         plan = await link.plans.get()
         if isinstance(plan, AttachmentEnd):
             raise Ended(plan)
+        if isinstance(plan, asyncio.Future):
+            if plan.done():  # it stays after all
+                continue
+            raise Ended(AttachmentEnd("it was asked to leave", is_crash=False))
         try:
             await call.write(encode_plan(plan))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:

@@ -422,3 +422,55 @@ def test_a_worker_that_a_request_needs_stays_and_whoever_waits_is_told() -> None
         assert serving.given_up == [(1, True), (1, False)]
 
     asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+
+
+class StalledCall(Call):
+    """A stream that takes plans only once it is `open`, and gives no answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = asyncio.Event()
+        self.num_plans = 0
+
+    async def write(self, plan: Any) -> None:
+        await self.open.wait()
+        self.num_plans += 1
+
+    async def read(self) -> Any:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("stays", ["kept", "timeout", None])
+def test_a_worker_that_may_leave_but_must_stay_before_it_has_its_last_plans_keeps_its_cache(stays: str | None) -> None:
+    async def run() -> None:
+        serving = Serving(2)
+        client: Any = serving.client
+        link, call = client._links[1], StalledCall()
+        link.call = call
+        link.worker.grpc = SimpleNamespace(close=lambda: asyncio.sleep(0))
+        served = asyncio.create_task(client._serve_link(client._attachment, link))
+        removing = asyncio.create_task(client.remove("unix:/1", 0.05 if stays == "timeout" else LIMIT_S))
+        link.plans.put_nowait(StepPlan(1))
+        await asyncio.sleep(0)
+        client.release(client._attachment, 1)
+        await asyncio.sleep(0)
+        if stays == "kept":
+            client.keep(client._attachment, 1, "a request needs 9 KV cache blocks")
+        if stays is not None:
+            with pytest.raises(PeerError, match="at unix:/1 (goes on: a request needs 9|still has sequences)"):
+                await removing
+            assert serving.given_up == [(1, True), (1, False)]
+        link.plans.put_nowait(StepPlan(2))
+        call.open.set()
+        if stays is None:
+            await removing
+            await served
+            assert client._links.keys() == {0} and call.num_plans == 1
+            return
+        while call.num_plans < 2 and not served.done():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert client._links.keys() == {0, 1} and not served.done()
+        served.cancel()
+        await asyncio.gather(served, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
