@@ -457,7 +457,7 @@ def test_a_worker_that_may_leave_but_must_stay_before_it_has_its_last_plans_keep
         if stays == "kept":
             client.keep(client._attachment, 1, "a request needs 9 KV cache blocks")
         if stays is not None:
-            with pytest.raises(PeerError, match="at unix:/1 (goes on: a request needs 9|still has sequences)"):
+            with pytest.raises(PeerError, match=r"at unix:/1 (goes on: a request needs 9|still has sequences)"):
                 await removing
             assert serving.given_up == [(1, True), (1, False)]
         link.plans.put_nowait(StepPlan(2))
