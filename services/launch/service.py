@@ -115,7 +115,6 @@ class Launcher:
         lifelines.start()
         self._opened.callback(lifelines.close)
         self._children = Children()
-        self._opened.push_async_callback(self._children.stop, config.launch.stop_grace_s)
         environment = None if self._mps is None else self._mps.environment
         own = {"environment": environment, "lifelines": lifelines, "succeed": self._succeed}
         make_child = partial(Child, run_dir=run_dir, **own)
@@ -128,6 +127,7 @@ class Launcher:
             (role, rank): Standby(role, modes[role], self._children, address, make_child, config.launch, rank)
             for (role, rank), address in addresses.items()
         }
+        self._opened.push_async_callback(self._stop_services)
         if self._mps is not None:
             processes = [self._children, Spares(list(self._standbys.values()))]
             interval_s = None if has_all_workers else INTERVAL_S
@@ -136,8 +136,6 @@ class Launcher:
             self._children.start(make_child(*service))
         for worker, address in addresses.items():
             address.point_to(self._children.worker(*worker).address)
-        for standby in self._standbys.values():
-            self._opened.push_async_callback(standby.close)
         replacer = None
         if (first := (DENSE_ROLE, 0)) in addresses:
             standby = self._standbys[first]
@@ -169,6 +167,11 @@ class Launcher:
         """Ends first the users of the services, then the services, within `launch.stop_grace_s`."""
         self._manager.stopping()
         await self._opened.aclose()
+
+    async def _stop_services(self) -> None:
+        """Stops services and spares at the same time, so that all of them have one grace period."""
+        stopped = self._children.stop(self._config.launch.stop_grace_s)
+        await asyncio.gather(stopped, *(standby.close() for standby in self._standbys.values()))
 
     def _succeed(self, child: Child) -> bool:
         """Whether a standby is the service from now on, in the place of one that has died."""

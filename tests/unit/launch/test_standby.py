@@ -10,6 +10,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -253,6 +254,27 @@ def test_a_worker_at_a_port_has_a_standby_only_by_mistake(tmp_path: Path) -> Non
     run(main)
 
 
+def expect_one_grace_period(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The services and the spares of both workers are stopped at the same time, or the test fails."""
+    stopping: list[object] = []
+    are_stopping = asyncio.Event()
+
+    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+        async def stop(self: object, *arguments: Any) -> None:
+            stopping.append(self)
+            if len(stopping) == 3:
+                are_stopping.set()
+            try:
+                await asyncio.wait_for(are_stopping.wait(), TIMEOUT_S)
+            finally:
+                await method(self, *arguments)
+
+        return stop
+
+    monkeypatch.setattr(Standby, "close", wrap(Standby.close))
+    monkeypatch.setattr(Children, "stop", wrap(Children.stop))
+
+
 def test_in_a_launcher_a_ready_spare_is_the_worker_that_has_died_from_then_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +293,7 @@ def test_in_a_launcher_a_ready_spare_is_the_worker_that_has_died_from_then_on(
         return all(each.status().state == launch_pb2.StandbyStatus.READY for each in launcher._standbys.values())
 
     async def main() -> None:
+        expect_one_grace_period(monkeypatch)
         await launcher.start()
         running = asyncio.create_task(launcher.run())
         standbys, children = launcher._standbys, launcher._children
