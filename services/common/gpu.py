@@ -9,6 +9,8 @@ import torch
 
 from services.common.errors import CapacityError
 
+_CUDA_ERROR_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
+
 
 def gpu_uuid(device: torch.device) -> str:
     """The UUID of a GPU, the same in all processes; empty for a CPU."""
@@ -23,3 +25,7 @@ def naming_what_needs_memory(what: str) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         sizes = ". ".join(str(error).split(". ")[1:3])  # requested and available memory; the rest is advice
         raise CapacityError(f"the GPU has no room for {what}: {sizes}") from error
+    except torch.AcceleratorError as error:  # of the driver's own allocations, as for graphs
+        if getattr(error, "error_code", None) != _CUDA_ERROR_MEMORY_ALLOCATION:
+            raise
+        raise CapacityError(f"the GPU has no room for {what}: {str(error).partition(chr(10))[0]}") from error

@@ -24,9 +24,25 @@ def test_an_out_of_memory_error_names_the_purpose_and_the_sizes() -> None:
         raise torch.OutOfMemoryError(OUT_OF_MEMORY)
 
 
+def test_memory_that_the_driver_lacks_is_named_too() -> None:
+    """As in a capture: torch's allocator raises `OutOfMemoryError`, the driver's own allocations do not."""
+    full = r"^the GPU has no room for the CUDA graphs: CUDA error: out of memory$"
+    with pytest.raises(CapacityError, match=full), naming_what_needs_memory("the CUDA graphs"):
+        raise accelerator_error("CUDA error: out of memory\nCUDA kernel errors might be reported later", 2)
+
+
 def test_other_errors_stay_unchanged() -> None:
     with pytest.raises(RuntimeError, match="illegal"), naming_what_needs_memory("the weights"):
         raise RuntimeError("an illegal memory access")
+    with pytest.raises(torch.AcceleratorError, match="illegal"), naming_what_needs_memory("the weights"):
+        raise accelerator_error("CUDA error: an illegal memory access was encountered", 700)
+
+
+def accelerator_error(message: str, code: int) -> torch.AcceleratorError:
+    """As torch raises it, with the code of CUDA's error."""
+    error = torch.AcceleratorError(message)
+    error.error_code = code
+    return error
 
 
 @pytest.fixture
