@@ -40,6 +40,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
 )
 CPU = torch.device("cpu")
 

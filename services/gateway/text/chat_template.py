@@ -62,7 +62,7 @@ class ChatTemplate:
     """The template of one tokenizer."""
 
     def __init__(self, hf_tokenizer: PreTrainedTokenizerBase) -> None:
-        self.may_want_parts = False  # whether the model sees pictures, so that a content may have to be a list
+        self.may_want_parts = False  # whether it may be a processor's, so that a content may have to be a list
         self._hf_tokenizer = hf_tokenizer
         parameters = inspect.signature(hf_tokenizer.apply_chat_template).parameters
         # Variables that the server passes itself, and special tokens: arguments of these names would replace them.

@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerFast
 
 from services.common.errors import ConfigError, InvalidRequest
+from services.common.json_files.processor_files import read_processor_template
 from services.common.pooling.pair_template import PairTemplate
+from services.common.vision.vision_config import is_vision_family
 from services.gateway.resources.heavy_work import HeavyWork
 from services.gateway.text.chat_template import Chat, ChatTemplate
 from services.gateway.text.chat_vectors import encode_around
@@ -56,8 +58,13 @@ class Tokenizer:
         hf_tokenizer: PreTrainedTokenizerFast,
         chat_formats: ChatFormats | None = None,
         client_templates: ClientTemplates | None = None,
+        *,
+        may_want_parts: bool = False,
     ) -> None:
-        """`client_templates`: renders templates that clients send; None: they are refused."""
+        """client_templates: renders templates that clients send; None: they are refused.
+
+        may_want_parts: the template may be one of a processor, which reads no content that is a text.
+        """
         self.heavy_work = HeavyWork()  # the gateway's, for all that takes long
         self.chat_formats = chat_formats or ChatFormats.choose("auto", "auto", hf_tokenizer.chat_template)
         self.hf_tokenizer = hf_tokenizer  # decodes; shared with every Detokenizer, not changed after the start
@@ -72,6 +79,7 @@ class Tokenizer:
                 "gateway.tool_parser and gateway.reasoning_parser to none"
             )
         self._template = ChatTemplate(hf_tokenizer)
+        self._template.may_want_parts = may_want_parts
         self._control_tokens = ControlTokens(hf_tokenizer)
         self._client_templates = client_templates
         self.fill_in_middle = FillInMiddle(hf_tokenizer)
@@ -347,9 +355,14 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer of a Hugging Face directory, as `load_hf_tokenizer` reads it, with the configured parsers.
 
+    The template of a processor comes before the tokenizer's if the model is of a family that sees pictures, whether or
+    not they are off: chats with pictures and without then become the same text.
     `chat_template`: a file with a template in place of the model's. Raises `ConfigError` if it cannot be read.
     """
     hf_tokenizer = load_hf_tokenizer(path, is_optional)
+    may_want_parts = is_vision_family(path)
+    if (may_want_parts or hf_tokenizer.chat_template is None) and (template := read_processor_template(path)):
+        hf_tokenizer.chat_template, may_want_parts = template, True
     if chat_template is not None:
         try:
             hf_tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
@@ -360,4 +373,4 @@ def load_tokenizer(
         except UnicodeDecodeError as error:
             raise ConfigError(f"gateway.chat_template {str(chat_template)!r} is not UTF-8: {error}") from error
     chat_formats = ChatFormats.choose(tool_parser, reasoning_parser, hf_tokenizer.chat_template)
-    return Tokenizer(hf_tokenizer, chat_formats, client_templates)
+    return Tokenizer(hf_tokenizer, chat_formats, client_templates, may_want_parts=may_want_parts)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 
 import httpx2
+import pytest
 from structlog.testing import capture_logs
+from transformers import AutoTokenizer, LlavaProcessor
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
+from services.common.config import EMBEDDED_MODEL
+from services.common.errors import ModelError
+from services.common.json_files.processor_files import read_processor_template
+from services.gateway.text.chat_message import Message
+from services.gateway.text.chat_template import Chat
+from services.gateway.text.tokenizer import load_tokenizer
 from tests.support.clients.gateway_calls import ids
 from tests.support.clients.http_gateway import CHATS, check_error, with_client
-from tests.support.dense.vision_models import noise
+from tests.support.dense.vision_models import VARIANTS, make_vision_model, noise
 from tests.support.running_gateway import RunningGateway
 from tests.support.served_vision import data_url, make_served_vision_model
 from tests.support.workers.fake_dense import FakeDense
@@ -17,6 +28,89 @@ from tests.support.workers.fake_dense import FakeDense
 PICTURE = {"type": "image_url", "image_url": {"url": data_url(noise(30, 43, 1))}}
 TEXT = {"type": "text", "text": "What is it?"}
 FILES = ("preprocessor_config.json", "processor_config.json")
+TEMPLATE = (  # of the form of LLaVA 1.5: a content that is a text has no parts, and is left out
+    "{% for message in messages %}{{ message.role.upper() }}: "
+    "{% for part in message.content | selectattr('type', 'equalto', 'image') %}<image>\\n{% endfor %}"
+    "{% for part in message.content | selectattr('type', 'equalto', 'text') %}{{ part.text }} {% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+OTHER_TEMPLATE = "{% for message in messages %}{{ message.role }}{% endfor %}"
+
+
+def save_model(path: Path, form: str) -> None:
+    """A LLaVA as transformers saves it, with the processor's template in a file of this name."""
+    make_vision_model(path, "llava", text={"vocab_size": 400})
+    (path / "preprocessor_config.json").unlink()
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.chat_template = OTHER_TEMPLATE
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"image_token_index": tokenizer.encode("<image>")[-1]}))
+    LlavaProcessor(
+        LlavaImageProcessorPil(**VARIANTS["llava"].processor),
+        tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=TEMPLATE,
+    ).save_pretrained(path)
+    if form == "chat_template.jinja":
+        return
+    (path / "chat_template.jinja").unlink()
+    for name, template in (("tokenizer_config.json", OTHER_TEMPLATE), (form, TEMPLATE)):
+        file = path / name
+        fields = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(fields | {"chat_template": template}))
+
+
+@pytest.mark.parametrize("form", ["chat_template.jinja", "chat_template.json", "processor_config.json"])
+def test_chats_are_those_of_the_processor(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    save_model(path, form)
+    truth = LlavaProcessor.from_pretrained(path)
+    picture = noise(30, 43, 1)
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for content, of_truth in (
+            ([TEXT, PICTURE, TEXT], [TEXT, {"type": "image", "image": picture}, TEXT]),
+            (TEXT["text"], [TEXT]),
+        ):
+            chat = [{"role": "user", "content": of_truth}]
+            options = {"add_generation_prompt": True, "return_dict": True}
+            expected = truth.apply_chat_template(chat, tokenize=True, **options)["input_ids"]
+            body = {"messages": [{"role": "user", "content": content}], "add_special_tokens": True}
+            answer = await client.post("/tokenize", json=body)
+            assert answer.json()["tokens"] == expected[0], answer.text
+        answer = await client.post("/apply-template", json={"messages": [{"role": "user", "content": TEXT["text"]}]})
+        assert answer.json()["prompt"] == truth.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        assert (await client.get("/props")).json()["chat_template"] == TEMPLATE
+
+    with_client(tmp_path, FakeDense(lambda submit: ids(" a")), test, model=path)
+
+
+def test_the_template_of_the_configuration_comes_first(tmp_path: Path) -> None:
+    save_model(tmp_path, "chat_template.json")
+    file = tmp_path / "own.jinja"
+    file.write_text("own")
+    assert load_tokenizer(tmp_path, chat_template=file).hf_tokenizer.chat_template == "own"
+
+
+def test_the_tokenizer_of_a_model_of_text_keeps_its_template(tmp_path: Path) -> None:
+    save_model(tmp_path, "chat_template.json")
+    config = tmp_path / "tokenizer_config.json"
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert load_tokenizer(tmp_path).hf_tokenizer.chat_template == OTHER_TEMPLATE
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": None}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.hf_tokenizer.chat_template == TEMPLATE
+    assert asyncio.run(tokenizer.render_chat(Chat([Message("user", "Hi")]))) == "USER: Hi ASSISTANT:"
+
+
+@pytest.mark.parametrize("template", [["a"], {"rag": "a"}, 1])
+def test_a_template_that_is_none_is_refused(template: object, tmp_path: Path) -> None:
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(ModelError, match=r"chat_template\.json has a chat_template that is neither"):
+        read_processor_template(tmp_path)
 
 
 def test_what_a_directory_lacks_is_logged_and_named_in_the_refusal(tmp_path: Path) -> None:
