@@ -419,8 +419,8 @@ def test_all_requests_of_a_key_are_ended_whichever_gateway_runs_them(tmp_path: P
         other = gateways[0].stub.Generate(request, metadata=bearer("bob"))
         batch = []
         for name in ("batch-0", "batch-1"):
-            request.request_id = name
-            batch.append(gateways[0].stub.Generate(request, metadata=bearer("ann")))
+            named = gateway_pb2.GenerateRequest(prompt="a", max_tokens=1900, ignore_eos=True, request_id=name)
+            batch.append(gateways[0].stub.Generate(named, metadata=bearer("ann")))
         await until(lambda: sum(len(each.submits) for each in workers) == 7)
         answer = await post(gateways[1], "/abort_request", {"rid": "batch"}, WAYS[0](KEYS["ann"]))
         assert answer.status_code == 200, answer.text
