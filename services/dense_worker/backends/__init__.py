@@ -103,7 +103,7 @@ class DenseBackend(Protocol):
     ) -> torch.Tensor:
         """token_ids int64 [n]; writes the qkv of layer 0 into qkv_out [n, qkv_size] -> a new residual [n, hidden].
 
-        input_embeds: their rows have any valid token ids. During a capture only `CapturedEmbeds`
+        input_embeds: their rows have any valid token ids. During a capture only `CapturedEmbeds`.
         """
 
     def middle(
