@@ -86,7 +86,7 @@ def reference_logprobs(path: Path, token_ids: list[int]) -> list[float]:
 
 
 def random_prompts(count: int, longest: int, seed: int) -> list[list[int]]:
-    """Prompts of `count` different lengths, from 1 token to `longest`."""
+    """Prompts of `count` different lengths, from 1 token to `longest`; a single one has `longest`."""
     rng = random.Random(seed)
-    lengths = [1 + round(i * (longest - 1) / max(1, count - 1)) for i in range(count)]
+    lengths = [longest] if count == 1 else [1 + round(i * (longest - 1) / (count - 1)) for i in range(count)]
     return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
