@@ -17,8 +17,8 @@ from services.gateway.link.journal_entry import FinishReason
 
 # Each event repeats all text so far. After n characters, events come only every n / 1024 characters: else a long answer
 # would take a number of bytes that grows with its square. Log-probabilities take more: events with them come only when
-# there are an eighth more tokens, those of the prompt included whose log-probabilities are shown, so that all together
-# take about ten times the last one.
+# there are an eighth more tokens, so that all together take about nine times the last one. Those of a prompt are in the
+# first and in the last event of its answer alone: clients read the one or the other.
 MAX_REPEATS = 1024
 MAX_LOGPROB_REPEATS = 8
 PARAM_NAMES = {
@@ -62,21 +62,20 @@ class GenerateFormat:
         answer.append(chunk)
         if chunk.prompt is not None and chunk.prompt.logprobs is not None and self._body.shows_prompt_logprobs:
             self._shown_prompts[index] = chunk.prompt
+        is_first = index not in self._num_sent
         num_characters, num_tokens = self._num_sent.get(index, (0, 0))
         num_new, length = len(answer.text) - num_characters, len(answer.text)
         if not num_new:  # such as ids beyond the tokenizer
             num_new, length = len(answer.token_ids) - num_tokens, len(answer.token_ids)
         if self._body.return_logprob:
-            num_repeated = num_tokens
-            if num_tokens and (shown := self._shown_prompts.get(index)) is not None:
-                num_repeated += max(0, len(shown.token_ids) - self._body.logprob_start_len)
-            is_due = len(answer.token_ids) - num_tokens > num_repeated // MAX_LOGPROB_REPEATS
+            is_due = len(answer.token_ids) - num_tokens > num_tokens // MAX_LOGPROB_REPEATS
         else:
             is_due = num_new > length // MAX_REPEATS
         if chunk.finish is None and not is_due:
             return ()
         self._num_sent[index] = len(answer.text), len(answer.token_ids)
-        described = self._describe(prompt_index, answer, self._shown_prompts.get(index))
+        shown = self._shown_prompts.get(index) if is_first or chunk.finish is not None else None
+        described = self._describe(prompt_index, answer, shown)
         return [{**described, "index": index} if self._is_list else described]
 
     def closing(self) -> Sequence[Any]:

@@ -205,14 +205,15 @@ class Answer(Response):
                 prompt_index, chunk = next_chunk
                 if has_lists:
                     await self._service.heavy_work.turn()
-                is_large = self._is_large(chunk)
+                objects = form.chunk(prompt_index, chunk)
+                is_large = self._is_large(chunk) and bool(objects)
                 if not is_large:
-                    body += self._events(form.chunk(prompt_index, chunk))
+                    body += self._events(objects)
                 if body:
                     await send({"type": "http.response.body", "body": body, "more_body": True})
                     body = b""
                 if is_large:
-                    await self._send_large(send, form.chunk(prompt_index, chunk))
+                    await self._send_large(send, objects)
                 if writer is not None:
                     await generations.forward(write, writer.can_write)
                 next_chunk = await generations.next_chunk()

@@ -174,8 +174,10 @@ def test_a_stream_has_the_log_probabilities_so_far(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("length", "n", "top"), [(5, 1, 0), (5, 2, 3), (800, 1, 2)])
-def test_every_event_has_the_log_probabilities_of_the_prompt(tmp_path: Path, length: int, n: int, top: int) -> None:
-    """With those of a long prompt there are so few events that they take little more than the first and the last."""
+def test_the_log_probabilities_of_a_prompt_are_in_the_first_and_the_last_event(
+    tmp_path: Path, length: int, n: int, top: int
+) -> None:
+    """Of each answer. However long the prompt is, as many events come."""
     count = 60
 
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
@@ -186,15 +188,18 @@ def test_every_event_has_the_log_probabilities_of_the_prompt(tmp_path: Path, len
         expected = [each["meta_info"] for each in (whole if n > 1 else [whole])]
         found = events((await client.post(URL, json=body | {"stream": True})).text)
         assert {each.get("index", 0) for each in found} == set(range(n))
+        begun = set[int]()
         for each in found:
             about, all_of_it = each["meta_info"], expected[each.get("index", 0)]
+            is_shown = each.get("index", 0) not in begun or about["finish_reason"] is not None
+            begun.add(each.get("index", 0))
             of_prompt = {name: value for name, value in all_of_it.items() if name.startswith("input_")}
-            assert of_prompt and of_prompt.items() <= about.items()
-            assert len(about["input_token_logprobs"]) == length - 2
+            assert len(of_prompt["input_token_logprobs"]) == length - 2
+            assert (of_prompt if is_shown else dict.fromkeys(of_prompt, [])).items() <= about.items()
             num_tokens = about["completion_tokens"]
             assert about["output_token_logprobs"] == all_of_it["output_token_logprobs"][:num_tokens]
         last = [each["meta_info"]["completion_tokens"] for each in found if each["meta_info"]["finish_reason"]]
-        assert last == [count] * n and (len(found) == 2 if length > 8 * count else len(found) > 8)
+        assert last == [count] * n and len(found) > 8
 
     with_client(tmp_path, FakeDense(lambda submit: ids(" a") * count, step_s=0.001), test)
 
