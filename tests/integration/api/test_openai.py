@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -45,6 +46,18 @@ def api(cluster: Cluster) -> Iterator[openai.OpenAI]:
         yield openai.OpenAI(
             api_key="none needed", base_url="http://gateway/v1", http_client=transport, max_retries=0
         )
+
+
+@pytest.fixture(scope="module")
+def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The served layers as a checkpoint of their own."""
+    path = tmp_path_factory.mktemp("two_layers")
+    for file in EMBEDDED_MODEL.iterdir():
+        (path / file.name).symlink_to(file)
+    config = json.loads((path / "config.json").read_text()) | {"num_hidden_layers": 2}
+    (path / "config.json").unlink()
+    (path / "config.json").write_text(json.dumps(config))
+    return path
 
 
 @pytest.fixture(autouse=True)
@@ -210,9 +223,11 @@ def test_logprobs_of_both_kinds_agree_with_grpc(cluster: Cluster, api: openai.Op
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_prompt_logprobs_equal_hugging_face(cluster: Cluster, api: openai.OpenAI, is_stream: bool) -> None:
+def test_prompt_logprobs_equal_hugging_face(
+    cluster: Cluster, api: openai.OpenAI, is_stream: bool, two_layers: Path
+) -> None:
     prompts = [random_prompts(1, 90, seed)[0] for seed in range(3)]  # longer than the other prompts
-    expected = [reference_logprobs(EMBEDDED_MODEL, prompt) for prompt in prompts]
+    expected = [reference_logprobs(two_layers, prompt) for prompt in prompts]
     options: Any = {"model": MODEL, "prompt": prompts, "max_tokens": 0, "echo": True, "logprobs": 2}
     if is_stream:
         chunks = list(api.completions.create(**options, stream=True, stream_options={"include_usage": True}))
