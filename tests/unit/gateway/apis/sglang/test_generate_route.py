@@ -195,7 +195,7 @@ def test_the_log_probabilities_of_a_prompt_are_in_the_first_and_the_last_event(
             begun.add(each.get("index", 0))
             of_prompt = {name: value for name, value in all_of_it.items() if name.startswith("input_")}
             assert len(of_prompt["input_token_logprobs"]) == length - 2
-            assert (of_prompt if is_shown else dict.fromkeys(of_prompt, [])).items() <= about.items()
+            assert (of_prompt if is_shown else {key: [] for key in of_prompt}).items() <= about.items()
             num_tokens = about["completion_tokens"]
             assert about["output_token_logprobs"] == all_of_it["output_token_logprobs"][:num_tokens]
         last = [each["meta_info"]["completion_tokens"] for each in found if each["meta_info"]["finish_reason"]]
