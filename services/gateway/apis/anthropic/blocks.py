@@ -77,12 +77,26 @@ _TextBlocks = Annotated[
 Texts = Annotated[Annotated[str, Tag("<text>")] | Annotated[_TextBlocks, Tag("<texts>")], by_shape()]
 
 
+_ResultBlocks = Annotated[
+    list[
+        Annotated[
+            Annotated[TextBlock, Tag("<text>")] | Annotated[ImageBlock, Tag("<image>")],
+            by_field("type", "text or image"),
+        ]
+    ],
+    Field(fail_fast=True),
+    at_most(MAX_PARTS),
+]
+
+_ResultContent = Annotated[Annotated[str, Tag("<text>")] | Annotated[_ResultBlocks, Tag("<texts>")], by_shape()]
+
+
 class ToolResultBlock(RequestModel):
     """What a tool returned."""
 
     type: Literal["tool_result"]
     tool_use_id: CallId
-    content: Texts | None = None
+    content: _ResultContent | None = None
     is_error: bool | None = Field(None, description="true: the model sees `Error: ` before the content")
 
 

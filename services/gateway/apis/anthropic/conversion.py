@@ -111,17 +111,23 @@ def _add_user(conversation: Conversation, message: UserMessage, path: str) -> No
         return
     for i, block in enumerate(message.content):
         if isinstance(block, ToolResultBlock):
-            conversation.add_result(block.tool_use_id, _result_text(block), f"{path}[{i}].tool_use_id")
+            conversation.add_result(block.tool_use_id, _result_parts(block), f"{path}[{i}].tool_use_id")
         elif isinstance(block, ImageBlock):
             conversation.add_picture(USER, block.source.url)
         else:
             conversation.add_text(USER, block.text, f"{path}[{i}].text")
 
 
-def _result_text(block: ToolResultBlock) -> str:
+def _result_parts(block: ToolResultBlock) -> list[str | gateway_pb2.MessagePicture]:
     content = block.content or ""
-    text = content if isinstance(content, str) else "\n".join([each.text for each in content])
-    return f"Error: {text}" if block.is_error else text
+    parts: list[str | gateway_pb2.MessagePicture] = [content] if isinstance(content, str) else []
+    for each in [] if isinstance(content, str) else content:
+        is_picture = isinstance(each, ImageBlock)
+        parts.append(gateway_pb2.MessagePicture(url=each.source.url) if is_picture else each.text)
+    if block.is_error:
+        text = parts.pop(0) if parts and isinstance(parts[0], str) else ""
+        parts.insert(0, f"Error: {text}")
+    return parts
 
 
 def _add_assistant(conversation: Conversation, message: AssistantMessage, path: str) -> None:

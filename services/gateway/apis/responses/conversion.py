@@ -113,7 +113,7 @@ def _add(conversation: Conversation, item: Any, path: str) -> None:
         given = {name: value for name, value in item.action.items() if name != "type" and value is not None}
         conversation.add_call(item.call_id, LOCAL_SHELL, to_json(given).decode(), f"{path}.call_id")
     elif isinstance(item, CallOutputItem):
-        conversation.add_result(item.answered_id, _text_of(item.output), f"{path}.call_id")
+        conversation.add_result(item.answered_id, _result_parts(item.output), f"{path}.call_id")
 
 
 def _add_parts(conversation: Conversation, role: str, parts: Iterable[Any]) -> None:
@@ -123,6 +123,18 @@ def _add_parts(conversation: Conversation, role: str, parts: Iterable[Any]) -> N
             conversation.add_picture(role, part.image_url, part.detail or "")
         elif part.text:
             conversation.add_text(role, part.text, "input")
+
+
+def _result_parts(output: Texts) -> list[str | gateway_pb2.MessagePicture]:
+    """Texts without a picture between them become one."""
+    if isinstance(output, str) or not any(isinstance(part, ImagePart) for part in output):
+        return [_text_of(output)]
+    return [
+        gateway_pb2.MessagePicture(url=part.image_url, detail=part.detail or "")
+        if isinstance(part, ImagePart)
+        else part.text
+        for part in output
+    ]
 
 
 def _text_of(content: Texts) -> str:

@@ -113,7 +113,7 @@ class CallOutputItem(RequestModel):
     type: Literal["function_call_output", "custom_tool_call_output", "local_shell_call_output"]
     call_id: CallId | None = None
     id: CallId | None = None
-    output: Texts
+    output: Annotated[Annotated[str, Tag("<text>")] | Annotated[_MessageParts, Tag("<texts>")], by_shape()]
 
     @property
     def answered_id(self) -> str:

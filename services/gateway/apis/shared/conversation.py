@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from services.common.errors import InvalidRequest
@@ -75,15 +76,24 @@ class Conversation:
             raise InvalidRequest(f"{path}: a message has more than {MAX_CALLS} calls", path)
         calls.append(gateway_pb2.ToolCall(id=call_id, name=name, arguments=arguments))
 
-    def add_result(self, call_id: str, text: str, path: str) -> None:
-        """What a tool returned. Raises `InvalidRequest` unless it is the only result of an earlier call."""
+    def add_result(self, call_id: str, parts: Iterable[str | gateway_pb2.MessagePicture], path: str) -> None:
+        """What a tool returned: texts and pictures in their order.
+
+        Raises `InvalidRequest` unless it is the only result of an earlier call.
+        """
         is_answered = self._is_answered.get(call_id)
         if is_answered is None:
             raise InvalidRequest(f"{path} is {quote(call_id)}, which is the id of no earlier call", path)
         if is_answered:
             raise InvalidRequest(f"{path} is {quote(call_id)}, a call that has a result already", path)
         self._is_answered[call_id] = True
-        self._messages.append(_Message(TOOL, [text], call_id=call_id))
+        message = _Message(TOOL, call_id=call_id)
+        for part in parts:
+            if isinstance(part, str):
+                message.texts.append(part)
+            else:
+                message.pictures.append((len(message.texts), part))
+        self._messages.append(message)
 
     def messages(self) -> list[gateway_pb2.ChatMessage]:
         """All messages."""
