@@ -121,9 +121,14 @@ def test_a_picture(tmp_path: Path) -> None:
         python = Environment("anthropic").program("python")
         data = base64.b64encode(png(picture)).decode()
         got = json.loads(run([python, str(PROGRAMS / "anthropic_picture.py"), f"http://{address}", data]))
-    truth = Truth(model)
+    truth, tokenizer = Truth(model), AutoTokenizer.from_pretrained(model)
     [token_ids], _ = truth.generate(turns, 12)
-    text = AutoTokenizer.from_pretrained(model).decode(token_ids, skip_special_tokens=True)
+    text = tokenizer.decode(token_ids, skip_special_tokens=True)
     assert got["whole"] == got["streamed"] and got["whole"] and text.startswith(got["whole"])
+    shown: list[Turn] = [("user", ["Look."]), ("assistant", []), ("tool", ["Seen:", picture])]
+    [token_ids], _ = truth.generate(shown, 12)
+    text, num_tokens = got["shown"]
+    assert text and tokenizer.decode(token_ids, skip_special_tokens=True).startswith(text)
+    assert num_tokens == truth.num_prompt_tokens(shown)
     assert got["input_tokens"] == [truth.num_prompt_tokens(turns)] * 3
     assert "is none of PNG" in got["error"]

@@ -1,4 +1,7 @@
-"""The `anthropic` package with a picture: whole, streamed, its tokens counted, and refused. See test_anthropic.py."""
+"""The `anthropic` package with a picture: whole, streamed, in a tool's result, its tokens counted, and refused.
+
+See test_anthropic.py.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,14 @@ whole = client.messages.create(max_tokens=12, extra_body={"temperature": 0}, **o
 with client.messages.stream(max_tokens=12, extra_body={"temperature": 0}, **options) as stream:
     streamed = "".join(stream.text_stream)
     usage = stream.get_final_message().usage
+use = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
+result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "Seen:"}, picture]}
+chat = [
+    {"role": "user", "content": "Look."},
+    {"role": "assistant", "content": [use]},
+    {"role": "user", "content": [result]},
+]
+shown = client.messages.create(model="model", max_tokens=12, extra_body={"temperature": 0}, messages=chat)
 broken = picture | {"source": picture["source"] | {"data": "AAAA"}}
 try:
     client.messages.create(model="model", max_tokens=1, messages=[{"role": "user", "content": [broken]}])
@@ -30,6 +41,7 @@ json.dump(
             client.messages.count_tokens(**options).input_tokens,
             *(each.input_tokens + (each.cache_read_input_tokens or 0) for each in (whole.usage, usage)),
         ],
+        "shown": [shown.content[0].text, shown.usage.input_tokens],
         "error": error,
     },
     sys.stdout,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 from pydantic_core import to_json
@@ -125,16 +126,17 @@ def _add_parts(conversation: Conversation, role: str, parts: Iterable[Any]) -> N
             conversation.add_text(role, part.text, "input")
 
 
-def _result_parts(output: Texts) -> list[str | gateway_pb2.MessagePicture]:
+def _result_parts(output: str | Sequence[Any]) -> list[str | gateway_pb2.MessagePicture]:
     """Texts without a picture between them become one."""
-    if isinstance(output, str) or not any(isinstance(part, ImagePart) for part in output):
-        return [_text_of(output)]
-    return [
-        gateway_pb2.MessagePicture(url=part.image_url, detail=part.detail or "")
-        if isinstance(part, ImagePart)
-        else part.text
-        for part in output
-    ]
+    if isinstance(output, str):
+        return [output]
+    parts: list[str | gateway_pb2.MessagePicture] = []
+    for is_picture, group in groupby(output, lambda part: isinstance(part, ImagePart)):
+        if is_picture:
+            parts += [gateway_pb2.MessagePicture(url=part.image_url, detail=part.detail or "") for part in group]
+        else:
+            parts.append("".join([part.text for part in group]))
+    return parts
 
 
 def _text_of(content: Texts) -> str:
