@@ -23,8 +23,10 @@ import pytest
 from services.common.config import WatchdogSection
 from services.pb import gateway_pb2, gateway_pb2_grpc
 from tests.support.cluster import Cluster, children_of, free_port, request, running_cluster
+from tests.support.dense.vision_models import noise
 from tests.support.models import TWO_LAYERS
 from tests.support.process_memory import resident_bytes
+from tests.support.served_vision import data_url, make_served_vision_model
 
 NUM_CLIENTS = 4  # of each API
 MAX_ATTEMPTS = 5  # to disturb streams before they end
@@ -404,6 +406,42 @@ def test_streams_of_many_kinds_survive_the_death_of_gateways(
         if not unbroken or (num_gateways == 1 and len(unbroken) < len(requests)):
             return
     pytest.fail(f"these streams ended before the kill in {MAX_ATTEMPTS} attempts: {unbroken}")
+
+
+def test_a_chat_with_a_picture_survives_the_death_of_its_gateway(tmp_path: Path) -> None:
+    """Its events are those of a request that nothing disturbs."""
+    model = make_served_vision_model(tmp_path / "model")
+    overrides = {
+        "model.path": model,
+        "gateway.address": f"127.0.0.1:{free_port()}",
+        "gateway.http_address": f"127.0.0.1:{free_port()}",
+        "gateway.resume": "true",
+        "launch.gateway_processes": "2",
+    }
+    picture = {"type": "image_url", "image_url": {"url": data_url(noise(50, 37, 1))}}
+    head = {"role": "user", "content": [{"type": "text", "text": "What?"}, picture]}
+    body = {"messages": [head], "max_tokens": 200, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    directory = tmp_path / "cluster"
+    directory.mkdir()
+    settings = (f"{key}={value}" for key, value in overrides.items())
+    with running_cluster(directory, *settings, is_warm=True) as cluster:
+        whole = HttpClient(cluster, "whole", "/v1/chat/completions", body)
+        whole.run()
+        for attempt in range(MAX_ATTEMPTS):
+            wait_gateways(cluster)
+            client = HttpClient(cluster, f"picture-{attempt}", "/v1/chat/completions", body)
+            with ThreadPoolExecutor(1) as threads:
+                run = threads.submit(client.run)
+                wait_begun([client])
+                for pid in gateway_pids(cluster):
+                    os.kill(pid, signal.SIGKILL)
+                run.result(WAIT_S)
+            assert client.objects == whole.objects
+            if client.num_connections > 1:
+                break
+        else:
+            pytest.fail(f"the stream ended before the kill in {MAX_ATTEMPTS} attempts")
+        cluster.wait_idle()
 
 
 class Crowd:
