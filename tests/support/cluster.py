@@ -90,6 +90,15 @@ class Stubs:
         request = dense_pb2.GetStatusRequest()
         return self.dense.GetStatus(request, timeout=REQUEST_TIMEOUT_S, wait_for_ready=True)
 
+    def num_copied_tokens(self) -> int:
+        """Of sequences that have moved to the present attention workers, whose blocks were copied."""
+        total = 0
+        for each in self.dense_status().attention_workers:
+            with grpc.insecure_channel(each.address) as channel:
+                status = attn_pb2_grpc.AttentionWorkerStub(channel).GetStatus(attn_pb2.GetStatusRequest())
+                total += status.num_copied_tokens
+        return total
+
     def wait_idle(self, timeout_s: float = IDLE_TIMEOUT_S) -> attn_pb2.AttentionStatus:
         """Waits until no sequence is open and all blocks are free; fails after `timeout_s` seconds.
 

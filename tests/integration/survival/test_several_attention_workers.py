@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import grpc
 import pytest
 
-from services.pb import attn_pb2, attn_pb2_grpc, gateway_pb2, sampling_pb2
+from services.pb import gateway_pb2, sampling_pb2
 from tests.deploy.kustomize import rendered
 from tests.support.clients.streams import Collected, collect, collect_all, messages_of_every_kind
 from tests.support.cluster import Cluster, ctl, request, running_cluster, wait_for_log
@@ -106,21 +105,11 @@ def test_workers_come_and_go_under_streams(
     for collected, expected in zip(disturbed, of_one_worker, strict=True):
         collected.assert_equals(expected)
     assert len(num_sequences) == 3 and num_sequences[2] > 0
-    assert num_copied_tokens(workers) > 0
+    assert workers.num_copied_tokens() > 0
     assert len(workers.dense_status().attention_workers) == 2
     refused = ctl(workers, "drain-attention", "attn_worker-2")
     assert "there is no attention worker 'attn_worker-2'; there are attn_worker, attn_worker-1" in refused.stderr
     workers.wait_idle()
-
-
-def num_copied_tokens(workers: Cluster) -> int:
-    """Of sequences that have moved to the present attention workers."""
-    total = 0
-    for each in workers.dense_status().attention_workers:
-        with grpc.insecure_channel(each.address) as channel:
-            status = attn_pb2_grpc.AttentionWorkerStub(channel).GetStatus(attn_pb2.GetStatusRequest())
-            total += status.num_copied_tokens
-    return total
 
 
 def test_a_process_that_dies_in_a_drain_changes_no_token(
@@ -259,7 +248,7 @@ def test_the_hook_of_a_pod_that_stops_moves_its_sequences(
         wait_for("a", "b")
         for collected, expected in zip(collect_all(found.gateway, messages, drain), of_one_worker, strict=True):
             collected.assert_equals(expected)
-        assert num_copied_tokens(found) > 0 and drained.poll() is None
+        assert found.num_copied_tokens() > 0 and drained.poll() is None
         refused = stop("a")
         assert refused.returncode == 1 and "attention-a.sock is the last one" in refused.stderr
         with attention_worker(tmp_path, "attention-c"):
