@@ -375,7 +375,7 @@ class LaunchSection(Section):
 
     # those that it runs. Others are elsewhere, such as in containers of their own, with launchers of their own or none
     services: tuple[Literal["attn_worker", "dense_worker", "gateway"], ...] = SERVICES
-    start_timeout_s: Seconds = 300.0  # longest time of a start until the gateway serves, or without progress of a build
+    start_timeout_s: Seconds = 300.0  # longest time of a start until the gateway serves, or without progress of loading
     stop_grace_s: Seconds = 4.0  # time from SIGTERM to SIGKILL, for all services together
     max_restarts: Annotated[int, Field(ge=0)] = 5  # restarts of one service in restart_window_s; then all services stop
     restart_window_s: Seconds = 60.0  # the period in which restarts are counted

@@ -151,7 +151,7 @@ def check_encoder(config: Config, model: ModelConfig) -> None:
 def load_model(
     config: Config, model: ResolvedModel, report: Callable[[str], None], lifeline: Lifeline | None = None
 ) -> LoadedModel:
-    """Loads a model; takes minutes for a large one. `report` receives lines about the progress of TensorRT's builds.
+    """Loads a model; takes minutes for a large one. `report` receives lines about its progress.
 
     `lifeline`: to the launcher, which may have the weights in memory.
 
@@ -172,6 +172,7 @@ class PreparedModel:
     digest: str  # of the weights
     lifeline: Lifeline | None  # to the launcher; None: there is none
     held: HeldWeights[ModelWeights] | None  # the weights that the launcher has, or will have
+    report: Callable[[str], None]  # as in `load_model`
     drafter: PreparedDrafter | None  # None: speculation is off
     images: PreparedImages | None  # None: the model sees no pictures
 
@@ -202,7 +203,7 @@ class PreparedModel:
         kv_cache_dtype = resolve_kv_cache_format(config.attention, model)
         learned = _load_learned(config, model, kv_cache_dtype)
         make_drafter = self.drafter and self.drafter.load()
-        weights = load_model_weights(section, model, self.held)
+        weights = load_model_weights(section, model, self.held, self.report)
         if self.lifeline is not None:
             self.lifeline.keep([each.key for each in self._all_held()], model.rank.prefix)
         if model.config.quantization is not None:
@@ -260,7 +261,7 @@ def prepare_model(
     held = hold_weights(lifeline, digest, model)
     drafter = prepare_drafter(config, model, lifeline)
     images = prepare_images(config, model, digest, lifeline, backend.tensorrt, report)
-    return PreparedModel(config, model, grammars, backend, digest, lifeline, held, drafter, images)
+    return PreparedModel(config, model, grammars, backend, digest, lifeline, held, report, drafter, images)
 
 
 def make_expert_loads(weights: ModelWeights) -> ExpertLoads | None:
@@ -330,14 +331,18 @@ def hold_weights(lifeline: Lifeline | None, digest: str, model: ResolvedModel) -
 
 
 def load_model_weights(
-    section: ModelSection, model: ResolvedModel, held: HeldWeights[ModelWeights] | None
+    section: ModelSection,
+    model: ResolvedModel,
+    held: HeldWeights[ModelWeights] | None,
+    report: Callable[[str], None],
 ) -> ModelWeights:
-    """The weights, of one rank if there are several; those that are held, if they are."""
+    """The weights, of one rank if there are several; those that are held, if they are. `report` as in `load_weights`.
+    """
 
     def load(empty: Empty | None) -> ModelWeights:
         if section.load_format == "dummy":
             return random_weights(model.config, model.dtype, model.device, section.dummy_seed, empty, model.rank)
-        return load_weights(section.path, model.config, model.dtype, model.device, empty, model.rank)
+        return load_weights(section.path, model.config, model.dtype, model.device, empty, model.rank, report)
 
     with naming_what_needs_memory("the weights"):
         return load(None) if held is None else held.get(load)

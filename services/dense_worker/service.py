@@ -224,7 +224,8 @@ class DenseWorker:
         others = [
             OtherRank(*each, attach_options(config, model, index)) for index, each in enumerate(addresses, start=1)
         ]
-        return RankedAttentionClient(*first, model.resolved.rank, others)
+        report = partial(setattr, self._servicer.status, "loading")
+        return RankedAttentionClient(*first, model.resolved.rank, others, report)
 
     def _announce(self, address: str) -> None:
         """Reports that the model is loaded, and whether this worker may attach."""

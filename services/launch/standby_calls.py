@@ -29,7 +29,7 @@ class StandbyCalls(Protocol):
         """Whether the worker is attached to the others, so that the KV cache has its memory."""
 
     async def state(self, spare: grpc.aio.Channel, deadline: StartDeadline) -> SpareState:
-        """How far the spare is. Progress, which only a dense worker's first rank reports, extends the deadline."""
+        """How far the spare is. Progress with loading extends the deadline."""
 
     async def take_over(self, spare: grpc.aio.Channel, timeout_s: float) -> None:
         """Tells the spare that its address leads to it now, if it must know."""
@@ -92,8 +92,9 @@ class ShardCalls:
 
     async def state(self, spare: grpc.aio.Channel, deadline: StartDeadline) -> SpareState:
         """Ready when it has its weights."""
-        is_ready = await _is_serving(spare)
-        return SpareState(is_ready, is_ready, (await self._status(spare)).device_bytes)
+        is_ready, status = await _is_serving(spare), await self._status(spare)
+        deadline.note_progress(status.loading)
+        return SpareState(is_ready, is_ready, status.device_bytes)
 
     async def take_over(self, spare: grpc.aio.Channel, timeout_s: float) -> None:
         """Nothing."""

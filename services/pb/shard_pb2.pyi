@@ -92,9 +92,11 @@ class GetShardStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ShardStatus(_message.Message):
-    __slots__ = ("is_attached", "device_bytes")
+    __slots__ = ("is_attached", "device_bytes", "loading")
     IS_ATTACHED_FIELD_NUMBER: _ClassVar[int]
     DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOADING_FIELD_NUMBER: _ClassVar[int]
     is_attached: bool
     device_bytes: int
-    def __init__(self, is_attached: _Optional[bool] = ..., device_bytes: _Optional[int] = ...) -> None: ...
+    loading: str
+    def __init__(self, is_attached: _Optional[bool] = ..., device_bytes: _Optional[int] = ..., loading: _Optional[str] = ...) -> None: ...

@@ -1,8 +1,9 @@
 """`StartDeadline`: until when services may start, or a gateway waits for its first dense worker. Each new progress of a
 dense worker that loads extends it.
 
-Building TensorRT plans takes minutes. The dense worker reports each plan, and there are only a few, so that a start
-that makes progress ends in finite time, and one that makes none ends after the time given.
+Reading the weights of a large model, or building TensorRT plans, takes minutes. The dense worker reports each percent
+and each plan, and these are few, so that a start that makes progress ends in finite time, and one that makes none ends
+after the time given.
 """
 
 from __future__ import annotations
@@ -34,8 +35,12 @@ class StartDeadline:
 
     def note(self, status: dense_pb2.DenseStatus) -> None:
         """Extends the deadline if the dense worker has reported other progress than before."""
-        if status.loading and status.loading != self._progress:
-            self._progress = status.loading
+        self.note_progress(status.loading)
+
+    def note_progress(self, line: str) -> None:
+        """Extends the deadline by a line that differs from the last one, and is not empty."""
+        if line and line != self._progress:
+            self._progress = line
             self._ends_at = self._now() + self._timeout_s
 
     @property

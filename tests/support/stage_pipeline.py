@@ -33,7 +33,7 @@ class _Shard:
     """A stage that is not the first."""
 
     def __init__(self, config: Config, rank: Rank, side: AttentionSide) -> None:
-        self.runner: ShardRunner = load_shard(config, resolve_dense_model(config, rank), None)[0]
+        self.runner: ShardRunner = load_shard(config, resolve_dense_model(config, rank), print, None)[0]
         self.commands: queue.Queue[shard_pb2.ShardCommand | None] = queue.Queue()
         self._rank, self._side = rank, side
 

@@ -8,7 +8,6 @@ the engine thread.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +30,7 @@ from services.dense_worker.engine.attachment import AttachedCache, Attachment, A
 from services.pb import attn_pb2, attn_pb2_grpc
 from services.rpc.client import open_channel, read_peer_tls
 from services.rpc.server import run_together
+from services.rpc.start_deadline import StartDeadline
 from services.step import PlanAccepted, SequenceOpened, StepPlan
 from services.step.codec import decode_answer, encode_plan
 
@@ -103,6 +103,7 @@ class AttentionClient:
         self._grpc = open_channel(address, peers.max_message_bytes, read_peer_tls(peers))
         self._stub = attn_pb2_grpc.AttentionWorkerStub(self._grpc)
         self._attachment: Attachment | None = None
+        self._deadline = StartDeadline(self._connect_timeout_s)  # of the present attempts to attach
         self._inbox: asyncio.Queue[tuple[Attachment, _Message]] = asyncio.Queue()
 
     async def run(self, listener: AttentionListener, watcher: AttachmentWatcher) -> None:
@@ -161,7 +162,7 @@ class AttentionClient:
         self._loop.call_soon_threadsafe(self._inbox.put_nowait, (attachment, message))
 
     async def _attach(self) -> Attachment:
-        deadline = time.monotonic() + self._connect_timeout_s
+        self._deadline = StartDeadline(self._connect_timeout_s)
         while True:
             try:
                 return await self._attach_once()
@@ -170,7 +171,7 @@ class AttentionClient:
             except (grpc.aio.AioRpcError, TwostrokeError) as error:
                 if isinstance(error, grpc.aio.AioRpcError) and error.code() not in TRANSIENT:
                     raise ConfigError(f"attention worker at {self._address} refused: {error.details()}") from error
-                if time.monotonic() > deadline:
+                if self._deadline.remaining_s <= 0:
                     reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
                     raise PeerError(f"{self._absence} within {self._connect_timeout_s} s: {reason}") from error
                 await asyncio.sleep(_RETRY_S)

@@ -9,7 +9,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,7 @@ from services.dense_worker.ranks.shard_weights import shard_weights
 from services.dense_worker.ranks.stage_weights import stage_weights
 
 RANDOM_STD = 0.02
+REPORT_S = 5.0  # between two lines about the progress of loading
 _HASH_SAMPLES = 64
 _HASH_SAMPLE_BYTES = 4096
 _HASH_PIECE_BYTES = 2**20  # of larger tensors, so that no claimed size takes memory
@@ -68,13 +70,15 @@ def load_weights(
     device: torch.device,
     empty: Empty | None = None,
     rank: Rank = ALONE,
+    report: Callable[[str], None] = lambda line: None,
 ) -> ModelWeights:
     """Reads the safetensors of the Hugging Face directory `path`, one file or sharded.
 
     Each tensor is copied from the mapped file directly to its destination and converted to `dtype`, or to the format
     that `config.quantization` says, so at most the tensors of one projection are in memory besides. Layers beyond
     `config.num_layers` are not read; a rank reads its part alone. Raises ModelError that names the file or tensor that
-    is missing, damaged, or inconsistent with `config`. A terminal shows the progress. `empty` as in `empty_weights`.
+    is missing, damaged, or inconsistent with `config`. A terminal shows the progress, and `report` gets a line
+    for each new percent, but none within `REPORT_S` after another. `empty` as in `empty_weights`.
     """
     names = names_of(config)
     head = f"{names.head}.weight"
@@ -84,10 +88,17 @@ def load_weights(
         destinations = list(_destinations(weights))
         whole = empty_weights(config, dtype, torch.device("meta")) if rank.is_stage else weights
         _check_names(path, config, checkpoint, [source for source, _ in _destinations(whole)])
-        with progress_bar(f"loading {path.name}", sum(place.nbytes for _, place in destinations)) as advance:
+        num_bytes, percent, reported_at = 0, 0, time.monotonic()
+        all_bytes = sum(place.nbytes for _, place in destinations)
+        with progress_bar(f"loading {path.name}", all_bytes) as advance:
             for source, place in destinations:
                 fill(checkpoint, source, place)
                 advance(place.nbytes)
+                num_bytes += place.nbytes
+                now = time.monotonic()
+                if 100 * num_bytes // all_bytes > percent and now - reported_at >= REPORT_S:
+                    percent, reported_at = 100 * num_bytes // all_bytes, now
+                    report(f"weights: {percent} %")
         has_tied_head = isinstance(weights.head, Head) and all(source.name != head for source, _ in destinations)
         return _with_own_head(checkpoint, weights, head) if has_tied_head and head in checkpoint else weights
 

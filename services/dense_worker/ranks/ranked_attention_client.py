@@ -90,8 +90,9 @@ class RankedAttentionClient(AttentionClient):
         may_attach: asyncio.Event,
         rank: Rank,
         others: Sequence[OtherRank],
+        report_loading: Callable[[str], None],
     ) -> None:
-        """`rank`: the first one."""
+        """`rank`: the first one. `report_loading` gets what shards report that load; empty: none is waited for."""
         super().__init__(address, options, peers, may_attach)
         tls, max_bytes = read_peer_tls(peers), peers.max_message_bytes
         self._rpc_timeout_s = peers.rpc_timeout_s
@@ -107,6 +108,8 @@ class RankedAttentionClient(AttentionClient):
         named |= {f"the attention worker of rank {rank}": each for rank, each in enumerate(attention, 1)}
         named |= {f"the dense shard of rank {rank}": each for rank, each in enumerate(shards, 1)}
         self._health_stubs = {who: health_pb2_grpc.HealthStub(channel) for who, channel in named.items()}
+        self._report_loading = report_loading
+        self._loading: dict[int, str] = {}  # what shards have reported that load, by rank
         self._serving: _Serving | None = None
         self._given_up: dict[asyncio.Future[Sequence[RankGroup]], float] = {}  # meetings in threads, and since when
 
@@ -154,7 +157,22 @@ class RankedAttentionClient(AttentionClient):
 
     async def _check_health(self) -> None:
         """Raises `PeerError` if a process of a rank is not ready, before anything is asked of the others."""
-        await _all_or_none(self._check_ready(*each) for each in self._health_stubs.items())
+        try:
+            await _all_or_none(self._check_ready(*each) for each in self._health_stubs.items())
+        except PeerError:
+            await asyncio.gather(*(self._note_loading(*each) for each in enumerate(self._shard_stubs, 1)))
+            raise
+        self._loading.clear()
+        self._report_loading("")
+
+    async def _note_loading(self, rank: int, stub: shard_pb2_grpc.DenseShardStub) -> None:
+        """A shard that loads extends the time that it has."""
+        with contextlib.suppress(grpc.aio.AioRpcError):  # it may not listen yet
+            status = await stub.GetStatus(shard_pb2.GetShardStatusRequest(), timeout=self._rpc_timeout_s)
+            self._loading[rank] = status.loading
+            line = ", ".join(f"rank {each}: {said}" for each, said in sorted(self._loading.items()) if said)
+            self._deadline.note_progress(line)
+            self._report_loading(line)
 
     async def _check_ready(self, who: str, stub: health_pb2_grpc.HealthStub) -> None:
         with _naming(who):

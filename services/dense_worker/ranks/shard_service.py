@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from functools import partial
 
 import structlog
@@ -72,12 +73,18 @@ class ShardService:
 
     async def _load(self, model: ResolvedModel) -> tuple[ShardRunner, str, AdapterLoader | None]:
         """Loads the shard; a standby does so at low priority. Raises `CapacityError` if it has no room."""
-        arguments = self._config, model, self._lifeline
+        loop = asyncio.get_running_loop()
+
+        def report(line: str) -> None:
+            log.info("loading", progress=line)
+            loop.call_soon_threadsafe(setattr, self._servicer, "loading", line)
+
+        arguments = self._config, model, report, self._lifeline
         if not self._is_standby:
             return await asyncio.to_thread(load_shard, *arguments)
         thread = low_priority_thread()
         try:
-            return await asyncio.get_running_loop().run_in_executor(thread, partial(load_shard, *arguments, True))
+            return await loop.run_in_executor(thread, partial(load_shard, *arguments, True))
         finally:
             thread.shutdown(wait=False)  # if this worker was asked to stop, it still works
 
@@ -87,20 +94,25 @@ class ShardService:
 
 
 def load_shard(
-    config: Config, model: ResolvedModel, lifeline: Lifeline | None, is_standby: bool = False
+    config: Config,
+    model: ResolvedModel,
+    report: Callable[[str], None],
+    lifeline: Lifeline | None,
+    is_standby: bool = False,
 ) -> tuple[ShardRunner, str, AdapterLoader | None]:
     """Loads the rank's part of the weights; returns what runs it, the hash of the whole model's weights, and what
     loads adapters, if there are any.
 
-    `lifeline`: to the launcher, which may have the part in memory. `is_standby`: another process runs the shard now.
-    Raises the errors of `load_weights`, and `CapacityError` if a standby has no room.
+    `report` receives lines about the progress. `lifeline`: to the launcher, which may have the part in memory.
+    `is_standby`: another process runs the shard now. Raises the errors of `load_weights`, and `CapacityError` if a
+    standby has no room.
     """
     use_device(model.device, config.dense.num_threads)  # of the calling thread
     digest = hash_of_weights(config.model, model.config)
     held = hold_weights(lifeline, digest, model)
     if is_standby:
         holds_weights("loaded", model, 0 if held is not None and held.are_held() else weight_bytes(model))
-    weights = load_model_weights(config.model, model, held)
+    weights = load_model_weights(config.model, model, held, report)
     if lifeline is not None and held is not None:
         lifeline.keep([held.key], model.rank.prefix)
     lora = make_lora(config, model, weights)

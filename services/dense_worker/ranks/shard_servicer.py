@@ -57,6 +57,7 @@ class ShardServicer(shard_pb2_grpc.DenseShardServicer):
     ) -> None:
         self._rank, self._spec, self._device = rank, spec, device
         self._wait_timeout_s = wait_timeout_s
+        self.loading = ""  # the last thing that loading has reported
         self.watchdog = Watchdog("dense_worker", self._progress, self._on_stall, stall_timeout_s)
         self._engine = EngineThread()
         self._num_asked = self._num_done = 0  # calls of the engine thread
@@ -72,6 +73,7 @@ class ShardServicer(shard_pb2_grpc.DenseShardServicer):
     def start(self, runner: ShardRunner, weights_hash: str, loader: AdapterLoader | None) -> None:
         """The weights are loaded: it can be joined. `loader`: of adapters; None: there are none."""
         self._runner, self._weights_hash, self._loader = runner, weights_hash, loader
+        self.loading = ""
         self._engine.start()
 
     def abort(self) -> None:
@@ -147,7 +149,9 @@ class ShardServicer(shard_pb2_grpc.DenseShardServicer):
         self, request: shard_pb2.GetShardStatusRequest, context: grpc.aio.ServicerContext
     ) -> shard_pb2.ShardStatus:
         device_bytes = 0 if self._device.type == "cpu" else torch.cuda.memory_reserved(self._device)
-        return shard_pb2.ShardStatus(is_attached=self._running is not None, device_bytes=device_bytes)
+        return shard_pb2.ShardStatus(
+            is_attached=self._running is not None, device_bytes=device_bytes, loading=self.loading
+        )
 
     async def _read(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from services.common.errors import ModelError
 from services.common.json_files.read_json import MAX_JSON_BYTES
 from services.common.model_config import ModelConfig, load_model_config
 from services.common.quantization.schemes import on_the_fly_fp8
+from services.dense_worker.model import weights as weights_module
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import load_weights, random_weights, weights_hash
 from tests.support.models import FAMILIES, make_model_dir
@@ -366,3 +368,14 @@ def test_json_that_is_nested_too_deeply_is_named(model_dir: Path) -> None:
     (model_dir / "config.json").write_text("[" * 1_000_000)
     with pytest.raises(ModelError, match=r"config\.json cannot be read as JSON"):
         load(model_dir)
+
+
+def test_each_percent_that_is_loaded_is_reported_once(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = list[str]()
+    arguments = model_dir, load_model_config(model_dir), torch.float32, CPU
+    load_weights(*arguments, report=lines.append)
+    assert not lines, "it takes a moment"
+    monkeypatch.setattr(weights_module, "REPORT_S", 0.0)
+    load_weights(*arguments, report=lines.append)
+    percents = [int(re.fullmatch(r"weights: (\d+) %", line)[1]) for line in lines]
+    assert percents == sorted(set(percents)) and percents[-1] == 100

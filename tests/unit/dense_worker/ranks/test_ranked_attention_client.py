@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from services.common.errors import (
     TwostrokeError,
 )
 from services.common.rank import Rank
+from services.dense_worker.engine import attention_client
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.attention_client import AttachOptions
 from services.dense_worker.engine.session import NO_ATTACHMENT
@@ -34,6 +36,7 @@ from services.dense_worker.ranks.ranked_attention_client import OtherRank, Ranke
 from services.lora.adapter import Adapter
 from services.pb import attn_pb2, shard_pb2
 from services.rpc.error_details import rich_status
+from services.rpc.start_deadline import StartDeadline
 
 CPU = torch.device("cpu")
 SPEC = ChannelSpec(max_tokens=1, qkv_size=1, attn_size=1, dtype=torch.float32)
@@ -71,6 +74,7 @@ class Process:
         self._described = described
         self.num_calls = self.num_cancelled = 0
         self.loads: list[shard_pb2.LoadAdapterRequest] = []
+        self.loading = ""
         self._error, self._status, self._takes_s, self._absence = error, status, takes_s, absence
 
     async def Check(self, request: object, timeout: float) -> Any:
@@ -94,6 +98,9 @@ class Process:
 
     async def Join(self, request: object, timeout: float) -> attn_pb2.AttachReply:
         return await self._call()
+
+    async def GetStatus(self, request: object, timeout: float) -> shard_pb2.ShardStatus:
+        return shard_pb2.ShardStatus(loading=self.loading)
 
     def _stream(self, metadata: object) -> Any:
         return EndedStream()
@@ -121,7 +128,10 @@ def make_client(attention: list[Process], shard: Process, wait_timeout_s: float 
     options = AttachOptions("", "", 1, SPEC, CPU, wait_timeout_s)
     other = OtherRank("127.0.0.1:9", "127.0.0.1:10", options)
     section = PeerSection(**peers)
-    client: Any = RankedAttentionClient("127.0.0.1:8", options, section, asyncio.Event(), Rank(0, 2), [other])
+    reports = asyncio.Queue[str]()  # of what loads
+    arguments = "127.0.0.1:8", options, section, asyncio.Event(), Rank(0, 2), [other], reports.put_nowait
+    client: Any = RankedAttentionClient(*arguments)
+    client.reports = reports
     client._attention_stubs, client._shard_stubs = attention, [shard]
     client._health_stubs = dict(zip(("attention 0", "attention 1", "shard 1"), [*attention, shard], strict=True))
     client._map = lambda reply: NO_ATTACHMENT
@@ -157,6 +167,55 @@ def test_a_rank_that_never_comes_is_named_with_the_limit() -> None:
         client = make_client([Process(), Process()], Process(absence=gone), connect_timeout_s=0.3)
         with pytest.raises(PeerError, match=r"the ranks have not met within 0\.3 s: shard 1: connection refused"):
             await client._attach()
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+
+
+class Clock:
+    """That of the deadline of attaching."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(attention_client, "StartDeadline", partial(StartDeadline, now=lambda: self.now))
+
+
+async def wait_for_report(client: Any, line: str) -> None:
+    while await client.reports.get() != line:
+        pass
+
+
+def test_a_shard_that_loads_is_waited_for_as_long_as_it_makes_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, shard = Clock(monkeypatch), Process(status=NOT_SERVING)
+
+    async def run() -> None:
+        client = make_client([Process(), Process()], shard, connect_timeout_s=10.0)
+        attaching = asyncio.create_task(client._attach())
+        for percent in range(4):
+            shard.loading = f"weights: {percent} %"
+            await wait_for_report(client, f"rank 1: weights: {percent} %")
+            clock.now += 9.0
+        assert not attaching.done()
+        clock.now += 2.0
+        with pytest.raises(PeerError, match=r"the ranks have not met within 10\.0 s: shard 1 is not ready"):
+            await attaching
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+
+
+def test_two_shards_that_load_no_more_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What both have reported last differs, and says nothing new."""
+    clock, hanging = Clock(monkeypatch), [Process(status=NOT_SERVING), Process(status=NOT_SERVING)]
+    for index, each in enumerate(hanging):
+        each.loading = f"weights: {index} %"
+
+    async def run() -> None:
+        client = make_client([Process(), Process()], hanging[0], connect_timeout_s=10.0)
+        client._shard_stubs = hanging
+        attaching = asyncio.create_task(client._attach())
+        await wait_for_report(client, "rank 1: weights: 0 %, rank 2: weights: 1 %")
+        clock.now += 11.0
+        with pytest.raises(PeerError, match=r"the ranks have not met within 10\.0 s"):
+            await attaching
 
     asyncio.run(asyncio.wait_for(run(), LIMIT_S))
 

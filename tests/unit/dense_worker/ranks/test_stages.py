@@ -185,7 +185,7 @@ def test_the_workers_load_their_stages(tmp_path: Path) -> None:
     assert not leading.gives_hidden_states, "the last stage has them"
     sizes = [attach_options(config, leading, rank).model_fingerprint for rank in range(2)]
     assert sizes[0] != sizes[1], "their attention workers have other numbers of layers"
-    _, digest, _ = load_shard(config, resolve_dense_model(config, Rank.of(config.dense, 1)), None)
+    _, digest, _ = load_shard(config, resolve_dense_model(config, Rank.of(config.dense, 1)), print, None)
     assert digest == leading.weights_hash
 
 
