@@ -86,11 +86,17 @@ class Generation:
             if chunk is not None:
                 return chunk
 
-    async def forward(self, take: Callable[[list[Chunk]], None], can_take: Callable[[], bool]) -> None:
+    async def forward(
+        self,
+        take: Callable[[list[Chunk]], None],
+        can_take: Callable[[], bool],
+        take_text: Callable[[str], None] | None = None,
+    ) -> None:
         """Passes chunks to `take` as soon as there are tokens, those of a step at once, without waking a task.
 
         Returns when the last chunk has been passed, or `can_take` is false and there are more: then call `next_chunk`.
-        Raises what `next_chunk` would raise. Not for stepwise requests.
+        Raises what `next_chunk` would raise. Not for stepwise requests. With `take_text` chunks of a single answer that
+        would have nothing but some text and its tokens are not made: it gets the text.
         """
         assert not self.request.is_stepwise, "the answers to a stepwise request take turns"
 
@@ -106,7 +112,13 @@ class Generation:
                     take(chunks)
             return self._num_running > 0
 
-        if not self.is_finished:
+        if self.is_finished:
+            return
+        answer = self._answers[0]
+        if take_text is not None and answer.is_plain and len(self._answers) == 1:
+            texts = _PassedTexts(answer, take_text, take, take_entries)
+            await self._updates.forward(texts.pass_text, can_take)
+        else:
             await self._updates.forward(take_entries, can_take)
 
     def _chunk_of(self, entry: JournalEntry) -> Chunk | None:
@@ -161,6 +173,23 @@ class Generation:
 class _Answer:
     """One sequence of a request; turns its tokens into text."""
 
+    __slots__ = (
+        "_dense",
+        "_is_closed",
+        "_journal",
+        "_last_chunk_at",
+        "_lead",
+        "_metrics",
+        "_own_logprobs",
+        "_parsed",
+        "_text",
+        "append_plain",
+        "entry",
+        "finish",
+        "is_plain",
+        "num_output_tokens",
+    )
+
     def __init__(
         self,
         entry: JournalEntry,
@@ -177,6 +206,7 @@ class _Answer:
         self._metrics = metrics
         self._last_chunk_at: float | None = None  # time of the last chunk with tokens
         self._text = _TextBuilder(entry.request, tokenizer)
+        self.append_plain = self._text.append_plain
         self._parsed: ParsedText | None = None  # in place of `_text`, if content, reasoning and calls are told apart
         if entry.request.parsing is not None:
             self._parsed = ParsedText(entry.request, entry.request.parsing, tokenizer)
@@ -186,7 +216,7 @@ class _Answer:
         self._is_closed = False
         request = entry.request
         # Whether a chunk that is not the last one has nothing but text and tokens.
-        self._is_plain = not (
+        self.is_plain = not (
             prompt_text
             or entry.records
             or request.stop
@@ -199,13 +229,9 @@ class _Answer:
     def next_chunk(self) -> Chunk:
         """A chunk with the entry's new tokens. Raises the error that ended the entry."""
         entry, request = self.entry, self.entry.request
-        if self._is_plain and not entry.is_ended:
-            token_ids = entry.take_plain_tokens()
-            self.num_output_tokens += len(token_ids)
-            self._measure(len(token_ids))
-            return Chunk(
-                entry.index, self._text.append_plain(token_ids), token_ids, None, self.num_output_tokens, None, None
-            )
+        if self.is_plain and not entry.is_ended:
+            token_ids = self.take_plain_tokens()
+            return self.plain_chunk(self.append_plain(token_ids), token_ids)
         is_first = self.num_output_tokens == 0
         token_ids, logprobs, reason = entry.take_new_tokens()
         stop_token_id = None
@@ -263,6 +289,17 @@ class _Answer:
             deltas,
             entry.take_reports(len(token_ids), is_last=reason is not None) if entry.records else NO_REPORTS,
         )
+
+    def take_plain_tokens(self) -> list[int]:
+        """The new tokens of a plain answer that has not ended."""
+        token_ids = self.entry.take_plain_tokens()
+        self.num_output_tokens += len(token_ids)
+        self._measure(len(token_ids))
+        return token_ids
+
+    def plain_chunk(self, text: str, token_ids: list[int]) -> Chunk:
+        """The chunk of these tokens, which have been taken."""
+        return Chunk(self.entry.index, text, token_ids, None, self.num_output_tokens, None, None)
 
     def close(self) -> None:
         """Cancels the sequence if it still runs, and removes it from the journal. Does nothing the second time."""
@@ -331,6 +368,39 @@ class _Answer:
             **({"caller": entry.request.caller} if entry.request.caller else {}),
             **({} if entry.error is None else {"error": str(entry.error)}),
         )
+
+
+class _PassedTexts:
+    """Passes the new texts of a plain answer on, the only one to its request.
+
+    This runs for every token, and the objects of other streams have displaced this one's from the processor's caches:
+    few objects are read, which have slots.
+    """
+
+    __slots__ = ("_answer", "_append", "_take", "_take_entries", "_take_text")
+
+    def __init__(
+        self,
+        answer: _Answer,
+        take_text: Callable[[str], None],
+        take: Callable[[list[Chunk]], None],
+        take_entries: Callable[[list[JournalEntry]], bool],
+    ) -> None:
+        """`take` gets a chunk whose tokens complete no text, `take_entries` the entry when it has ended."""
+        self._answer, self._append = answer, answer.append_plain
+        self._take_text, self._take, self._take_entries = take_text, take, take_entries
+
+    def pass_text(self, entries: list[JournalEntry]) -> bool:
+        """Returns whether more will come."""
+        answer = self._answer
+        if answer.entry.is_ended:
+            return self._take_entries(entries)
+        token_ids = answer.take_plain_tokens()
+        if text := self._append(token_ids):
+            self._take_text(text)
+        else:
+            self._take([answer.plain_chunk(text, token_ids)])
+        return True
 
 
 def _prompt_text(request: GenerationRequest, tokenizer: Tokenizer) -> str:

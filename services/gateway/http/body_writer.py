@@ -8,14 +8,16 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 class BodyWriter:
     """Writes what ASGI's `send` would write, for callers that are no coroutine and cannot wait for the client."""
 
+    __slots__ = ("_cycle", "_flow", "_write")
+
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
+        self._cycle, self._flow, self._write = cycle, cycle.flow, cycle.transport.write
 
     def can_write(self) -> bool:
         """Whether the client reads what it is sent, in chunks; if not, only `send` knows what to do."""
         cycle = self._cycle
-        return not cycle.flow.write_paused and not cycle.disconnected and bool(cycle.chunked_encoding)
+        return not self._flow.write_paused and not cycle.disconnected and bool(cycle.chunked_encoding)
 
     def write(self, piece: bytes) -> None:
         """Writes a piece that is not empty as a chunk (RFC 9112, section 7.1); the answer has begun and not ended."""
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        self._write(b"%x\r\n%b\r\n" % (len(piece), piece))

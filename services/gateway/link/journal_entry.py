@@ -111,6 +111,8 @@ class UpdateQueue:
     its turn.
     """
 
+    __slots__ = ("_can_take", "_entries", "_num_due", "_take", "_turns", "_waiter")
+
     def __init__(self, turns: Turns | None = None) -> None:
         """`turns`: those of all requests; None: its own."""
         self._turns = turns or Turns()

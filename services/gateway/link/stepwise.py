@@ -21,8 +21,10 @@ from services.gateway.resources.repeatable import current_run
 class TurnQueue(UpdateQueue):
     """The answers to one request take turns, a chunk each, whichever has tokens first."""
 
+    __slots__ = ("_ready", "_remaining")
+
     def __init__(self, num_answers: int) -> None:
-        self._turns = deque(range(num_answers))  # indexes of the answers that have not ended
+        self._remaining = deque(range(num_answers))  # indexes of the answers that have not ended
         self._ready: dict[int, JournalEntry] = {}  # entries with updates, by index
         self._waiter: asyncio.Future[None] | None = None
 
@@ -32,15 +34,15 @@ class TurnQueue(UpdateQueue):
             self._waiter.set_result(None)
 
     async def next(self) -> JournalEntry:
-        while self._turns[0] not in self._ready:
+        while self._remaining[0] not in self._ready:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        entry = self._ready.pop(self._turns[0])
-        self._turns.rotate(-1)
+        entry = self._ready.pop(self._remaining[0])
+        self._remaining.rotate(-1)
         return entry
 
     def leave(self, entry: JournalEntry) -> None:
-        self._turns.remove(entry.index)
+        self._remaining.remove(entry.index)
 
 
 class StepwiseEntry(JournalEntry):

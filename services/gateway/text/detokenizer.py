@@ -88,6 +88,8 @@ def token_bytes(
 class _ByteStream:
     """Collects the bytes of tokens and decodes complete characters."""
 
+    __slots__ = ("_held", "_is_at_start", "_num_prompt_replacements", "_table")
+
     def __init__(self, table: _TokenTable, prompt_token_ids: Sequence[int]) -> None:
         self._table = table
         self._is_at_start = True  # whether all tokens so far were skipped
@@ -96,6 +98,9 @@ class _ByteStream:
         self._begin_with(prompt_token_ids)
 
     def append(self, token_ids: Sequence[int]) -> str:
+        is_within = not (self._held or self._is_at_start or self._num_prompt_replacements)
+        if is_within and len(token_ids) == 1 and (text := self._table.texts[token_ids[0]]) is not None:
+            return text
         pieces = [self._table[token_id] for token_id in token_ids]
         if self._is_at_start:
             self._replace_first_piece(pieces, token_ids)
@@ -166,6 +171,7 @@ class _TokenTable(dict[int, bytes]):
         """`anchor`: a word that precedes a token when it is decoded; None for byte-level tokens."""
         super().__init__()
         self.has_byte_fallback = has_byte_fallback
+        self.texts = _Texts(self)
         self._backend = backend
         self._anchor = anchor
         self._anchor_text = "" if anchor is None else self._decode(anchor)
@@ -204,6 +210,21 @@ class _TokenTable(dict[int, bytes]):
 
     def _decode(self, *token_ids: int) -> str:
         return self._backend.decode(token_ids, skip_special_tokens=False)
+
+
+class _Texts(dict[int, str | None]):
+    """The text of each token that is whole characters; None for the others. Filled when an id first occurs."""
+
+    def __init__(self, table: _TokenTable) -> None:
+        super().__init__()
+        self._table = table
+
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            self[token_id] = text = self._table[token_id].decode()
+        except UnicodeDecodeError:
+            self[token_id] = text = None
+        return text
 
 
 class _WindowStream:

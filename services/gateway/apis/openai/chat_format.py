@@ -59,6 +59,7 @@ class ChatFormat:
             body.logprobs or body.return_token_ids or self._has_running_usage or body.timings_per_token
         )
         self._text_objects = TextObjects(self._text_object)
+        self.text_event = self._text_objects.first_event if self._is_plain else None
         self._prompt: list[int] = []  # token ids
         self._lead = _last_of_assistant(body) if body.echo else ""
         self._is_named = isinstance(body.tool_choice, NamedToolChoice)

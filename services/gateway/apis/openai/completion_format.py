@@ -44,6 +44,7 @@ class CompletionFormat:
             body.return_token_ids or self._has_running_usage or body.timings_per_token
         )
         self._text_objects = TextObjects(lambda index, text: self._object(_piece(index, text)))
+        self.text_event = self._text_objects.first_event if self._is_plain else None
         self._prompts: Sequence[list[int]] = ()
         self._begun: set[int] = set()  # indexes of choices that had a chunk, if the token ids of prompts are requested
         self._logprobs: dict[int, LegacyLogprobsBuilder] = {}  # by index of the choice

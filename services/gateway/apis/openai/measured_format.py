@@ -32,6 +32,8 @@ class MeasuredFormat:
     answer in all. While the prompt of a streamed chat is computed, events have `prompt_progress`, as in llama.cpp.
     """
 
+    text_event = None
+
     def __init__(self, form: Format, *, has_timings: bool, has_metrics: bool) -> None:
         self.param_names: Mapping[str, str] = form.param_names
         self.has_event_names = form.has_event_names

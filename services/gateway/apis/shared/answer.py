@@ -6,7 +6,7 @@ It does not use Starlette's streaming response, which costs a task group and sev
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import structlog
@@ -42,6 +42,8 @@ class Format(Protocol):
     param_names: Mapping[str, str]  # names of fields of `GenerateRequest` here, where they differ
     has_event_names: bool  # whether the `type` of a streamed object is also the name of its event
     end_of_stream: bytes  # follows the last event of a complete stream
+    # Makes the event of a piece of the first answer that has nothing but its text; None: there are no such events.
+    text_event: Callable[[str], bytes] | None
 
     async def begin(self, prompts: Sequence[list[int]]) -> None:
         """Takes the token ids of each prompt; called before all other methods."""
@@ -195,6 +197,11 @@ class Answer(Response):
             if piece := self._events(objects):
                 writer.write(piece)
 
+        text_event, write_piece = form.text_event, None if writer is None else writer.write
+
+        def write_text(text: str) -> None:
+            write_piece(text_event(text))
+
         try:
             if body and (not first.done() or current_run() is not None):
                 with opening():
@@ -215,7 +222,7 @@ class Answer(Response):
                 if is_large:
                     await self._send_large(send, objects)
                 if writer is not None:
-                    await generations.forward(write, writer.can_write)
+                    await generations.forward(write, writer.can_write, text_event and write_text)
                 next_chunk = await generations.next_chunk()
             end = form.end_of_stream
             if self._messages[0].HasField("logprobs"):  # the last objects may repeat those of all tokens

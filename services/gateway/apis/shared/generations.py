@@ -103,7 +103,12 @@ class Generations:
             repeated.add(*chunk)
         return repeated.chunks.popleft()
 
-    async def forward(self, take: Callable[[list[Chunk]], None], can_take: Callable[[], bool]) -> None:
+    async def forward(
+        self,
+        take: Callable[[list[Chunk]], None],
+        can_take: Callable[[], bool],
+        take_text: Callable[[str], None] | None = None,
+    ) -> None:
         """Passes chunks of the only prompt to `take` as in `Generation.forward`.
 
         Returns at once if chunks of several prompts have to be merged, or must wait for their prompt, or may be large:
@@ -114,7 +119,7 @@ class Generations:
         [generation] = self.running
         request = generation.request
         if request.num_logprobs is None and not request.returns_prompt and not request.is_stepwise:
-            await generation.forward(take, can_take)
+            await generation.forward(take, can_take, take_text)
 
     async def _next_chunk(self) -> tuple[int, Chunk] | None:
         if len(self.running) == 1:

@@ -261,6 +261,45 @@ def test_forwarded_chunks_have_all_that_came_together_and_go_on_to_the_last() ->
     assert [chunk.finish is None for chunk in chunks] == [True, False]
 
 
+@pytest.mark.parametrize("stop", [(), ("never",)])
+def test_texts_alone_are_forwarded_where_chunks_would_have_nothing_else(stop: tuple[str, ...]) -> None:
+    tokens = ids(" one 漢 two")
+    texts_so_far = {k: REFERENCE.decode(tokens[:k]) for k in range(1, len(tokens))}
+    incomplete = [k for k, text in texts_so_far.items() if text.endswith("\N{REPLACEMENT CHARACTER}")]
+    assert incomplete, "some tokens complete no character"
+
+    async def test() -> tuple[list[str], list[Chunk], int]:
+        generation, entry, _, _ = begin(stop=stop)
+        texts, chunks, order = list[str](), list[Chunk](), list[str]()
+
+        def take(taken: list[Chunk]) -> None:
+            chunks.extend(taken)
+            order.extend(chunk.text for chunk in taken)
+
+        def take_text(text: str) -> None:
+            texts.append(text)
+            order.append(text)
+
+        task = asyncio.ensure_future(generation.forward(take, lambda: True, take_text))
+        for token_id in tokens:
+            await turns_of_the_loop()
+            feed(entry, [token_id])
+        await turns_of_the_loop()
+        feed(entry, ids(" three"), FinishReason.LENGTH)
+        await asyncio.wait_for(task, 10)
+        assert "".join(order) == " one 漢 two three"
+        return texts, chunks, chunks[-1].finish.num_output_tokens
+
+    texts, chunks, num_tokens = asyncio.run(test())
+    assert num_tokens == len(tokens) + len(ids(" three"))
+    if stop:
+        assert not texts, "a stop string may end it anywhere"
+    else:
+        assert "".join(texts) == " one 漢 two"
+        assert [chunk.num_output_tokens for chunk in chunks] == [*incomplete, num_tokens]
+        assert [chunk.text for chunk in chunks] == [""] * len(incomplete) + [" three"]
+
+
 def test_the_chunks_of_all_answers_of_a_step_are_forwarded_together() -> None:
     async def test() -> list[list[tuple[int, str, bool]]]:
         generation, dense, _ = begin_many(n=3, best_of=3)

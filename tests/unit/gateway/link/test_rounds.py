@@ -193,10 +193,13 @@ def test_the_first_sequence_of_a_step_is_another_one_each_time(count: int) -> No
     """Nobody's tokens always come last; those of one sequence, of which a step may have several, stay in order."""
     journal = Journal()
     stream, order = journal.new_stream(), list[int]()
+
+    class Noting(UpdateQueue):
+        def put(self, entry: JournalEntry) -> None:
+            order.append(entry.seq_id)
+
     for number in range(count):
-        updates = UpdateQueue()
-        updates.put = lambda entry: order.append(entry.seq_id)
-        [entry] = journal.open(make_request(f"r{number}", max_tokens=1000), updates)
+        [entry] = journal.open(make_request(f"r{number}", max_tokens=1000), Noting())
         journal.assign(entry, stream)
     entries = list(stream.unfinished())
     tokens = [(entry.seq_id, 100 * row + k) for row, entry in enumerate(entries) for k in range(1 + row % 3)]

@@ -22,6 +22,8 @@ def test_each_object_has_its_own_index_and_text(wanted: list[tuple[int, str]], m
     for index, text in wanted:
         whole = json.dumps(make(index, text), ensure_ascii=False, separators=(",", ":"))
         assert objects.event(index, text).decode() == f"data: {_without_escapes(whole)}\n\n"
+        objects.prepare()
+        assert objects.first_event(text) == objects.event(0, text)
 
 
 def _without_escapes(text: str) -> str:
