@@ -63,11 +63,14 @@ def _truth(path: Path, variant: str) -> PreTrainedModel:
 
 
 def prompt_ids(path: Path, text: str, places: Sequence[str]) -> list[int]:
-    """Token ids of a rendered text, in which each picture's token stands once, with these texts in place of them."""
+    """Token ids of a rendered text, in which each picture's token stands once, with these texts in place of them.
+
+    As in transformers' processors with the special tokens around a text.
+    """
     tokenizer = AutoTokenizer.from_pretrained(path)
     pieces = text.split(IMAGE_TOKEN)
     whole = "".join(piece + place for piece, place in zip(pieces, [*places, ""], strict=True))
-    return tokenizer.encode(whole, add_special_tokens=False)
+    return tokenizer.encode(whole)
 
 
 def _places(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> list[str]:

@@ -107,14 +107,14 @@ def load_vision_config(path: Path) -> VisionConfig | None:
         raise ModelError(f"{path} has no valid config of its pictures: {type(error).__name__}: {error}") from error
 
 
-def is_vision_family(path: Path) -> bool:
-    """Whether the model in a directory is of a family that sees pictures, with all its files."""
-    return str((read_json(path / "config.json") or {}).get("model_type")) in FAMILIES
+def vision_family(path: Path) -> VisionFamily | None:
+    """The family of the model in a directory, whose files may lack something; None: it sees no pictures."""
+    return FAMILIES.get(str((read_json(path / "config.json") or {}).get("model_type")))
 
 
 def why_blind(path: Path) -> str | None:
     """What the directory of a model lacks, in words, whose tower is supported and which sees no pictures without it."""
-    if not is_vision_family(path) or read_processor(path, IMAGE_PROCESSOR) is not None:
+    if vision_family(path) is None or read_processor(path, IMAGE_PROCESSOR) is not None:
         return None
     return f"{path} has {no_processor(IMAGE_PROCESSOR)}, which say how pictures become numbers"
 

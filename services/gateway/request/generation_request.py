@@ -330,9 +330,7 @@ async def read_text_or_chat(
     `table_ids` stand for the vectors of the chat; `num_pictures` are beside a prompt of text.
     """
     kind = message.WhichOneof("input")
-    adds_special_tokens = kind != "chat"  # a chat template writes its own special tokens
-    if message.HasField("add_special_tokens"):
-        adds_special_tokens = message.add_special_tokens
+    asked = message.add_special_tokens if message.HasField("add_special_tokens") else None
     if kind is None:
         names = ", ".join(field.name for field in message.DESCRIPTOR.oneofs_by_name["input"].fields)
         raise InvalidRequest(f"nothing to read: exactly one of {names} is required", "prompt")
@@ -342,11 +340,11 @@ async def read_text_or_chat(
             raise InvalidRequest("prompt is empty", kind)
         if num_pictures:
             return await tokenizer.encode_prompt(text, num_pictures), None
-        return await tokenizer.encode(text, adds_special_tokens), None
+        return await tokenizer.encode(text, asked is not False), None
     chat = await read_chat_in_turn(message.chat, tokenizer)
     check_vectors(chat, len(table_ids))
     num_bytes = message.chat.ByteSize()
-    return await tokenizer.encode_chat(chat, adds_special_tokens, table_ids.start, num_bytes), chat
+    return await tokenizer.encode_chat(chat, asked, table_ids.start, num_bytes), chat
 
 
 def _check_source(message: gateway_pb2.GenerateRequest, sources: SourceReader | None) -> None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from services.common.errors import ConfigError, InvalidRequest
 from services.common.json_files.processor_files import read_processor_template
 from services.common.pooling.pair_template import PairTemplate
-from services.common.vision.vision_config import is_vision_family
+from services.common.vision.vision_config import vision_family
 from services.gateway.resources.heavy_work import HeavyWork
 from services.gateway.text.chat_template import Chat, ChatTemplate
 from services.gateway.text.chat_vectors import encode_around
@@ -60,10 +60,12 @@ class Tokenizer:
         client_templates: ClientTemplates | None = None,
         *,
         may_want_parts: bool = False,
+        completes_chats: bool = False,
     ) -> None:
         """client_templates: renders templates that clients send; None: they are refused.
 
         may_want_parts: the template may be one of a processor, which reads no content that is a text.
+        completes_chats: as a processor, `encode_chat` adds special tokens unless the template begins with the first.
         """
         self.heavy_work = HeavyWork()  # the gateway's, for all that takes long
         self.chat_formats = chat_formats or ChatFormats.choose("auto", "auto", hf_tokenizer.chat_template)
@@ -80,6 +82,7 @@ class Tokenizer:
             )
         self._template = ChatTemplate(hf_tokenizer)
         self._template.may_want_parts = may_want_parts
+        self._completes_chats = completes_chats
         self._control_tokens = ControlTokens(hf_tokenizer)
         self._client_templates = client_templates
         self.fill_in_middle = FillInMiddle(hf_tokenizer)
@@ -143,9 +146,10 @@ class Tokenizer:
         return await self.off_loop(size, self._encode_pair, template, texts, max_tokens, is_cut, max_last)
 
     async def encode_chat(
-        self, chat: Chat, add_special_tokens: bool = False, first_table_id: int = 0, num_bytes: int = 0
+        self, chat: Chat, add_special_tokens: bool | None = None, first_table_id: int = 0, num_bytes: int = 0
     ) -> list[int]:
-        """Token ids of a chat, by default without further special tokens, since the template writes its own.
+        """Token ids of a chat. None: with the special tokens that transformers adds to what the template writes, which
+        are those of processors alone.
 
         `first_table_id` stands for the first of the chat's vectors, the ids after it for the others. `num_bytes`: size
         of its messages and tools. Special tokens written out in messages are plain text. Raises `InvalidRequest` if the
@@ -264,17 +268,17 @@ class Tokenizer:
         return await self._client_templates.render(chat, *variables, self.hf_tokenizer.special_tokens_map)
 
     def _encode_rendered(
-        self, chat: Chat, text: str, nonce: str, add_special_tokens: bool, first_table_id: int
+        self, chat: Chat, text: str, nonce: str, add_special_tokens: bool | None, first_table_id: int
     ) -> list[int]:
         if not chat.vectors:
-            return self._control_tokens.encode(text, nonce, add_special_tokens)
+            return self._control_tokens.encode(text, nonce, self._adds_special_tokens(text, add_special_tokens))
         if add_special_tokens:
             raise InvalidRequest("add_special_tokens cannot be used with prompt_embeds", "add_special_tokens")
         return encode_around(
             chat.vectors, text, first_table_id, lambda piece: self._control_tokens.encode(piece, nonce, False)
         )
 
-    def _encode_chat(self, chat: Chat, add_special_tokens: bool, first_table_id: int) -> list[int]:
+    def _encode_chat(self, chat: Chat, add_special_tokens: bool | None, first_table_id: int) -> list[int]:
         given, nonce = self._template.variables(chat), new_nonce()
         marked = self._control_tokens.marked(given, nonce)
         try:
@@ -283,8 +287,15 @@ class Tokenizer:
             raise InvalidRequest(self._control_tokens.unmarked(str(error), nonce), error.param) from error
         text = self._with_pictures(chat, text)
         if marked == given and not chat.vectors and not self._control_tokens.are_normalized:
-            return self._encode(text, add_special_tokens)
+            return self._encode(text, self._adds_special_tokens(text, add_special_tokens))
         return self._encode_rendered(chat, text, nonce, add_special_tokens, first_table_id)
+
+    def _adds_special_tokens(self, text: str, asked: bool | None) -> bool:
+        """Of a rendered text. `asked`: what the client said."""
+        if asked is not None:
+            return asked
+        first = self.hf_tokenizer.bos_token
+        return self._completes_chats and not (first and text.startswith(first))
 
     def _with_pictures(self, chat: Chat, text: str) -> str:
         """A rendered text with what is tokenized for pictures; the client's own texts have placeholders for such."""
@@ -359,8 +370,8 @@ def load_tokenizer(
     not they are off: chats with pictures and without then become the same text.
     `chat_template`: a file with a template in place of the model's. Raises `ConfigError` if it cannot be read.
     """
-    hf_tokenizer = load_hf_tokenizer(path, is_optional)
-    may_want_parts = is_vision_family(path)
+    hf_tokenizer, family = load_hf_tokenizer(path, is_optional), vision_family(path)
+    may_want_parts = family is not None
     if (may_want_parts or hf_tokenizer.chat_template is None) and (template := read_processor_template(path)):
         hf_tokenizer.chat_template, may_want_parts = template, True
     if chat_template is not None:
@@ -373,4 +384,10 @@ def load_tokenizer(
         except UnicodeDecodeError as error:
             raise ConfigError(f"gateway.chat_template {str(chat_template)!r} is not UTF-8: {error}") from error
     chat_formats = ChatFormats.choose(tool_parser, reasoning_parser, hf_tokenizer.chat_template)
-    return Tokenizer(hf_tokenizer, chat_formats, client_templates, may_want_parts=may_want_parts)
+    return Tokenizer(
+        hf_tokenizer,
+        chat_formats,
+        client_templates,
+        may_want_parts=may_want_parts,
+        completes_chats=family is not None and not family.precedes_text,
+    )

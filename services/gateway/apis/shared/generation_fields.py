@@ -102,7 +102,7 @@ class SamplingFields(_NumberFields):
     add_special_tokens: bool | None = Field(
         None,
         description="Add the special tokens that the model expects around a prompt. Default: true for texts, false for "
-        "chats, whose template writes them",
+        "chats, whose template writes them, unless it is of a model of pictures and does not begin with the first one",
     )
     truncate_prompt_tokens: CountOrAll | None = Field(
         None, description="Keep only this many of the prompt's last tokens; -1: as many as leave room for max_tokens"

@@ -37,7 +37,7 @@ TEMPLATE = (  # of the form of LLaVA 1.5: a content that is a text has no parts,
 OTHER_TEMPLATE = "{% for message in messages %}{{ message.role }}{% endfor %}"
 
 
-def save_model(path: Path, form: str) -> None:
+def save_model(path: Path, form: str, template: str = TEMPLATE) -> None:
     """A LLaVA as transformers saves it, with the processor's template in a file of this name."""
     make_vision_model(path, "llava", text={"vocab_size": 400})
     (path / "preprocessor_config.json").unlink()
@@ -52,21 +52,25 @@ def save_model(path: Path, form: str) -> None:
         patch_size=8,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
-        chat_template=TEMPLATE,
+        chat_template=template,
     ).save_pretrained(path)
     if form == "chat_template.jinja":
         return
     (path / "chat_template.jinja").unlink()
-    for name, template in (("tokenizer_config.json", OTHER_TEMPLATE), (form, TEMPLATE)):
+    for name, given in (("tokenizer_config.json", OTHER_TEMPLATE), (form, template)):
         file = path / name
         fields = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps(fields | {"chat_template": template}))
+        file.write_text(json.dumps(fields | {"chat_template": given}))
 
 
-@pytest.mark.parametrize("form", ["chat_template.jinja", "chat_template.json", "processor_config.json"])
-def test_chats_are_those_of_the_processor(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("form", "start"),
+    [("chat_template.jinja", ""), ("chat_template.json", ""), ("processor_config.json", "{{ bos_token }}")],
+)
+def test_chats_are_those_of_the_processor(form: str, start: str, tmp_path: Path) -> None:
+    """It adds the token that begins a text where the template does not write it."""
     path = tmp_path / "model"
-    save_model(path, form)
+    save_model(path, form, start + TEMPLATE)
     truth = LlavaProcessor.from_pretrained(path)
     picture = noise(30, 43, 1)
 
@@ -78,12 +82,11 @@ def test_chats_are_those_of_the_processor(form: str, tmp_path: Path) -> None:
             chat = [{"role": "user", "content": of_truth}]
             options = {"add_generation_prompt": True, "return_dict": True}
             expected = truth.apply_chat_template(chat, tokenize=True, **options)["input_ids"]
-            body = {"messages": [{"role": "user", "content": content}], "add_special_tokens": True}
-            answer = await client.post("/tokenize", json=body)
-            assert answer.json()["tokens"] == expected[0], answer.text
+            answer = await client.post("/tokenize", json={"messages": [{"role": "user", "content": content}]})
+            assert answer.json()["tokens"] == expected[0] and expected[0].count(1) == 1, answer.text
         answer = await client.post("/apply-template", json={"messages": [{"role": "user", "content": TEXT["text"]}]})
         assert answer.json()["prompt"] == truth.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        assert (await client.get("/props")).json()["chat_template"] == TEMPLATE
+        assert (await client.get("/props")).json()["chat_template"] == start + TEMPLATE
 
     with_client(tmp_path, FakeDense(lambda submit: ids(" a")), test, model=path)
 
