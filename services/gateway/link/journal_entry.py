@@ -43,7 +43,8 @@ class Rounds:
     What is written in an iteration leaves at its end, so the first tokens of a step need not wait for the last. And if
     the next step is read meanwhile, requests that have not had their turn get the tokens of both at once: so a gateway
     keeps up that has too little time for an event to each request and step. Iterations are shorter while requests
-    arrive: the many that come at once would otherwise wait for most of the tokens of those that run.
+    arrive: the many that come at once would otherwise wait for most of the tokens of those that run. A request's first
+    turn comes before all others', so that its first token does not wait for them either.
     """
 
     def __init__(self, size: int, *, is_wake: bool = False) -> None:
@@ -54,6 +55,7 @@ class Rounds:
         self._size = size
         self._is_wake = is_wake
         self._num_left = size if is_wake else 0  # how many more need not wait for a later iteration
+        self._first: deque[Callable[[], None]] = deque()  # of requests that have had no turn
         self._waiting: deque[Callable[[], None]] = deque()
         self._is_due = False  # whether the loop will call `_run`
         self._num_small = 0  # rounds to come that are smaller
@@ -62,13 +64,13 @@ class Rounds:
         """Makes the next rounds smaller."""
         self._num_small = ROUNDS_OF_ARRIVAL
 
-    def add(self, hand_out: Callable[[], None]) -> None:
-        """Calls `hand_out` in its turn."""
+    def add(self, hand_out: Callable[[], None], *, is_first: bool = False) -> None:
+        """Calls `hand_out` in its turn. `is_first`: its request has had none."""
         if self._num_left > 0:
             self._num_left -= 1
             hand_out()
         else:
-            self._waiting.append(hand_out)
+            (self._first if is_first else self._waiting).append(hand_out)
         if not self._is_due:
             self._schedule()
 
@@ -77,18 +79,18 @@ class Rounds:
         asyncio.get_running_loop().call_soon(self._run)
 
     def _run(self) -> None:
-        waiting, size = self._waiting, self._size
+        first, waiting, size = self._first, self._waiting, self._size
         if self._num_small > 0:
             self._num_small -= 1
             size = ROUND_SIZE_AT_ARRIVALS
-        num_turns = min(len(waiting), size)
+        num_turns = min(len(first) + len(waiting), size)
         try:
             for _ in range(num_turns):
-                waiting.popleft()()
+                (first or waiting).popleft()()
         finally:
             self._num_left = size - num_turns if self._is_wake else 0
             self._is_due = False
-            if waiting:
+            if first or waiting:
                 self._schedule()
 
 
@@ -111,13 +113,14 @@ class UpdateQueue:
     its turn.
     """
 
-    __slots__ = ("_can_take", "_entries", "_num_due", "_take", "_turns", "_waiter")
+    __slots__ = ("_can_take", "_entries", "_is_new", "_num_due", "_take", "_turns", "_waiter")
 
     def __init__(self, turns: Turns | None = None) -> None:
         """`turns`: those of all requests; None: its own."""
         self._turns = turns or Turns()
         self._entries: list[JournalEntry] = []  # each entry at most once
         self._num_due = 0  # of them, that `next` may return in this turn
+        self._is_new = True  # whether it has had no turn
         self._waiter: asyncio.Future[None] | None = None
         self._take: Callable[[list[JournalEntry]], bool] | None = None  # given while `forward` runs
         self._can_take: Callable[[], bool] = bool
@@ -127,9 +130,10 @@ class UpdateQueue:
         self._entries.append(entry)
         if self._take is not None:
             if len(self._entries) == 1:
-                self._turns.forwards.add(self._deliver)  # its other updates of this step come first
+                # Its other updates of this step come first.
+                self._turns.forwards.add(self._deliver, is_first=self._is_new)
         elif self._waiter is not None and len(self._entries) == 1:
-            self._turns.wakes.add(self._wake)
+            self._turns.wakes.add(self._wake, is_first=self._is_new)
 
     async def next(self) -> JournalEntry:
         """Waits for an entry with updates. For one caller at a time."""
@@ -141,7 +145,7 @@ class UpdateQueue:
     async def _turn(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
         if self._entries:
-            self._turns.wakes.add(self._wake)
+            self._turns.wakes.add(self._wake, is_first=self._is_new)
         try:
             await self._waiter
         finally:
@@ -150,6 +154,7 @@ class UpdateQueue:
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done() and self._entries:
+            self._is_new = False
             self._waiter.set_result(None)
 
     async def forward(self, take: Callable[[list[JournalEntry]], bool], can_take: Callable[[], bool]) -> None:
@@ -175,6 +180,7 @@ class UpdateQueue:
         if not self._can_take():
             waiter.set_result(None)
             return
+        self._is_new = False
         entries, self._entries, self._num_due = self._entries, [], 0
         try:
             if not self._take(entries):

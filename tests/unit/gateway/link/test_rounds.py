@@ -122,6 +122,54 @@ def test_who_has_not_had_a_turn_gets_the_tokens_of_two_steps_at_once() -> None:
     asyncio.run(test())
 
 
+@pytest.mark.parametrize("forwards", [True, False])
+def test_first_tokens_come_before_the_others_in_the_order_of_their_requests(forwards: bool) -> None:
+    async def test() -> None:
+        journal, seen = Journal(), list[tuple[int, int]]()
+        tasks, entries = list[asyncio.Task[None]](), list[JournalEntry]()
+
+        def take(found: list[JournalEntry]) -> bool:
+            seen.extend((entries.index(entry), token) for entry in found for token in entry.take_new_tokens()[0])
+            return True
+
+        async def read(updates: UpdateQueue) -> None:
+            if forwards:
+                await updates.forward(take, lambda: True)
+            while True:
+                take([await updates.next()])
+
+        async def begin(count: int) -> None:
+            for _ in range(count):
+                updates = UpdateQueue(journal.turns)
+                entries.extend(journal.open(make_request(f"r{len(entries)}"), updates))
+                tasks.append(asyncio.create_task(read(updates)))
+            await iteration()
+
+        async def step(token: int) -> None:
+            seen.clear()
+            for entry in entries:
+                entry.append(token, 0.0)
+            for _ in range(2 * len(entries)):
+                await iteration()
+
+        await begin(NUM_REQUESTS)
+        await step(10)
+        await begin(2)
+        await step(11)
+        numbers = [number for number, _ in seen]
+        assert sorted(seen) == [(number, 11) for number in range(NUM_REQUESTS + 2)]
+        new = [numbers.index(NUM_REQUESTS), numbers.index(NUM_REQUESTS + 1)]
+        assert new == sorted(new) and new[-1] <= ROUND_SIZE + 1, numbers  # behind those whose turn had come
+        await step(12)
+        assert sorted(seen) == [(number, 12) for number in range(NUM_REQUESTS + 2)]
+        assert [number for number, _ in seen] == list(range(NUM_REQUESTS + 2)), "they are new no more"
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(test())
+
+
 def test_tasks_that_wait_for_tokens_have_turns_too_and_each_token_comes_once() -> None:
     async def test() -> None:
         journal, events = Journal(), dict[int, list[list[int]]]()
