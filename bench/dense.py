@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from bench.gpu.device_rates import describe_environment, measure_copy_rate, measure_matrix_rate, require_gpu
-from services.common.families.shape import Activation, LayerParts, NormKind
+from services.common.families.shape import Activation, ExpertOptions, LayerParts, NormKind
 from services.common.model_config import ModelConfig, RopeConfig
 
 BATCHES = (1, 8, 16, 32, 64, 128, 256, 512)
@@ -76,12 +76,25 @@ _GEMMA_3_4B = replace(
     qk_norm=True,
     parts=LayerParts(norm=NormKind.RMS_PLUS_ONE, activation=Activation.GELU_TANH, has_norms_after=True),
 )
+_QWEN3_30B_A3B = replace(
+    _LLAMA_2_7B,
+    family="qwen3_moe",
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_layers=48,
+    num_kv_heads=4,
+    norm_eps=1e-6,
+    qk_norm=True,
+    parts=LayerParts(experts=ExpertOptions(128, 8, 768, renormalizes=True, layers=tuple(range(48)))),
+)
 MODELS = {
     "llama-2-7b": _LLAMA_2_7B,
     "llama-2-13b": _LLAMA_2_13B,
     "llama-3-8b": _LLAMA_3_8B,
     "qwen-2-7b": _QWEN_2_7B,
     "gemma-3-4b": _GEMMA_3_4B,
+    "qwen3-30b-a3b": _QWEN3_30B_A3B,
 }
 
 

@@ -32,6 +32,8 @@ from bench.load.own_server import write_vocabulary
 from tests.support.cluster import running_cluster
 
 BENCH = Path(__file__).parents[1]
+# Experts: the larger the step, the more rows share what is read of each one.
+LARGE_STEPS = "scheduler.max_num_batched_tokens=8192"
 COMMON = ("scheduler.max_num_batched_tokens=2048", "attention.enable_prefix_cache=false")
 MIN_PART_PROMPTS = 2
 CONTEXT_OUTPUT = 256  # tokens; most steps of such a run only decode
@@ -151,7 +153,7 @@ GROUPS = {
     "30b-a3b": Group(
         "qwen3-30b-a3b",
         "stored",
-        ("scheduler.max_num_seqs=768",),
+        ("scheduler.max_num_seqs=768", LARGE_STEPS),
         (
             alone(6, Figure("one stream, tok/s", "output_throughput", 290, 350)),
             core("768x768:1000/300", "768 x 1,000/300 into the dense worker", 9_500, 12_000, rounds=1),
@@ -161,7 +163,7 @@ GROUPS = {
     "30b-a3b-kv": Group(
         "qwen3-30b-a3b",
         "stored",
-        ("scheduler.max_num_seqs=768", "attention.kv_cache_dtype=fp8"),
+        ("scheduler.max_num_seqs=768", LARGE_STEPS, "attention.kv_cache_dtype=fp8"),
         (core("768x768:1000/300", "768 x 1,000/300, KV in FP8, into the dense worker", 9_500, 12_000, rounds=1),),
     ),
     "7b-int4": Group(
