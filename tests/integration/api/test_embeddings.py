@@ -128,6 +128,21 @@ def test_clients_of_triton_get_the_same(cluster: Cluster) -> None:
     [output] = post(cluster, {"inputs": [tensor]}, path="/v2/models/embedding/infer")["outputs"]
     assert (output["name"], output["datatype"], output["shape"]) == ("embedding", "FP32", [2, len(vectors[0])])
     np.testing.assert_allclose(np.reshape(output["data"], output["shape"]), vectors, atol=TOLERANCE)
+    size = max(map(len, lists)) + 2
+    padded = [token_id for each in lists for token_id in [*each, *[0] * (size - len(each))]]
+    ids = {"name": "input_ids", "datatype": "INT32", "shape": [2, size], "data": padded}
+    lengths = {"name": "input_lengths", "datatype": "INT32", "shape": [2, 1], "data": [*map(len, lists)]}
+    [output] = post(cluster, {"inputs": [ids, lengths]}, path="/v2/models/embedding/infer")["outputs"]
+    np.testing.assert_allclose(np.reshape(output["data"], output["shape"]), vectors, atol=TOLERANCE)
+    found = post(cluster, {"input_ids": lists[1]}, path="/v2/models/embedding/generate")
+    np.testing.assert_allclose(found["embedding"], vectors[1], atol=TOLERANCE)
+    for wrong, part in (
+        ([lengths], "exactly one"),
+        ([ids, tensor], "exactly one"),
+        ([ids, lengths | {"data": [1, size + 1]}], f"input_lengths is {size + 1}"),
+        ([ids | {"data": [-1, *padded[1:]]}], "input_ids[0] is -1"),
+    ):
+        assert part in post(cluster, {"inputs": wrong}, 400, "/v2/models/embedding/infer")["error"]
 
 
 def test_many_inputs_of_one_request(cluster: Cluster) -> None:

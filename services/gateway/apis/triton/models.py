@@ -1,7 +1,8 @@
 """The models, by the names and types of their tensors: five of TensorRT-LLM's model repository, and one for vectors.
 
 `ensemble` and `tensorrt_llm_bls` turn text into text. `preprocessing`, `tensorrt_llm` and `postprocessing` are its
-three steps: text to token ids, token ids to token ids, and token ids to text. `embedding` makes vectors of texts.
+three steps: text to token ids, token ids to token ids, and token ids to text. `embedding` makes vectors of texts or
+token ids.
 """
 
 from __future__ import annotations
@@ -285,7 +286,7 @@ POSTPROCESSING = ModelSpec(
 )
 EMBEDDING = ModelSpec(
     "embedding",
-    (InputSpec("text_input", TEXT, is_required=True),),
+    (InputSpec("text_input", TEXT), InputSpec("input_ids", ("INT32",), MANY), InputSpec("input_lengths", ("INT32",))),
     (OutputSpec("embedding", "FP32", (-1,)),),
     "python",
     False,

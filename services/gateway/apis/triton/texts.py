@@ -1,4 +1,5 @@
-"""Models: `preprocessing` (text to token ids), `postprocessing` (token ids to text) and `embedding` (text to vector).
+"""Models: `preprocessing` (text to token ids), `postprocessing` (token ids to text) and `embedding` (either to
+a vector).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from services.common.errors import InvalidRequest
 from services.gateway.access.access import Caller
 from services.gateway.apis.triton.rows import Row
 from services.gateway.apis.triton.tensors import Tensor, text_tensor
-from services.gateway.apis.triton.to_message import word_list
+from services.gateway.apis.triton.to_message import prompt_token_ids, word_list
 from services.gateway.core.request_service import RequestService
 from services.gateway.request.generation_request import MAX_BAD_WORDS, MAX_STRING_CHARACTERS
 from services.gateway.resources.memory_budget import HeldMemory
@@ -81,13 +82,23 @@ async def postprocess(service: RequestService, rows: Sequence[Row], caller: Call
 async def embed(
     vectors: Vectors, rows: Sequence[Row], caller: Caller, opened: contextlib.AsyncExitStack
 ) -> list[Tensor]:
-    """The vector of each text; its memory is counted until `opened` is closed."""
+    """The vector of each text or list of token ids; its memory is counted until `opened` is closed."""
     held = HeldMemory(vectors.service.memory, caller.number)
     opened.callback(held.release)
     normalizes = vectors.embeds.normalizes
-    inputs = [VectorInput("text_input", row["text_input"]) for row in rows]
-    pooled = await vectors.pool(inputs, InputOptions(), caller, held, "text_input")
+    name = "input_ids" if "input_ids" in rows[0] else "text_input"
+    if name not in rows[0] or (name == "input_ids" and "text_input" in rows[0]):
+        raise InvalidRequest("exactly one of text_input and input_ids is required", "text_input")
+    inputs = [VectorInput(name, row["text_input"] if name == "text_input" else _token_ids(row)) for row in rows]
+    pooled = await vectors.pool(inputs, InputOptions(), caller, held, name)
     return [Tensor("embedding", "FP32", np.stack([shaped(each.values, None, normalizes) for each in pooled]))]
+
+
+def _token_ids(row: Row) -> list[int]:
+    if "input_lengths" in row:
+        return prompt_token_ids(row)
+    token_ids: list[int] = row["input_ids"]
+    return token_ids
 
 
 async def _word_token_ids(service: RequestService, option: str, row: Row) -> list[tuple[int, ...]]:

@@ -53,7 +53,7 @@ def generate_message(
         bad_words=[word for word in row.get("bad_words", ()) if word],
     )
     if "input_ids" in row:
-        message.prompt_token_ids.ids.extend(_prompt_token_ids(row))
+        message.prompt_token_ids.ids.extend(prompt_token_ids(row))
     else:
         message.prompt = row["text_input"]
     message.pictures.extend(_pictures(row))
@@ -190,7 +190,8 @@ def _prompt_table(row: Row) -> gateway_pb2.PromptEmbeds | None:
     )
 
 
-def _prompt_token_ids(row: Row) -> list[int]:
+def prompt_token_ids(row: Row) -> list[int]:
+    """The `input_ids` of a row without what pads them. Raises `InvalidRequest` for a wrong length."""
     token_ids: list[int] = row["input_ids"]
     length = row["input_lengths"]
     if not 1 <= length <= len(token_ids):
