@@ -149,6 +149,14 @@ class RequestAborted(TwostrokeError):
     code = "request_aborted"
 
 
+class AbortedByCaller(TwostrokeError):
+    """Another request of the same caller ended this one before it ran."""
+
+    status_code = grpc.StatusCode.CANCELLED
+    http_status = 499  # as proxies log it when a client gives up; no standard has one
+    code = "aborted_by_caller"
+
+
 class KeyReused(TwostrokeError):
     """The name of a resumable request came again, with another request."""
 

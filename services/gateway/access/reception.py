@@ -260,7 +260,7 @@ class Reception(grpc.aio.ServerInterceptor):
 async def _count(held: HeldMemory, message: bytes) -> None:
     """Counts a message that is here already, and then what will be made of it."""
     held.add(len(message))
-    await held.reserve((BYTES_PER_BODY_BYTE - 1) * len(message), "what is made of its message")
+    await held.reserve_body((BYTES_PER_BODY_BYTE - 1) * len(message), "what is made of its message")
 
 
 def _after(receive: Callable[..., Awaitable[Any]], behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:

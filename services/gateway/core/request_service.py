@@ -14,15 +14,16 @@ from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.json_files.processor_files import IMAGE_PROCESSOR, no_processor
 from services.common.structured_output import StructuredOutput
 from services.gateway.access.access import Access, Caller
-from services.gateway.access.admission import Admission
+from services.gateway.access.admission import Admission, Ticket
 from services.gateway.adapters.adapters import Adapters
+from services.gateway.core.being_read import BeingRead
 from services.gateway.core.generation import Generation
 from services.gateway.features.feature import HeldBytes
 from services.gateway.features.installed import features_of
 from services.gateway.images.picture import Picture
 from services.gateway.images.picture_reader import PictureReader, num_pictures
 from services.gateway.link.dense_pool import DensePool
-from services.gateway.link.journal import Journal
+from services.gateway.link.journal import Journal, is_of_batch
 from services.gateway.link.journal_entry import FinishReason
 from services.gateway.link.served_model import ServedModel
 from services.gateway.link.stepwise import check_repeatable
@@ -111,6 +112,7 @@ class RequestService:
         self.sources = sources  # None: the model has no encoder
         self.prompt_embeds = prompt_embeds  # None: prompts of embeddings are refused
         self.pictures = pictures  # None: pictures are refused
+        self._being_read = BeingRead()
         metrics.watch(self._counts)
 
     @property
@@ -185,27 +187,8 @@ class RequestService:
             ticket = self._admission.open(caller, is_part=is_part)
             held, num_messages = HeldMemory(self.memory, caller.number), COPIES_OF_MESSAGES if in_one_message else 0
             ticket.at_close(held.release)
-            num_bytes = len(message.prompt_embeds.values) + len(message.prompt_embedding_table.values)
-            if num_bytes and self.prompt_embeds is not None:
-                advice = "send fewer or half precision"
-                await held.reserve(COPIES_OF_EMBEDDINGS * num_bytes, "embeddings", "prompt_embeds", advice)
-            limits = replace(self.limits, names=self.names_for(caller))
-            check_counts(message, self.pictures)
-            async with self._reading_pictures(message, caller, held) as reading:
-                count = num_pictures(message)
-                read = await read_request(message, self.tokenizer, limits, prompt_name, count, reading)
-            request = caller.adapt(read)
-            check_num_logprobs(num_other_logprobs + request.max_num_logprobs, self._max_request_logprobs)
-            structure = request.spec.sampling.structured_output
-            if structure is not None:
-                compiled = await self._compile(structure, request)
-                ticket.at_close(await self._held_forms.hold(compiled, caller.number))
-                sampling = replace(request.spec.sampling, structured_output=compiled)
-                request = replace(request, spec=replace(request.spec, sampling=sampling))
-            if request.max_num_held_logprobs:
-                num_bytes = (1 + num_messages) * BYTES_PER_LOGPROB * request.max_num_held_logprobs
-                await held.reserve(num_bytes, "log-probabilities", "logprobs", "lower max_tokens, logprobs or n")
-            await self._reserve(request, held, num_messages)
+            async with self.reading([message], caller):
+                request = await self._read(message, caller, num_other_logprobs, prompt_name, ticket, held, num_messages)
             ticket.admit(request)
             is_resumable = current_run() is not None
             if is_resumable:
@@ -219,6 +202,46 @@ class RequestService:
                 self.metrics.on_rejected(error)
             span.end(str(error) or type(error).__name__)
             raise
+
+    def reading(
+        self, messages: Sequence[gateway_pb2.GenerateRequest], caller: Caller
+    ) -> AbstractAsyncContextManager[None]:
+        """A context in which requests are read, which may be aborted meanwhile: it raises `AbortedByCaller`."""
+        return self._being_read.until_started(caller.owner, [message.request_id for message in messages])
+
+    async def _read(
+        self,
+        message: gateway_pb2.GenerateRequest,
+        caller: Caller,
+        num_other_logprobs: int,
+        prompt_name: str,
+        ticket: Ticket,
+        held: HeldMemory,
+        num_messages: int,
+    ) -> GenerationRequest:
+        """The request that a message asks for, with all that it needs reserved."""
+        num_bytes = len(message.prompt_embeds.values) + len(message.prompt_embedding_table.values)
+        if num_bytes and self.prompt_embeds is not None:
+            advice = "send fewer or half precision"
+            await held.reserve(COPIES_OF_EMBEDDINGS * num_bytes, "embeddings", "prompt_embeds", advice)
+        limits = replace(self.limits, names=self.names_for(caller))
+        check_counts(message, self.pictures)
+        async with self._reading_pictures(message, caller, held) as reading:
+            count = num_pictures(message)
+            read = await read_request(message, self.tokenizer, limits, prompt_name, count, reading)
+        request = caller.adapt(read)
+        check_num_logprobs(num_other_logprobs + request.max_num_logprobs, self._max_request_logprobs)
+        structure = request.spec.sampling.structured_output
+        if structure is not None:
+            compiled = await self._compile(structure, request)
+            ticket.at_close(await self._held_forms.hold(compiled, caller.number))
+            sampling = replace(request.spec.sampling, structured_output=compiled)
+            request = replace(request, spec=replace(request.spec, sampling=sampling))
+        if request.max_num_held_logprobs:
+            num_bytes = (1 + num_messages) * BYTES_PER_LOGPROB * request.max_num_held_logprobs
+            await held.reserve(num_bytes, "log-probabilities", "logprobs", "lower max_tokens, logprobs or n")
+        await self._reserve(request, held, num_messages)
+        return request
 
     def _reading_pictures(
         self,
@@ -259,8 +282,13 @@ class RequestService:
     def abort(self, request_id: str | None, owner: Owner, *, with_batch: bool = False) -> bool:
         """Ends the answers of an owner's request, or with None of all, as they are; returns whether there were any.
 
-        `with_batch`: those of a batch with this name too. A request that is still being read is not found.
+        `with_batch`: those of a batch with this name too. A request that is still being read fails.
         """
+
+        def is_meant(name: str) -> bool:
+            return request_id in (None, name) or (with_batch and is_of_batch(name, request_id))
+
+        is_being_read = self._being_read.abort(owner, is_meant)
         of_owner = self.journal.of_owner(owner) if request_id is None else self.journal.of_request(owner, request_id)
         if request_id is not None and with_batch:
             of_owner += self.journal.of_batch(owner, request_id)
@@ -268,7 +296,7 @@ class RequestService:
         for entry in entries:
             self._dense.cancel(entry)
             entry.finish(FinishReason.ABORT)
-        return bool(entries)
+        return is_being_read or bool(entries)
 
     async def forget_prefixes(self) -> None:
         """Requests that come later find no blocks of earlier ones. Raises `PeerError` unless all workers confirm it."""

@@ -70,7 +70,7 @@ def _counted(receive: Receive, held: HeldMemory) -> Receive:
     async def receive_counted() -> Message:
         message = await receive()
         if body := message.get("body"):
-            await held.reserve(BYTES_PER_BODY_BYTE * len(body), "its body")
+            await held.reserve_body(BYTES_PER_BODY_BYTE * len(body), "its body")
         return message
 
     return receive_counted

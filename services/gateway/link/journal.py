@@ -121,11 +121,7 @@ class Journal:
 
     def of_batch(self, owner: Owner, name: str) -> list[JournalEntry]:
         """The open sequences of an owner's requests called `name`-0, `name`-1, and so on."""
-        return [
-            entry
-            for entry in self.of_owner(owner)
-            if (found := entry.spec.request_id).startswith(f"{name}-") and found[len(name) + 1 :].isdecimal()
-        ]
+        return [entry for entry in self.of_owner(owner) if is_of_batch(entry.spec.request_id, name)]
 
     def of_owner(self, owner: Owner) -> list[JournalEntry]:
         """The open sequences of all requests of an owner."""
@@ -175,3 +171,8 @@ class Journal:
         self._waiting_tokens_of[client] += num_more_tokens
         if not self._waiting_of[client]:
             del self._waiting_of[client], self._waiting_tokens_of[client]
+
+
+def is_of_batch(request_id: str, name: str) -> bool:
+    """Whether it is `name`-0, `name`-1, or so on."""
+    return request_id.startswith(f"{name}-") and request_id[len(name) + 1 :].isdecimal()

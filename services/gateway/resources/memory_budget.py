@@ -25,6 +25,7 @@ from services.common.shared_counts import Counts
 
 KEY = "gateway.max_held_bytes"
 POLL_S = 0.05  # how often those who wait look what other processes have given back
+SMALL_BYTES = 4096  # of a body or message, with what is made of it: so much is counted and never waits
 BYTES_PER_BODY_BYTE = 4  # of a body or message: itself, the objects that are made of it, and the prompt
 
 Place = tuple[int, asyncio.Future[None]]  # the bytes that a request waits for; done as soon as it holds them
@@ -194,6 +195,13 @@ class HeldMemory:
             )
         await self.budget.take(self.client, num_bytes, what, self.num_bytes)
         self.num_bytes += num_bytes
+
+    async def reserve_body(self, num_bytes: int, what: str) -> None:
+        """Holds more for a body or message. A small one never waits, and so can end requests of its client that do."""
+        if self.num_bytes + num_bytes <= SMALL_BYTES:
+            self.add(num_bytes)
+        else:
+            await self.reserve(num_bytes, what)
 
     def add(self, num_bytes: int) -> None:
         """Holds more of what has been made already, so it is too late to refuse it."""

@@ -79,14 +79,15 @@ class Generations:
             service.metrics.on_rejected(error)
             raise
         num_logprobs = 0
-        for prompt_index, message in enumerate(messages):
-            prompt_name = f"prompt[{prompt_index}]" if len(messages) > 1 else "prompt"
-            generation = await service.start(
-                message, caller, num_logprobs, prompt_name, in_one_message=in_one_message
-            )
-            self.running.append(generation)
-            num_logprobs += generation.request.max_num_logprobs
-            await asyncio.sleep(0)  # let other tasks run: starting the answers to one prompt may take milliseconds
+        async with service.reading(messages, caller):  # also while none of several is
+            for prompt_index, message in enumerate(messages):
+                prompt_name = f"prompt[{prompt_index}]" if len(messages) > 1 else "prompt"
+                generation = await service.start(
+                    message, caller, num_logprobs, prompt_name, in_one_message=in_one_message
+                )
+                self.running.append(generation)
+                num_logprobs += generation.request.max_num_logprobs
+                await asyncio.sleep(0)  # let other tasks run: starting the answers to one prompt may take milliseconds
 
     async def next_chunk(self) -> tuple[int, Chunk] | None:
         """The index of a prompt and the next chunk of its answers; None when all have ended.

@@ -103,10 +103,8 @@ class _Running:
     """A request that runs."""
 
     request_ids: Sequence[str]  # in the gateway, one per row
-    is_stopped: bool = False
 
     def stop(self, service: RequestService, owner: Owner) -> None:
-        self.is_stopped = True
         for request_id in self.request_ids:
             service.abort(request_id, owner)
 
@@ -206,8 +204,6 @@ class Triton:
                 with client_field_names(PARAM_NAMES):
                     await generations.start(service, messages, caller, in_one_message=request.in_one_message)
                 self._check_numbers(request, generations)
-                if running.is_stopped:  # while its texts became tokens
-                    running.stop(service, caller.owner)
                 pad_id = service.eos_token_ids[0] if service.eos_token_ids else 0
                 answers = Answers(request.model, request.rows, service.tokenizer, pad_id, service.model.vocab_size)
                 prompts = [each.request for each in generations.running]

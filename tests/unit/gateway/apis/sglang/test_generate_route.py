@@ -10,6 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from services.gateway.resources.memory_budget import MemoryBudget
 from tests.support.clients.gateway_calls import EOS, ids
 from tests.support.clients.http_clients import events
 from tests.support.clients.http_gateway import COMPLETIONS, answers_to, check_error, say, with_client
@@ -269,6 +270,43 @@ def test_a_batch_is_ended_by_its_name(tmp_path: Path) -> None:
 
     dense = FakeDense(lambda submit: [])
     with_client(tmp_path, dense, test)
+
+
+@pytest.mark.parametrize(
+    "abort", [{"rid": "mine"}, {"rid": "some"}, {"abort_all": True}], ids=["a name", "a batch", "all"]
+)
+def test_a_request_that_waits_for_memory_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abort: dict[str, Any]
+) -> None:
+    """One holds most of the memory with the log-probabilities that it may have, and others wait for as much."""
+    budgets = set[MemoryBudget]()
+    wait_for = MemoryBudget._wait_for
+
+    async def noted(budget: MemoryBudget, place: asyncio.Future[None]) -> None:
+        budgets.add(budget)
+        await wait_for(budget, place)
+
+    monkeypatch.setattr(MemoryBudget, "_wait_for", noted)
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        def run(**prompts: Any) -> asyncio.Task[httpx2.Response]:
+            body = {**prompts, "return_logprob": True, "top_logprobs_num": 20, "sampling_params": {"max_new_tokens": 400}}
+            return asyncio.create_task(client.post(URL, json=body))
+
+        first = run(text=PROMPT, rid="first")
+        await until(lambda: len(dense.running) == 1)
+        waiting = run(text=[PROMPT] * 2, rid="some") if abort.get("rid") == "some" else run(text=PROMPT, rid="mine")
+        await until(lambda: bool(budgets))
+        [memory] = budgets
+        assert (await client.post("/abort_request", json=abort)).status_code == 200
+        check_error(await waiting, 499, None, "aborted before it ran")
+        assert memory.num_waiting == 0
+        assert (await client.post("/abort_request", json={"abort_all": True})).status_code == 200
+        assert (await first).json()["meta_info"]["finish_reason"]["type"] == "abort"
+        await until(lambda: memory.num_held == 0)
+
+    dense = FakeDense(lambda submit: [])
+    with_client(tmp_path, dense, test, max_held_bytes=150_000, max_held_wait_s=60.0)
 
 
 def test_requests_are_ended_by_name_or_all(tmp_path: Path) -> None:
