@@ -1,4 +1,4 @@
-"""`BeingRead`: requests that wait to be read, for memory, pictures, the tokenizer or a grammar. They can be aborted there.
+"""`BeingRead`: requests that wait to be read, for memory, pictures, the tokenizer or a grammar. They can be aborted.
 
 The journal does not know them yet. Runs in the event loop.
 """

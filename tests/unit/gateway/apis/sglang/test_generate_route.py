@@ -290,7 +290,8 @@ def test_a_request_that_waits_for_memory_is_ended(
 
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         def run(**prompts: Any) -> asyncio.Task[httpx2.Response]:
-            body = {**prompts, "return_logprob": True, "top_logprobs_num": 20, "sampling_params": {"max_new_tokens": 400}}
+            body = {**prompts, "return_logprob": True, "top_logprobs_num": 20}
+            body["sampling_params"] = {"max_new_tokens": 400}
             return asyncio.create_task(client.post(URL, json=body))
 
         first = run(text=PROMPT, rid="first")
