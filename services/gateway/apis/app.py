@@ -86,7 +86,7 @@ def build_app(
     store = _response_store(section)
     routers = [
         completion_routes(service, section),
-        generate_routes(service, section, peers),
+        generate_routes(service, section, peers, worker_load),
         llama_cpp_routes(service, section),
         messages_routes(service, section),
         responses_routes(service, section, store),

@@ -102,6 +102,23 @@ def test_documents_come_in_the_order_of_their_scores(served: Served, path: str) 
     assert all(each.keys() == {"index", "relevance_score"} for each in served.post(path, body)["results"])
 
 
+def test_texts_are_answered_as_text_embeddings_inference_does(served: Served) -> None:
+    logits = {i: wanted(served, "w1 w9", each).item() for i, each in enumerate(DOCUMENTS)}
+    order = sorted(logits, key=lambda i: -logits[i])
+    body = {"query": "w1 w9", "texts": DOCUMENTS, "raw_scores": True, "return_text": True, "top_n": 3}
+    found = served.post("/rerank", body)
+    assert [each["index"] for each in found] == order[:3]
+    assert [each["score"] for each in found] == pytest.approx([logits[i] for i in order[:3]], abs=TOLERANCE)
+    assert [each["text"] for each in found] == [DOCUMENTS[i] for i in order[:3]]
+    found = served.post("/rerank", {"query": "w1 w9", "texts": DOCUMENTS})
+    assert [each["index"] for each in found] == order and found[0].keys() == {"index", "score"}
+    best = wanted(served, "w1 w9", DOCUMENTS[order[0]]).sigmoid().item()
+    assert found[0]["score"] == pytest.approx(best, abs=TOLERANCE)
+    long = {"query": "w1", "texts": [" ".join([*WORDS, *WORDS])]}
+    assert served.post("/rerank", long, 400)["error"]["param"] == "texts[0]"
+    assert len(served.post("/rerank", long | {"truncate": True})) == 1
+
+
 def test_pairs_are_cut_from_the_longer_text(served: Served) -> None:
     """As transformers does it."""
     first, second = " ".join(WORDS[:20]), " ".join(WORDS)

@@ -38,6 +38,7 @@ def token_routes(service: RequestService, section: GatewaySection) -> APIRouter:
     router = APIRouter(route_class=route_class, tags=["Tokens"], responses=ERROR_RESPONSES)
     tokenizer = service.tokenizer
 
+    @router.post("/v1/tokenize", response_class=Response, include_in_schema=False)  # SGLang's
     @router.post("/tokenize", response_class=Response, responses={200: {"model": TokenizeAnswer}})
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
         """The token ids of a text, of several texts, or of a chat with the generation prompt."""
@@ -64,6 +65,7 @@ def token_routes(service: RequestService, section: GatewaySection) -> APIRouter:
         }
         return Response(await tokenizer.off_loop(sum(counts), to_json, answer), media_type="application/json")
 
+    @router.post("/v1/detokenize", response_class=Response, include_in_schema=False)
     @router.post("/detokenize", response_class=Response, responses={200: {"model": DetokenizeAnswer}})
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         """The text of token ids, or the texts of several lists of them."""
@@ -75,7 +77,8 @@ def token_routes(service: RequestService, section: GatewaySection) -> APIRouter:
         _check_count("tokens", len(lists), section.max_prompts)
         texts = await service.detokenize(lists, bool(body.skip_special_tokens), request.state.caller, "tokens")
         text = texts if is_list else texts[0]
-        return JSONResponse({"prompt": text, "content": text} if body.model is None else {"prompt": text})
+        answer = {"prompt": text, "text": text}
+        return JSONResponse(answer | {"content": text} if body.model is None else answer)
 
     @router.post("/apply-template", response_class=Response, responses={200: {"model": TemplateAnswer}})
     async def apply_template(body: TemplateBody, request: Request) -> Response:

@@ -107,12 +107,13 @@ class TokenizeAnswer(TypedDict):
 
 
 class DetokenizeAnswer(TypedDict):
-    """The text; for several lists, a list of texts. `content` is llama.cpp's name of it.
+    """The text; for several lists, a list of texts. `text` is SGLang's name of it, `content` llama.cpp's.
 
     llama.cpp's requests name no model, so the answer to one that does has no `content`.
     """
 
     prompt: str | list[str]
+    text: str | list[str]
     content: NotRequired[str | list[str]]
 
 

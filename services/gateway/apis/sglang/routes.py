@@ -6,10 +6,19 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from services.common.config import GatewaySection
+from services.common.errors import PeerError
 from services.gateway import __version__
 from services.gateway.apis.sglang.conversion import generate_messages
 from services.gateway.apis.sglang.format import GenerateFormat
-from services.gateway.apis.sglang.schema import AbortBody, GenerateBody, GenerateObject, ModelDetails, ServerDetails
+from services.gateway.apis.sglang.schema import (
+    AbortBody,
+    GenerateBody,
+    GenerateObject,
+    LoadDetails,
+    ModelDetails,
+    ServerDetails,
+    WeightVersion,
+)
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.prompts import check_prompts
 from services.gateway.apis.shared.streams import STREAM_CONTENT, traced
@@ -18,9 +27,12 @@ from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.field_names import client_field_names
 from services.gateway.http.json_route import json_route, next_turn
 from services.gateway.link.gateway_peers import GatewayPeers
+from services.gateway.link.worker_load import WorkerLoad
 
 
-def generate_routes(service: RequestService, section: GatewaySection, peers: GatewayPeers) -> APIRouter:
+def generate_routes(
+    service: RequestService, section: GatewaySection, peers: GatewayPeers, worker_load: WorkerLoad
+) -> APIRouter:
     """The routes of one gateway. `peers`: its other processes, which may run what is to be aborted."""
     route_class = json_route(section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Generation"], responses=ERROR_RESPONSES)
@@ -86,6 +98,24 @@ def generate_routes(service: RequestService, section: GatewaySection, peers: Gat
             "has_audio_understanding": service.sources is not None and service.sources.reads_sound,
             "weight_version": service.model.weights_hash,
         }
+
+    @router.get("/weight_version")
+    @router.get("/get_weight_version", include_in_schema=False)
+    async def weight_version() -> WeightVersion:
+        """The hash of the weights."""
+        return {"weight_version": service.model.weights_hash}
+
+    @router.get("/get_load")
+    async def get_load() -> list[LoadDetails]:
+        """What the workers have to do, for routers that ask SGLang. Raises `PeerError` if one does not answer."""
+        load = await worker_load.read()
+        if load.requests is None or load.kv_cache is None:
+            raise PeerError("a worker has not answered in time how busy it is")
+        running, waiting = load.requests.num_running, load.requests.num_waiting
+        cache = load.kv_cache
+        num_tokens = (cache.num_blocks - cache.num_free_blocks) * cache.block_size
+        counts = {"num_reqs": running + waiting, "num_waiting_reqs": waiting, "num_tokens": num_tokens}
+        return [{"dp_rank": 0, **counts}]
 
     @router.get("/server_info")
     @router.get("/get_server_info", include_in_schema=False)

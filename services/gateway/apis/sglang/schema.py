@@ -276,6 +276,21 @@ class ModelDetails(TypedDict):
     weight_version: str
 
 
+class WeightVersion(TypedDict):
+    """Which weights are served."""
+
+    weight_version: str
+
+
+class LoadDetails(TypedDict):
+    """Sequences at the dense worker, and the tokens that have room in the KV cache."""
+
+    dp_rank: int
+    num_reqs: int  # those that wait included
+    num_waiting_reqs: int
+    num_tokens: int
+
+
 class ServerDetails(TypedDict):
     """Version, limits and load."""
 

@@ -267,22 +267,45 @@ TextOrDocument = Annotated[
 
 
 class RerankRequest(PairFields):
-    """Documents to put in order, as Cohere and Jina have them."""
+    """Documents to put in order, as Cohere and Jina have them, or `texts`, as Text Embeddings Inference has them."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"rank_fields": ([], ["text"]), "max_chunks_per_doc": ()}
 
     query: str
-    documents: Annotated[list[TextOrDocument], Field(fail_fast=True), at_most(MAX_INPUTS)]
+    documents: Annotated[list[TextOrDocument] | None, Field(fail_fast=True), at_most(MAX_INPUTS)] = None
+    texts: Annotated[list[str] | None, Field(fail_fast=True), at_most(MAX_INPUTS)] = Field(
+        None, description="In place of documents: the answer is a list of objects with index and score"
+    )
     top_n: Annotated[int, Field(ge=0)] | None = Field(None, description="Give only so many first ones; 0: all")
     return_documents: bool | None = Field(None, description="Give the texts, too; default true")
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Cohere's field: cut each document behind so many tokens, and where the model's limit is"
     )
     use_activation: UseActivation = None
+    return_text: bool | None = Field(None, description="For texts: give them, too")
+    raw_scores: bool | None = Field(None, description="For texts: what use_activation false is")
+    truncate: bool | None = Field(None, description="For texts: cut what is longer than the model takes")
 
-    def texts(self) -> list[str]:
+    @pydantic.model_validator(mode="after")
+    def _check_documents(self) -> RerankRequest:
+        if (self.documents is None) == (self.texts is None):
+            context = {"field": "documents"}
+            raise PydanticCustomError("documents", "exactly one of documents and texts is required", context)
+        if self.raw_scores:
+            self.use_activation = False
+        if self.truncate and self.truncate_prompt_tokens is None:
+            self.truncate_prompt_tokens = -1
+        return self
+
+    @property
+    def field(self) -> str:
+        """The name of the field with the documents."""
+        return "documents" if self.texts is None else "texts"
+
+    def all_texts(self) -> list[str]:
         """The documents."""
-        return [each if isinstance(each, str) else each.text for each in self.documents]
+        given = self.documents if self.texts is None else self.texts
+        return [each if isinstance(each, str) else each.text for each in given or ()]
 
 
 class EmbeddingObject(TypedDict):
@@ -351,6 +374,14 @@ class RankObject(TypedDict):
     index: int
     relevance_score: float
     document: NotRequired[DocumentObject]
+
+
+class ScoredText(TypedDict):
+    """One of `texts` by its index in the request."""
+
+    index: int
+    score: float
+    text: NotRequired[str]
 
 
 class RankList(TypedDict):

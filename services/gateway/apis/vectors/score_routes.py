@@ -24,6 +24,7 @@ from services.gateway.apis.vectors.schema import (
     PoolingRequest,
     RankList,
     RerankRequest,
+    ScoredText,
     ScoreList,
     ScoreRequest,
 )
@@ -74,7 +75,7 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
         return PooledAnswer(vectors, inputs, options, write, "text_2", len(pairs), prepare)
 
     @router.post("/v2/rerank", response_class=Response, include_in_schema=False)
-    @router.post("/v1/rerank", response_class=Response, responses={200: {"model": RankList}})
+    @router.post("/v1/rerank", response_class=Response, responses={200: {"model": RankList | list[ScoredText]}})
     @router.post("/rerank", response_class=Response, include_in_schema=False)
     @router.post("/reranking", response_class=Response, include_in_schema=False)  # llama.cpp's
     @router.post("/v1/reranking", response_class=Response, include_in_schema=False)
@@ -82,8 +83,8 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
         """The documents in the order of how well they belong to the query."""
         request_id, options = await begin(body, request)
         vectors.check_instruction(body.instruction)
-        texts = body.texts()
-        names = [("query", f"documents[{i}]") for i in range(len(texts))]
+        texts = body.all_texts()
+        names = [("query", f"{body.field}[{i}]") for i in range(len(texts))]
         pairs = [(body.query, text) for text in texts]
         inputs, scores_of = score_pairs(
             pairs, names, vectors.pooling, body.max_tokens_per_doc, shows_raw=_shows_raw(body, vectors)
@@ -94,12 +95,10 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
             scores = found_scores.of(pooled)
             order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
-            head = {
-                "id": request_id,
-                "model": body.model or service.names.first,
-                "usage": usage_of(pooled),
-                "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
-            }
+
+            def scored(i: int) -> Iterator[bytes]:
+                found: dict[str, Any] = {"index": i, "score": scores[i]}
+                return _whole(found | {"text": texts[i]} if body.return_text else found)
 
             def ranked(i: int) -> Iterator[bytes]:
                 found: dict[str, Any] = {"index": i, "relevance_score": scores[i]}
@@ -107,12 +106,21 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
                     found["document"] = {"text": texts[i]}
                 return _whole(found)
 
+            if body.texts is not None:
+                yield from list_pieces(map(scored, order))
+                return
+            head = {
+                "id": request_id,
+                "model": body.model or service.names.first,
+                "usage": usage_of(pooled),
+                "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
+            }
             yield to_json(head)[:-1] + b',"results":'
             yield from list_pieces(map(ranked, order))
             yield b"}"
 
         prepare = found_scores.beforehand(len(texts), vectors)
-        return PooledAnswer(vectors, inputs, options, write, "documents", len(texts), prepare)
+        return PooledAnswer(vectors, inputs, options, write, body.field, len(texts), prepare)
 
     @router.post("/v1/classify", response_class=Response, include_in_schema=False)
     @router.post("/classify", response_class=Response, responses={200: {"model": ClassList}})

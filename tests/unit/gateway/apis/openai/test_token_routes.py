@@ -149,7 +149,8 @@ def test_detokenize_answers_as_the_server_whose_form_the_request_has(tmp_path: P
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         text = REFERENCE.decode(token_ids)
         of_vllm = {"model": EMBEDDED_MODEL.name, "tokens": token_ids}
-        assert (await client.post("/detokenize", json=of_vllm)).json() == {"prompt": text}
+        assert (await client.post("/detokenize", json=of_vllm)).json() == {"prompt": text, "text": text}
+        assert (await client.post("/v1/detokenize", json=of_vllm)).json()["text"] == text
         assert (await client.post("/detokenize", json={"tokens": token_ids})).json()["content"] == text
 
     with_client(tmp_path, test)

@@ -356,6 +356,12 @@ def test_the_server_tells_its_model_and_its_limits(tmp_path: Path) -> None:
         assert server["model_path"] == model["model_path"] and server["status"] == "ready"
         assert server["context_length"] == dense.info.max_model_len and server["num_open_requests"] == 0
         assert (await client.get("/health_generate")).status_code == 200
+        for path in ("/weight_version", "/get_weight_version"):
+            assert (await client.get(path)).json() == {"weight_version": model["weight_version"]}
+        refused = await client.get("/get_load")  # no attention worker runs here
+        assert refused.status_code == 503 and "how busy" in refused.json()["error"]["message"]
+        counted = (await client.post("/v1/tokenize", json={"prompt": PROMPT})).json()
+        assert counted["count"] == len(counted["tokens"]) and counted["max_model_len"] == server["context_length"]
 
     dense = FakeDense(say(" one"))
     with_client(tmp_path, dense, test)
