@@ -17,9 +17,13 @@ from services.launch.modelscope import fetch_from_modelscope
 
 HUBS = ("huggingface", "modelscope")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-# What tokenizers and configs are made of. Folders hold other formats of the same weights.
+# What tokenizers and configs are made of. Folders hold other formats of the same weights, but for 1_Pooling and others
+# of sentence-transformers, and additional_chat_templates. In a pattern * matches / as well.
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
-_UNWANTED = ["*/*", "consolidated*"]  # the latter are Mistral's own format of the same weights
+_UNWANTED = [
+    *("*/*/*", "[!0-9a]*/*", "[0-9][!_]*/*", "a[!d]*/*", "ad[!d]*/*"),
+    "consolidated*",  # Mistral's own format of the same weights
+]
 
 
 def is_hub_name(text: str) -> bool:

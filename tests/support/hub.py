@@ -72,8 +72,8 @@ class Hub:
         parts = path.removeprefix("api/models/").split("/")
         name, rest = "/".join(parts[:2]), parts[2:]
         if path.startswith("weights/"):
-            name, _, file = path.removeprefix("weights/").rpartition("/")
-            return self._send_file(call, self.repositories[name], file)
+            owner, name, file = path.removeprefix("weights/").split("/", 2)
+            return self._send_file(call, self.repositories[f"{owner}/{name}"], file)
         repository = self.repositories.get(name)
         if repository is None:
             return _send(call, 404, {"X-Error-Code": "RepoNotFound"}, {"error": "Repository not found"})

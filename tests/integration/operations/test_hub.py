@@ -64,6 +64,20 @@ def test_a_model_is_served_by_its_name(hub: Hub, tmp_path: Path) -> None:
     assert not hub.downloads("other.safetensors") and not hub.downloads("pytorch_model.bin")
 
 
+def test_folders_that_belong_to_a_model_are_downloaded(hub: Hub, tmp_path: Path) -> None:
+    wanted = {
+        "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors",
+        "additional_chat_templates/tool_use.jinja", "modules.json",
+    }  # fmt: skip
+    others = {
+        "original/a.json", "onnx/b.json", "awq/c.safetensors", "8bit/d.safetensors", "adapter/e.json",
+        "1_Pooling/deep/f.json", "consolidated.safetensors", "consolidated-00001-of-00002.safetensors",
+    }  # fmt: skip
+    hub.repositories["org/tiny"].files |= dict.fromkeys(wanted | others, b"{}")
+    path = fetch(hub, tmp_path, "org/tiny")
+    assert {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} == {*FILES, *wanted}
+
+
 def test_it_is_kept_and_found_without_a_network(hub: Hub, tmp_path: Path) -> None:
     path = fetch(hub, tmp_path, "org/tiny", "--revision", "main")
     assert path.name == COMMIT and {each.name for each in path.iterdir()} == set(FILES)

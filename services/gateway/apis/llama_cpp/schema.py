@@ -349,6 +349,7 @@ class Props(TypedDict):
     model_path: str
     modalities: dict[str, bool]
     chat_template: str  # empty: the model has none
+    chat_template_tool_use: NotRequired[str]  # of a model that has one of its own for chats with tools
     bos_token: str
     eos_token: str
     build_info: str

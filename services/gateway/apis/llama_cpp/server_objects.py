@@ -18,7 +18,8 @@ NO_TASK = -1
 def server_props(service: RequestService) -> Props:
     """The properties of the server. Raises `PeerError` until a dense worker has answered once."""
     model, hf = service.model, service.tokenizer.hf_tokenizer
-    return {
+    templates = hf.chat_template if isinstance(hf.chat_template, dict) else {"default": hf.chat_template or ""}
+    props: Props = {
         "default_generation_settings": {
             "n_ctx": model.max_model_len,
             "params": generation_settings(LlamaCppBody(prompt="")),
@@ -27,12 +28,15 @@ def server_props(service: RequestService) -> Props:
         "model_alias": service.names.first,
         "model_path": service.names.root,
         "modalities": {"vision": service.pictures is not None, "audio": False},
-        "chat_template": hf.chat_template or "",
+        "chat_template": templates.get("default", ""),
         "bos_token": hf.bos_token or "",
         "eos_token": hf.eos_token or "",
         "build_info": f"twostroke-{__version__}",
         "is_sleeping": False,
     }
+    if "tool_use" in templates:
+        props["chat_template_tool_use"] = templates["tool_use"]
+    return props
 
 
 def server_slots(service: RequestService, caller: str) -> list[Slot]:

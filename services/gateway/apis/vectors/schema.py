@@ -291,11 +291,17 @@ class RerankRequest(PairFields):
         if (self.documents is None) == (self.texts is None):
             context = {"field": "documents"}
             raise PydanticCustomError("documents", "exactly one of documents and texts is required", context)
-        if self.raw_scores:
-            self.use_activation = False
-        if self.truncate and self.truncate_prompt_tokens is None:
-            self.truncate_prompt_tokens = -1
         return self
+
+    def options(self, request_id: str, traceparent: str) -> InputOptions:
+        """With `truncate`."""
+        options = super().options(request_id, traceparent)
+        return replace(options, max_tokens=0) if self.truncate and options.max_tokens is None else options
+
+    @property
+    def activation(self) -> bool | None:
+        """`use_activation`, by either name."""
+        return False if self.raw_scores else self.use_activation
 
     @property
     def field(self) -> str:

@@ -63,7 +63,8 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
         vectors.check_instruction(body.instruction)
         pairs = body.pairs()
         names = [(f"text_1[{i}]", f"text_2[{i}]") for i in range(len(pairs))]
-        inputs, scores_of = score_pairs(pairs, names, vectors.pooling, shows_raw=_shows_raw(body, vectors))
+        shows_raw = _shows_raw(body.use_activation, vectors)
+        inputs, scores_of = score_pairs(pairs, names, vectors.pooling, shows_raw=shows_raw)
 
         scores = _Scores(scores_of)
 
@@ -87,7 +88,7 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
         names = [("query", f"{body.field}[{i}]") for i in range(len(texts))]
         pairs = [(body.query, text) for text in texts]
         inputs, scores_of = score_pairs(
-            pairs, names, vectors.pooling, body.max_tokens_per_doc, shows_raw=_shows_raw(body, vectors)
+            pairs, names, vectors.pooling, body.max_tokens_per_doc, shows_raw=_shows_raw(body.activation, vectors)
         )
 
         found_scores = _Scores(scores_of)
@@ -130,7 +131,7 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
         pooling = vectors.one_each
         if not pooling.is_classifier:
             raise InvalidRequest("this model is no classifier: it makes embeddings", "model")
-        shows_raw = _shows_raw(body, vectors)
+        shows_raw = _shows_raw(body.use_activation, vectors)
 
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
             def class_of(index: int, values: np.ndarray) -> dict[str, Any]:
@@ -159,7 +160,7 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
             raise InvalidRequest("dimensions cannot be used with token_classify: a token has one number", "dimensions")
         normalizes = pooling.normalizes if body.normalize is None else body.normalize
         normalizes = normalizes and head is not TokenHead.SPARSE
-        is_plain = _shows_raw(body, vectors) or not pooling.is_classifier
+        is_plain = _shows_raw(body.use_activation, vectors) or not pooling.is_classifier
 
         def shape(values: np.ndarray) -> np.ndarray:
             return shaped(values if is_plain else probabilities(values, pooling), body.dimensions, normalizes)
@@ -182,11 +183,11 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
     return router
 
 
-def _shows_raw(body: ClassifyRequest | PoolingRequest | RerankRequest | ScoreRequest, vectors: Vectors) -> bool:
+def _shows_raw(use_activation: bool | None, vectors: Vectors) -> bool:
     """Whether a classifier's values are shown as they are. Raises `InvalidRequest` for embeddings."""
-    if body.use_activation is not None and not vectors.pooling.is_classifier:
+    if use_activation is not None and not vectors.pooling.is_classifier:
         raise InvalidRequest("use_activation is for classifiers, this model makes embeddings", "use_activation")
-    return body.use_activation is False
+    return use_activation is False
 
 
 class _Scores:

@@ -49,6 +49,26 @@ def test_props_are_those_of_the_model_and_the_defaults_of_completion(tmp_path: P
     with_client(tmp_path, FakeDense(lambda submit: [*ids(" a"), EOS], max_model_len=777), test)
 
 
+def test_props_show_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in EMBEDDED_MODEL.iterdir():
+        (model / file.name).symlink_to(file)
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates/tool_use.jinja").write_text("{{ tools | length }} tools")
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        props = (await client.get("/props")).json()
+        assert props["chat_template"] == (model / "chat_template.jinja").read_text()
+        assert props["chat_template_tool_use"] == "{{ tools | length }} tools"
+        body = {"messages": [{"role": "user", "content": "Hi"}]}
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        assert (await client.post("/apply-template", json=body | {"tools": tools})).json() == {"prompt": "1 tools"}
+        assert "Hi" in (await client.post("/apply-template", json=body)).json()["prompt"]
+
+    with_client(tmp_path, FakeDense(lambda submit: [EOS]), test, model=model)
+
+
 def test_slots_show_what_runs_and_none_free_is_a_503(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         idle = (await client.get("/slots", params={"fail_on_no_slot": 1})).json()
