@@ -76,7 +76,8 @@ class LeadingBackend:
         self._operations = operations
         self._lora = lora
         self._ranks: LeadingRanks | None = None
-        self._has_logits = False  # of the present step
+        self._needs_logits = False  # the present step, of rows that its plan names
+        self._has_logits = False  # it has them, or needs none
 
     @property
     def ranks(self) -> LeadingRanks:
@@ -93,6 +94,7 @@ class LeadingBackend:
         self, plan: StepPlan, num_tokens: int, num_sampled: int = 0, input_embeds: InputEmbeds | None = None
     ) -> None:
         """Lets all ranks begin the step. A plan without entries, which warms up, may be of any lane."""
+        self._needs_logits = self.always_ends or num_sampled > 0
         if self._ranks is not None:
             self._tell(self._ranks, plan, num_tokens, num_sampled, input_embeds)
         self._backend.begin_step(plan, num_tokens, num_sampled, input_embeds)
@@ -101,7 +103,7 @@ class LeadingBackend:
         self, token_ids: torch.Tensor, qkv_out: torch.Tensor, input_embeds: InputEmbeds | None = None
     ) -> torch.Tensor:
         """Gives the ranks the tokens, and the vectors that some rows have."""
-        self._has_logits = False
+        self._has_logits = not self._needs_logits
         self._operations.share_tokens(token_ids)
         if input_embeds is None:
             return self._backend.first(token_ids, qkv_out)
@@ -130,7 +132,8 @@ class LeadingBackend:
         rows: torch.Tensor,
         hidden_out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The shard's part. The other ranks know the step's sampled rows, and are told of further ones."""
+        """The shard's part. The other ranks know the step's sampled rows, if it has any, and are told of further ones.
+        """
         if self._has_logits:
             further = shard_pb2.FurtherRows(rows=rows.tolist(), lane=self.ranks.lane)
             self.ranks.send(shard_pb2.ShardCommand(further_rows=further))

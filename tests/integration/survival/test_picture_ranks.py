@@ -60,7 +60,9 @@ def test_tokens_are_those_of_one_rank_over_a_kill_of_another(variant: str, ranks
         found = collect_all(cluster.gateway, messages, lambda: os.kill(killed, signal.SIGKILL))
         assert [each.token_ids[0] for each in found] == expected
         assert pid_of(cluster, "dense_worker-1") != killed
-        check_vectors_of_clients(cluster, load_true_model(model, variant).get_input_embeddings())
+        truth = load_true_model(model, variant)
+        check_vectors_of_clients(cluster, truth.get_input_embeddings())
+        check_long_prompts(cluster, truth)
         cluster.wait_idle()
 
 
@@ -71,3 +73,13 @@ def check_vectors_of_clients(cluster: Cluster, embed: torch.nn.Module) -> None:
     by_vectors.prompt_embeds.CopyFrom(embeds_of(embed(torch.tensor(prompt)).detach()))
     expected, found = collect_all(cluster.gateway, [by_ids, by_vectors])
     assert found.token_ids == expected.token_ids
+
+
+@torch.inference_mode()
+def check_long_prompts(cluster: Cluster, truth: torch.nn.Module) -> None:
+    """The log-probabilities of a prompt whose first step samples nothing."""
+    prompt = list(range(190, 100, -1))
+    [found] = collect_all(cluster.gateway, [request(prompt, 1, prompt_logprobs=0)])
+    logprobs = truth(torch.tensor([prompt])).logits[0].log_softmax(-1)[:-1]
+    expected = logprobs.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    assert found.prompt_logprobs[0][-len(expected) :] == pytest.approx(expected.tolist(), abs=1e-3)

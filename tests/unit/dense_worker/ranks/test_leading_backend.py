@@ -53,6 +53,23 @@ def test_the_other_ranks_are_told_of_rows_whose_hidden_states_are_needed() -> No
     assert sent == [[*range(256)], [*range(256, 300)]] and called == [256, 44]
 
 
+@pytest.mark.parametrize("num_sampled", [0, 2])
+def test_the_other_ranks_are_told_of_rows_that_the_plan_does_not_name(num_sampled: int) -> None:
+    """Also of the first ones that a step computes, if it samples none: as a part of a prompt does."""
+    own: Any = Mock(gives_hidden_states=True, logits_dtype=torch.float32)
+    backend, sent = LeadingBackend(own, Mock()), list[shard_pb2.ShardCommand]()
+    backend.use_ranks(LeadingRanks([Mock()], sent.append, Mock()))
+    nothing = torch.zeros(0)
+    for step_id in (1, 2):
+        backend.begin_step(StepPlan(step_id), 8, num_sampled)
+        backend.first(torch.zeros(8, dtype=torch.int64), nothing)
+        if num_sampled:
+            backend.last(nothing, nothing, torch.arange(num_sampled))
+        backend.last(nothing, nothing, torch.arange(3))
+    told = [list(each.further_rows.rows) for each in sent if each.HasField("further_rows")]
+    assert told == [[0, 1, 2], [0, 1, 2]]
+
+
 def test_the_other_ranks_are_told_of_the_slots_of_the_rows() -> None:
     """Also in a step that warms up what rows with adapters run, whatever the step before had. No step has others."""
     own: Any = SimpleNamespace(gives_hidden_states=True, logits_dtype=torch.float32, begin_step=lambda *arguments: None)
