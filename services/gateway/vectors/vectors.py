@@ -220,7 +220,8 @@ class Vectors:
                 async with starting:
                     await asyncio.sleep(0)  # let other tasks run: each start takes half a millisecond
                     message = await self._message(each, options)
-                    message.request_id = f"{options.request_id}-{index}" if len(results) > 1 else options.request_id
+                    has_parts = options.request_id and len(results) > 1  # without a name each gets one of its own
+                    message.request_id = f"{options.request_id}-{index}" if has_parts else options.request_id
                     generation = await self.service.start(message, caller, prompt_name=each.name, is_part=True)
                 try:
                     _, prompt = await generation.completions()

@@ -118,6 +118,17 @@ def test_grpc_gives_the_same(cluster: Cluster) -> None:
             ask(gateway_pb2.GenerateRequest(prompt="a", return_pooled=True), timeout=REQUEST_TIMEOUT_S)
 
 
+def test_requests_without_names_do_not_meet(cluster: Cluster) -> None:
+    inputs = [gateway_pb2.EmbedInput(token_ids=gateway_pb2.TokenIds(ids=random_prompt(60, seed))) for seed in range(8)]
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        asked = [gateway_pb2.EmbedRequest(inputs=inputs)] * 8
+        answers = list(threads.map(lambda each: cluster.gateway.Embed(each, timeout=REQUEST_TIMEOUT_S), asked))
+    for each in answers:
+        np.testing.assert_allclose(
+            [vector.values for vector in each.vectors], [vector.values for vector in answers[0].vectors], atol=TOLERANCE
+        )
+
+
 def test_clients_of_triton_get_the_same(cluster: Cluster) -> None:
     texts = ["San Francisco is a", "a"]
     lists = post(cluster, {"prompt": texts}, path="/tokenize")["tokens"]
