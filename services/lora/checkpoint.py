@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from services.common.errors import InvalidRequest
+from services.common.families.names import WRAPPERS
 from services.common.shorten import show
 from services.lora.adapter_config import LayerSettings, parse_adapter_config
 from services.lora.safetensors_file import SafetensorsFile, open_regular, read_exactly
@@ -60,15 +61,16 @@ def adapter_hash(tensors: Iterable[tuple[str, LoraTensors]]) -> str:
 
 def _read(path: Path, shapes: Shapes, max_rank: int) -> Iterator[tuple[str, LoraTensors]]:
     config = parse_adapter_config(read_config(path), max_rank)
-    modules = config.modules(shapes)
-    if not modules:
-        raise InvalidRequest(f"target_modules {show(config.target_modules)} are none of the model's linear layers")
     if not (path / WEIGHTS_FILE).exists() and (path / "adapter_model.bin").exists():
         raise InvalidRequest(f"the adapter has adapter_model.bin, supported: {WEIGHTS_FILE}")
     with SafetensorsFile(path / WEIGHTS_FILE) as file:
-        names = _find_tensors(file, modules, shapes)
+        own_names = _own_names(file, shapes)
+        modules = config.modules(own_names)
+        if not modules:
+            raise InvalidRequest(f"target_modules {show(config.target_modules)} are none of the model's linear layers")
+        names = _find_tensors(file, modules, {theirs: shapes[own] for theirs, own in own_names.items()})
         for module, (a, b) in sorted(names.items()):
-            yield module, LoraTensors(file.read(a), file.read(b), modules[module].scale)
+            yield own_names[module], LoraTensors(file.read(a), file.read(b), modules[module].scale)
 
 
 def read_config(path: Path) -> bytes:
@@ -80,6 +82,14 @@ def read_config(path: Path) -> bytes:
         return read_exactly(file, 0, size, CONFIG_FILE)
     finally:
         os.close(file)
+
+
+def _own_names(file: SafetensorsFile, shapes: Shapes) -> dict[str, str]:
+    """The names of layers in `shapes`, by those in the file: PEFT's of a model that sees pictures have a wrapper."""
+    for wrapper, instead in WRAPPERS.items():
+        if any(name.startswith(f"{_PREFIX}{wrapper}") for name in file.entries):
+            return {wrapper + own.removeprefix(instead): own for own in shapes}
+    return {own: own for own in shapes}
 
 
 def _find_tensors(

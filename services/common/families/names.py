@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from services.common.families.shape import ModelConfig, ResidualKind
 
 # Wrappers around the text part of a model of text and images, old and new spelling, and what takes their place.
-_WRAPPERS = {"model.language_model.": "model.", "language_model.": ""}
+WRAPPERS = {"model.language_model.": "model.", "language_model.": ""}
 # Constants of old files, and the scales of a quantized KV cache.
 _CONSTANT = re.compile(
     r".*(rotary_emb\.inv_freq|\.masked_bias|\.attn\.bias|\.attention\.bias|\.[qkv]_scale|\.[kv]_proj\.output_scale)$"
@@ -185,7 +185,7 @@ class CheckpointNames:
 
     def canonical(self, name: str) -> str:
         """The name of a tensor as this page spells it, without wrappers and with the base."""
-        for wrapper, instead in _WRAPPERS.items():
+        for wrapper, instead in WRAPPERS.items():
             if name.startswith(wrapper):
                 name = instead + name.removeprefix(wrapper)
         if self.of_experts.gate_up:

@@ -274,3 +274,21 @@ def test_values_of_every_dtype_are_read_as_they_are(tmp_path: Path, model: Path)
         values = load_file(path / "adapter_model.safetensors")[Q]
         bits = values.view(torch.int16).numpy().view(np.uint16) if dtype is torch.bfloat16 else values.numpy()
         assert np.array_equal(found, bits)
+
+
+@pytest.mark.parametrize("wrapper", ["model.language_model.", "language_model.model."])
+def test_the_text_part_of_a_model_that_sees_pictures_has_other_names(wrapper: str, model: Path, tmp_path: Path) -> None:
+    """In the tensors, and in patterns for whole names. It is the same adapter."""
+    path = make_adapter(tmp_path / "adapter", model, modules=("q_proj", "down_proj"))
+    expected = check(path)
+    config = json.loads((path / "adapter_config.json").read_text())
+    prefix = "base_model.model."
+    wrapped = {
+        name.replace(f"{prefix}model.", f"{prefix}{wrapper}"): tensor
+        for name, tensor in load_file(path / "adapter_model.safetensors").items()
+    }
+    save_file(wrapped, path / "adapter_model.safetensors")
+    assert check(path) == expected
+    pattern = {"target_modules": rf"{re.escape(wrapper)}.*\.(q_proj|down_proj)"}
+    (path / "adapter_config.json").write_text(json.dumps(config | pattern))
+    assert check(path) == expected
