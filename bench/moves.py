@@ -76,6 +76,8 @@ def pause_of_other_s(cluster: Cluster, prompt_len: int, seed: int) -> tuple[floa
     """Seconds between two tokens of a stream: the longest time from the death of the other stream's worker on, until
     that one goes on, and the median before.
     """
+    while len(cluster.dense_status().attention_workers) < 2:  # the one that was killed last comes back
+        time.sleep(0.1)
     prompt = [1, *(3 + (seed * (each + 1)) % VOCABULARY for each in range(prompt_len - 1))]
     other = cluster.gateway.GenerateStream(request(prompt[::-1], OUTPUT_LEN, ignore_eos=True))
     next(iter(other))

@@ -40,7 +40,7 @@ def check_attention_workers(config: Config, model: ModelConfig | None = None) ->
         names = f"attention.workers is {attention.workers}"
         if attention.elastic:
             names += " and attention.elastic is true"
-        if attention.addresses:
+        if attention.addresses and attention.workers == 1 and not attention.elastic:
             names = f"attention.addresses names {len(attention.addresses)}"
         for obstacle, mend in (*_obstacles(config), *(() if model is None else _of_model(model))):
             raise ConfigError(f"{names}, but {obstacle}: {mend}")
