@@ -525,6 +525,7 @@ def _describe_step(step: InFlight, scheduler: Scheduler, num_output_tokens: int)
         duration_s=step.end_s - step.begin_s,
         wait_s=step.wait_s,
         follow_up_s=step.follow_up_s,
+        lane=plan.lane,
     )
 
 

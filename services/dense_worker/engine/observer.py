@@ -29,6 +29,7 @@ class StepStats:
     duration_s: float  # from the end of the previous step (or its launch, if later) until its tokens came
     wait_s: float | None  # part of it spent waiting for the attention worker; None on CUDA: the host cannot see it
     follow_up_s: float = 0.0  # part of it that followed its sampler, see `FollowUp`
+    lane: int = 0  # in which it ran
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,7 @@ def line_of(timestamp: float, stats: StepStats, num_dropped: int) -> dict[str, A
     line = {
         "timestamp": round(timestamp, 6),
         "step_id": stats.step_id,
+        "lane": stats.lane,
         "num_seqs": stats.num_seqs,
         "num_tokens": stats.num_tokens,
         "num_sampled": stats.num_sampled,

@@ -33,6 +33,7 @@ STATS = StepStats(
     duration_s=0.005,
     wait_s=0.002,
     follow_up_s=0.0007,
+    lane=1,
 )
 
 
@@ -40,6 +41,7 @@ def test_a_line_has_batch_tokens_blocks_and_times() -> None:
     assert line_of(1700000000.5, STATS, 0) == {
         "timestamp": 1700000000.5,
         "step_id": 7,
+        "lane": 1,
         "num_seqs": 3,
         "num_tokens": 20,
         "num_sampled": 2,
