@@ -32,7 +32,7 @@ from bench.load.own_server import write_vocabulary
 from tests.support.cluster import running_cluster
 
 BENCH = Path(__file__).parents[1]
-# Experts: the larger the step, the more rows share what is read of each one.
+# Experts: the larger the step, the more rows share what is read of each one. Long prompts: fewer steps have some.
 LARGE_STEPS = "scheduler.max_num_batched_tokens=8192"
 COMMON = ("scheduler.max_num_batched_tokens=2048", "attention.enable_prefix_cache=false")
 MIN_PART_PROMPTS = 2
@@ -137,7 +137,7 @@ GROUPS = {
     "13b-fp8": Group(
         "llama-2-13b",
         "fp8-and-kv",
-        ("scheduler.max_num_seqs=1024",),
+        ("scheduler.max_num_seqs=1024", LARGE_STEPS),
         (
             alone(8, Figure("one stream, TPOT ms", "tpot_ms.mean", 4.25, 3.9)),
             core("64x64:2048/128", "64 x 2,048/128 into the dense worker", 1_420, 1_700),
