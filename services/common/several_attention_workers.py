@@ -76,8 +76,8 @@ def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
     if (attention.workers > 1 or attention.elastic) and not {"attn_worker", "dense_worker"}.issubset(launch.services):
         yield (
             f"launch.services is {', '.join(launch.services)}",
-            "one launcher must start the dense worker, too; or start attention workers elsewhere, and name them in"
-            " attention.addresses of the dense worker's config",
+            "one launcher must start the dense worker and the attention workers, of which an encoder has none; or start"
+            " attention workers elsewhere, and name them in attention.addresses of the dense worker's config",
         )
     if launch.standby_attention not in ("auto", "off"):
         yield f"launch.standby_attention is {launch.standby_attention!r}", "set it to off: the others take over"
