@@ -13,6 +13,8 @@ from pydantic.fields import FieldInfo
 from services.pb import gateway_pb2
 from services.step.sequence_spec import SequenceSpec
 
+WITH_HIDDEN_STATES = "dense.backend must be torch, and dense.pipeline_parallel_size 1"
+
 
 @dataclass(frozen=True, slots=True)
 class RequestSize:

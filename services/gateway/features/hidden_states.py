@@ -10,7 +10,7 @@ from pydantic import Field
 from pydantic_core import to_json
 
 from services.common.errors import InvalidRequest
-from services.gateway.features.feature import HeldBytes, RequestSize
+from services.gateway.features.feature import WITH_HIDDEN_STATES, HeldBytes, RequestSize
 from services.gateway.features.report import JsonPieces, Report, Reporter, ReportRecord
 from services.gateway.features.token_rows import RowRecord, TokenRows
 
@@ -71,9 +71,7 @@ class HiddenStates(Report):
 
     def held(self, size: RequestSize) -> HeldBytes:
         if not size.hidden_size:
-            raise InvalidRequest(
-                "the dense worker's backend cannot return hidden states: dense.backend must be torch", self.field
-            )
+            raise InvalidRequest(f"the dense worker cannot return hidden states: {WITH_HIDDEN_STATES}", self.field)
         num_rows = size.num_answers * (size.spec.num_prompt_tokens + size.max_tokens)
         return HeldBytes(BYTES_PER_VALUE * size.hidden_size * num_rows, "hidden states")
 

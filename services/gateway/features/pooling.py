@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.common.errors import InvalidRequest
-from services.gateway.features.feature import HeldBytes, RequestSize
+from services.gateway.features.feature import WITH_HIDDEN_STATES, HeldBytes, RequestSize
 from services.gateway.features.report import Report, Reporter, ReportRecord
 from services.gateway.features.token_rows import BYTES_PER_VALUE, RowRecord
 from services.pb import gateway_pb2, pooling_pb2
@@ -59,7 +59,7 @@ class Pooling(Report):
 
     def held(self, size: RequestSize) -> HeldBytes:
         if not size.hidden_size:
-            raise InvalidRequest("the dense worker's backend cannot give vectors: dense.backend must be torch", None)
+            raise InvalidRequest(f"the dense worker cannot give vectors: {WITH_HIDDEN_STATES}", None)
         request = pooling_pb2.PoolingRequest.FromString(size.spec.features[self.name])
         num_rows = size.spec.num_prompt_tokens if request.all_tokens else 1
         num_values = 1 if request.token_head == pooling_pb2.TOKEN_HEAD_SPARSE else size.hidden_size
