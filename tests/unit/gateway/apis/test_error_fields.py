@@ -149,6 +149,9 @@ def test_ranks_have_the_errors_of_their_vendors(tmp_path: Path) -> None:
             assert found["message"].startswith(field), found
             error = (await client.post("/v1/rerank", json=body)).json()["error"]
             assert error["param"] == field, error
+        of_sglang = {"query": "a", "items": ["b"], "label_token_ids": [5, 6], "apply_softmax": True}
+        error = (await client.post("/v1/score", json=of_sglang)).json()["error"]
+        assert error["param"] == "label_token_ids" and "not supported" in error["message"]
         wrong = await client.post("/v2/models/none/infer", json={})
         assert wrong.status_code >= 400 and wrong.json().keys() == {"error"}
         long = await client.post("/v2/rerank", content=b" " * 3_000_000)
