@@ -179,6 +179,8 @@ class Sampler:
         return self._choose(logits, self._options[slots], positions)
 
     def _note_needs(self, slot: int, needs: list[bool]) -> None:
+        if not any(needs) and not self._needs[:, slot].any():
+            return  # as for nearly all sequences
         self._needs[:, slot] = needs
         pairs = zip(self._editors, self._needs, strict=True)
         self._needed = [(editor, is_needed) for editor, is_needed in pairs if is_needed.any()]
