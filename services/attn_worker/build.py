@@ -151,21 +151,39 @@ def prepare_device(
         )
     if model.device.type == "cpu":
         return None
-    with naming_what_needs_memory("the context of a standby"):
+    _load_kernels(section, model, limits, is_deterministic=is_deterministic, decode_only=True)
+    if model.config.recurrent_layers or model.config.encoder is not None:
+        return None  # states, and the outputs of encoders, have no tier
+    return PinnedFile.open(section.host_kv_path) if section.host_kv_bytes and section.host_kv_path else None
+
+
+def load_kernels_ahead(
+    section: AttentionSection, model: ResolvedModel, limits: StepLimits, *, is_deterministic: bool = False
+) -> None:
+    """Compiles and loads the kernels of all steps on the model's GPU while the dense worker still loads its weights.
+
+    Arguments and errors are those of `prepare_device`.
+    """
+    use_device(model.device, section.num_threads)  # of the calling thread
+    _load_kernels(section, model, limits, is_deterministic=is_deterministic, decode_only=False)
+
+
+def _load_kernels(
+    section: AttentionSection, model: ResolvedModel, limits: StepLimits, *, is_deterministic: bool, decode_only: bool
+) -> None:
+    """Makes the GPU's context, and loads kernels: of steps that only decode, or of all."""
+    with naming_what_needs_memory("the context of an attention worker"):
         torch.zeros(1, device=model.device)
     from services.attn_worker.runner.cuda_layer_runner import load_kernels
 
     if model.config.recurrent_layers or model.config.encoder is not None:
-        return None  # states, and the outputs of encoders, take much memory, and have no tier
+        return  # states, and the outputs of encoders, take much memory
     make_backend = _capturable_backend(_one_block(section, model), is_deterministic)
     arguments = (model.config, _one_block(section, model), model.dtype, model.device, model.max_model_len)
     backend = make_backend(*arguments, max_num_seqs=limits.max_num_seqs, max_num_tokens=limits.max_num_tokens)
-    rows = {"dtype": model.dtype, "device": model.device}
-    qkv = torch.zeros(limits.max_num_seqs, model.config.qkv_size, **rows)
-    load_kernels(backend, qkv, torch.empty(limits.max_num_seqs, model.config.attn_size, **rows))
-    del backend, qkv
+    load_kernels(backend, model, limits.max_num_seqs, 0 if decode_only else limits.max_num_tokens)
+    del backend
     torch.cuda.empty_cache()  # the cache of the worker that serves may need the memory
-    return PinnedFile.open(section.host_kv_path) if section.host_kv_bytes and section.host_kv_path else None
 
 
 def make_cache_spec(section: AttentionSection, model: ResolvedModel, limits: StepLimits | None = None) -> KVCacheSpec:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import structlog
 
-from services.attn_worker.build import Peers, StepLimits, check_host_tier, prepare_device
+from services.attn_worker.build import Peers, StepLimits, check_host_tier, load_kernels_ahead, prepare_device
 from services.attn_worker.kv_events.kv_events import KVEvents
 from services.attn_worker.layers.select import select_backend
 from services.attn_worker.servicer import AttentionServicer
 from services.channel.shm_cleanup import remove_stale_regions
 from services.common.child_options import ChildOptions
 from services.common.config import AttentionSection, Config
+from services.common.errors import CapacityError
 from services.common.kv_cache.format import with_own_layers
 from services.common.rank import Rank, seam_config
 from services.common.resolve import resolve_model, use_device
@@ -71,10 +73,13 @@ class AttentionWorker:
         use_device(model.device, section.num_threads)
         if options.standby is not None or options.is_restarted:  # streams wait, and would wait for all graphs
             section = section.model_copy(update={"captures_lazily": True})
-        pinned_tier = None
+        pinned_tier, loading = None, None
+        limits = StepLimits(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
         if options.standby is not None:
-            limits = StepLimits(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
             pinned_tier = prepare_device(section, model, limits, is_deterministic=is_deterministic)
+        elif model.device.type == "cuda" and not options.is_restarted:  # the dense worker loads its weights meanwhile
+            load = partial(load_kernels_ahead, section, model, limits, is_deterministic=is_deterministic)
+            loading = asyncio.create_task(_run_ahead(load))
         if removed := remove_stale_regions():
             log.info("removed shared memory of dead processes", names=",".join(removed))
         self._servicer = servicer = AttentionServicer(
@@ -92,6 +97,7 @@ class AttentionWorker:
                 partial(open_blocking_channel, max_message_bytes=config.peers.max_message_bytes, tls=tls),
                 config.channel.wait_timeout_s,
             ),
+            loading,
             is_deterministic=is_deterministic,
             max_message_bytes=config.peers.max_message_bytes,
         )
@@ -133,3 +139,10 @@ class AttentionWorker:
     async def stop(self) -> None:
         """Closes everything that `start` opened, in reverse order."""
         await self._opened.aclose()
+
+
+async def _run_ahead(load: Callable[[], None]) -> None:
+    try:
+        await asyncio.to_thread(load)
+    except CapacityError as error:  # the memory may be free later
+        log.warning("no kernels are loaded ahead", reason=str(error))

@@ -76,6 +76,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         pinned_tier: PinnedFile | None = None,
         kv_events: KVEvents | None = None,
         peers: Peers | None = None,
+        loading: asyncio.Task[None] | None = None,
         *,
         is_deterministic: bool = False,
         max_message_bytes: int,
@@ -83,12 +84,14 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         """`pinned_tier`: the memory of the host tier, of a standby that has pinned it.
 
         `kv_events`: what becomes of blocks is recorded there. `peers`: other attention workers, if there may be some.
+        `loading` loads kernels; the cache is allocated after it, as it takes what memory is left.
         `is_deterministic`: the config's `dense.deterministic`. `max_message_bytes`: of a plan.
         """
         self._max_message_bytes = max_message_bytes
         self._section = section
         self._kv_events = kv_events
         self._peers = peers
+        self._loading = loading
         self._is_deterministic = is_deterministic
         self._pinned_tier = pinned_tier
         self._model = model
@@ -319,6 +322,8 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         """The engine, built only once for all callers: a second KV cache would not fit."""
         if self._building is None:
             self._limits = limits
+            if self._loading is not None:
+                await asyncio.shield(self._loading)
             build = asyncio.to_thread(
                 build_engine,
                 self._section,

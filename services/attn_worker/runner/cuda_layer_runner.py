@@ -20,6 +20,7 @@ from services.channel import Channel
 from services.common.attention.learned import Learned
 from services.common.batch_buckets import batch_buckets, bucket_for, chunk_buckets, prompt_buckets
 from services.common.cuda_graphs import StepGraphs
+from services.common.resolve import ResolvedModel
 
 
 class _Size(NamedTuple):
@@ -45,7 +46,7 @@ class CudaLayerRunner:
         self._captures_lazily = captures_lazily
         self._backend = backend
         self._num_layers = num_layers
-        self._buckets = batch_buckets(max_num_seqs)
+        self._max_num_seqs = max_num_seqs
         self._stream = torch.cuda.Stream()
         self._graphs: dict[Channel, StepGraphs[_Size]] = {}
 
@@ -81,10 +82,7 @@ class CudaLayerRunner:
         return graphs
 
     def _rows(self, channel: Channel, shape: StepShape) -> list[int]:
-        """The numbers of rows of which there are graphs."""
-        if shape == DECODE_ONLY:
-            return self._buckets
-        return prompt_buckets(len(channel.qkv)) if shape.has_prompts else chunk_buckets(len(channel.qkv))
+        return _captured_rows(shape, self._max_num_seqs, len(channel.qkv))
 
     def fence(self) -> torch.cuda.Event:
         """An event on the stream of the steps."""
@@ -142,14 +140,27 @@ class _Launched:
 
 
 @torch.inference_mode()
-def load_kernels(backend: CapturableAttention, qkv: torch.Tensor, attn_out: torch.Tensor) -> None:
-    """Loads all kernels that decode steps of up to `len(qkv)` sequences launch. Waits for the device.
+def load_kernels(backend: CapturableAttention, model: ResolvedModel, max_num_seqs: int, max_num_tokens: int) -> None:
+    """Compiles and loads the kernels that captured steps launch, and waits for the device.
 
-    qkv: [max_num_seqs, qkv_size], attn_out: [max_num_seqs, attn_size], of any content; `attn_out` is written to.
+    `model`: the one that the backend is for; `max_num_seqs` and `max_num_tokens` limit a step. With `max_num_tokens` 0
+    only kernels of steps that decode are loaded.
     """
-    for bucket in batch_buckets(len(qkv)):
-        _run_empty_step(backend, qkv[:bucket], attn_out[:bucket])
+    shapes = backend.captured_shapes if max_num_tokens else [DECODE_ONLY]
+    sizes = [_Size(rows, each) for each in shapes for rows in _captured_rows(each, max_num_seqs, max_num_tokens)]
+    most = max(size.num_rows for size in sizes)
+    qkv = torch.zeros(most, model.config.qkv_size, dtype=model.dtype, device=model.device)
+    attn_out = torch.empty(most, model.config.attn_size, dtype=model.dtype, device=model.device)
+    for size in sizes:
+        _run_empty_step(backend, qkv[: size.num_rows], attn_out[: size.num_rows], size.shape)
     torch.cuda.synchronize()
+
+
+def _captured_rows(shape: StepShape, max_num_seqs: int, max_num_tokens: int) -> list[int]:
+    """The numbers of rows of which there are graphs of this shape."""
+    if shape == DECODE_ONLY:
+        return batch_buckets(max_num_seqs)
+    return prompt_buckets(max_num_tokens) if shape.has_prompts else chunk_buckets(max_num_tokens)
 
 
 def _run_empty_step(
