@@ -71,8 +71,6 @@ class AttentionWorker:
         backend = select_backend(section, model, is_deterministic=is_deterministic)
         check_host_tier(section, model)
         use_device(model.device, section.num_threads)
-        if options.standby is not None or options.is_restarted:  # streams wait, and would wait for all graphs
-            section = section.model_copy(update={"captures_lazily": True})
         pinned_tier, loading = None, None
         limits = StepLimits(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
         if options.standby is not None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 import structlog
 import torch
 
+from services.common.errors import CapacityError
 from services.common.gpu import naming_what_needs_memory
 from services.common.terminal import progress_bar
 
@@ -38,6 +40,31 @@ class StepGraphs(Generic[Size]):
         self._run = run
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[Size, torch.cuda.CUDAGraph] = {}
+        self._later = deque[Size]()
+
+    def capture_later(self, sizes: Iterable[Size]) -> None:
+        """Leaves these sizes to `capture_next`. Pass the largest one first: the others reuse its memory."""
+        self._later.extend(sizes)
+
+    def capture_next(self) -> bool:
+        """Captures one of the sizes that were left for later, and waits for the device; False if none is missing.
+
+        Where memory has no room for another one, the rest is left to the steps that need them.
+        """
+        while self._later:
+            size = self._later.popleft()
+            if size in self._graphs:
+                continue
+            try:
+                self.capture(size)
+            except CapacityError as error:
+                log.warning("no more graphs are captured ahead", num_graphs=len(self._graphs), reason=str(error))
+                self._later.clear()
+                return False
+            if not self._later:
+                log.info("captured graphs", num_graphs=len(self._graphs))
+            return True
+        return False
 
     def capture_all(self, sizes: Iterable[Size]) -> None:
         """Captures all sizes and waits for the device; a terminal shows the progress.

@@ -193,9 +193,8 @@ class PreparedModel:
     def load(self, *, takes_over: bool = False) -> LoadedModel:
         """Loads the weights. Raises the errors of `load_model`.
 
-        With `takes_over` another dense worker serves now. Whatever needs no attachment is prepared here, and CUDA
-        graphs, which need one, are captured when a step first needs them: otherwise all streams would wait for all
-        graphs.
+        With `takes_over` another dense worker serves now. Whatever needs no attachment is prepared here. Those of ranks
+        capture CUDA graphs, which need one, when a step first needs them: otherwise all streams would wait for all.
         """
         config, model = self.config, self.resolved
         use_device(model.device, config.dense.num_threads)  # of the calling thread
@@ -399,7 +398,7 @@ def _build_runner(
         model.dtype,
         scheduler.max_num_seqs,
         scheduler.max_num_batched_tokens,
-        captures_lazily=config.dense.captures_lazily or takes_over,
+        captures_lazily=config.dense.captures_lazily or (takes_over and model.rank.count > 1),
         logits_dtype=selected.backend.logits_dtype,
         features=features,
         hook=hook,

@@ -64,8 +64,8 @@ class DenseWorker:
 
     def __init__(self, config: Config, options: ChildOptions) -> None:
         self._config = config
-        if options.is_restarted:  # streams wait, and would wait for all graphs
-            self._config = with_lazy_graphs(config)
+        if options.is_restarted:
+            self._config = without_waiting_for_graphs(config)
         self._options = options
         self._standby = options.standby
         self._has_predecessor = options.has_predecessor
@@ -156,7 +156,7 @@ class DenseWorker:
         log.info("modules imported")
         await self._servicer.may_attach.wait()
         self._servicer.status.state = dense_pb2.DenseStatus.LOADING
-        self._config = with_lazy_graphs(config)
+        self._config = without_waiting_for_graphs(config)
         return await asyncio.to_thread(replace(prepared, config=self._config).load)
 
     async def _start_server(self, tracer: Tracer) -> str:
@@ -272,8 +272,10 @@ def make_placement(config: Config) -> Placement:
     return DividingPlacement() if config.attention.split_context else SpreadPlacement()
 
 
-def with_lazy_graphs(config: Config) -> Config:
-    """The config of a worker that captures CUDA graphs when steps need them."""
+def without_waiting_for_graphs(config: Config) -> Config:
+    """The config of a worker for which streams wait: ranks would capture all CUDA graphs before they go on."""
+    if config.dense.tensor_parallel_size * config.dense.pipeline_parallel_size == 1:
+        return config
     return config.model_copy(update={"dense": config.dense.model_copy(update={"captures_lazily": True})})
 
 

@@ -51,10 +51,8 @@ class CudaLayerRunner:
         self._graphs: dict[Channel, StepGraphs[_Size]] = {}
 
     def attach(self, channels: Iterable[Channel], learned: Learned) -> None:
-        """Passes the values on, and captures a graph per bucket for each channel, unless
+        """Passes the values on, and leaves a graph per bucket for each channel to `capture_ahead`, unless
         `captures_lazily` is on.
-
-        Later attachments capture lazily: streams wait for them, and kernels are compiled already.
         """
         torch.cuda.set_device(self._stream.device)  # for the engine thread, which would otherwise use the first GPU
         with torch.cuda.stream(self._stream):
@@ -62,7 +60,10 @@ class CudaLayerRunner:
         self._graphs.clear()  # frees their memory before the new graphs need it
         for channel in channels:
             self._graphs[channel] = self._make_graphs(channel)
-        self._captures_lazily = True
+
+    def capture_ahead(self) -> bool:
+        """Captures one graph."""
+        return any(graphs.capture_next() for graphs in self._graphs.values())
 
     def _make_graphs(self, channel: Channel) -> StepGraphs[_Size]:
         backend, layers = self._backend, range(self._num_layers)
@@ -78,7 +79,7 @@ class CudaLayerRunner:
         graphs = StepGraphs(self._stream, warm_up, run)
         if not self._captures_lazily:
             shapes = backend.captured_shapes
-            graphs.capture_all(_Size(rows, each) for each in shapes for rows in reversed(self._rows(channel, each)))
+            graphs.capture_later(_Size(rows, each) for each in shapes for rows in reversed(self._rows(channel, each)))
         return graphs
 
     def _rows(self, channel: Channel, shape: StepShape) -> list[int]:

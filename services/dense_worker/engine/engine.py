@@ -183,7 +183,7 @@ class Engine:
         """Runs between calls from outside. Returns how many seconds to wait for the next call."""
         self._check_deadlines()
         session = self._session
-        return 0.0 if session is not None and self._step(session) else _IDLE_POLL_S
+        return 0.0 if session is not None and (self._step(session) or self._runner.capture_ahead()) else _IDLE_POLL_S
 
     def _step(self, session: Session) -> bool:
         """Publishes the next plans and completes the oldest step. Returns whether there was any work."""

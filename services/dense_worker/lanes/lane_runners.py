@@ -30,6 +30,10 @@ class LaneRunners:
         for lane, (runner, channel) in enumerate(zip(self._runners, channels, strict=True)):
             runner.attach([channel], ranks and ranks.of_lane(lane))
 
+    def capture_ahead(self) -> bool:
+        """Prepares one kind of later steps in one lane."""
+        return any(runner.capture_ahead() for runner in self._runners)
+
     def open(self, sequence: RequestState) -> None:
         """Adds a sequence to its lane, which later plans of the lane may name until one closes it."""
         self._runners[sequence.lane].open(sequence)

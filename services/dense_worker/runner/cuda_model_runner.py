@@ -122,17 +122,29 @@ class CudaModelRunner(ModelRunner):
             self._stream.synchronize()
 
     def attach(self, channels: Iterable[Channel], ranks: LeadingRanks | None = None) -> None:
-        """Captures the graphs, unless `captures_lazily` is on.
+        """Leaves the graphs to `capture_ahead`, unless `captures_lazily` is on.
 
-        Later attachments capture lazily: streams wait for them, and kernels are compiled already.
+        With other ranks, which would have to capture at the same time, the first attachment captures them now and
+        later ones when steps need them: streams wait for these.
         """
         torch.cuda.set_device(self._stream.device)  # for the engine thread, which would otherwise use the first GPU
         super().attach(channels, ranks)
         self._unsampled = self._sampleable = None
         self._graphs.clear()  # frees their memory before the new graphs need it
         for channel in channels:
-            self._graphs[channel] = self._make_graphs(channel)
-        self._captures_lazily = True
+            self._graphs[channel] = graphs = self._make_graphs(channel)
+            if self._captures_lazily:
+                continue
+            sizes = self._sizes(reversed(self._buckets))
+            if ranks is None:
+                graphs.capture_later(sizes)
+            else:
+                graphs.capture_all(sizes)
+        self._captures_lazily |= ranks is not None
+
+    def capture_ahead(self) -> bool:
+        """Captures one graph."""
+        return any(graphs.capture_next() for graphs in self._graphs.values())
 
     def _make_graphs(self, channel: Channel) -> StepGraphs[_Size]:
         def run(size: _Size) -> None:
@@ -148,10 +160,7 @@ class CudaModelRunner(ModelRunner):
             with self._activated(size.active):
                 self._warm_up(channel, size)
 
-        graphs = StepGraphs(self._stream, warm_up, run)
-        if not self._captures_lazily:
-            graphs.capture_all(self._sizes(reversed(self._buckets)))
-        return graphs
+        return StepGraphs(self._stream, warm_up, run)
 
     def _sizes(self, buckets: Iterable[int]) -> list[_Size]:
         """The graphs of these numbers of rows: plain steps pay nothing for those with features' kernels."""

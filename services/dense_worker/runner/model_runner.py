@@ -92,6 +92,10 @@ class ModelRunner:
         if self._hook is not None:
             self._hook.forget_all()
 
+    def capture_ahead(self) -> bool:
+        """Prepares one kind of later steps while none is under way; False if all are prepared. May take 50 ms."""
+        return False
+
     def open(self, sequence: RequestState) -> None:
         """Adds a sequence, which later plans may name until one closes it."""
         for feature in sequence.features:

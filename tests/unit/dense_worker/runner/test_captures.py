@@ -1,4 +1,4 @@
-"""When a GPU's dense worker captures its graphs: ahead at its start, and never while streams wait for it."""
+"""When a GPU's dense worker captures its graphs: in idle moments, or when a step needs them; ranks at their start."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from services.common.batch_buckets import token_buckets
+from services.common.cuda_graphs import StepGraphs
+from services.common.errors import CapacityError
 from services.dense_worker.runner import cuda_model_runner
 from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
 from services.dense_worker.sampling.sampler import Sampler
@@ -19,22 +21,31 @@ MAX_NUM_SEQS, MAX_NUM_TOKENS = 4, 32
 
 
 class CountedGraphs:
-    """`StepGraphs` that notes which numbers of rows are captured ahead."""
+    """`StepGraphs` that notes which numbers of rows are captured at once, and which later."""
 
-    ahead: list[list[int]]
+    at_once: list[list[int]]
+    later: list[list[int]]
 
     def __init__(self, stream: object, warm_up: object, run: Callable[[Any], None]) -> None: ...
 
     def capture_all(self, sizes: Iterable[Any]) -> None:
-        self.ahead.append([size.num_rows for size in sizes])
+        self.at_once.append(sorted({size.num_rows for size in sizes}))
+
+    def capture_later(self, sizes: Iterable[Any]) -> None:
+        self.later.append(sorted({size.num_rows for size in sizes}))
 
 
+@pytest.mark.parametrize("has_ranks", [False, True])
 @pytest.mark.parametrize("captures_lazily", [False, True])
-def test_only_the_first_attachment_captures_ahead(monkeypatch: pytest.MonkeyPatch, captures_lazily: bool) -> None:
+def test_no_attachment_waits_for_graphs_but_the_first_one_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, captures_lazily: bool, has_ranks: bool
+) -> None:
     """A worker that attaches again has streams that wait: another worker could not take over from it, say."""
     monkeypatch.setattr(cuda_model_runner, "torch", TorchWithoutCuda())
     monkeypatch.setattr(cuda_model_runner, "StepGraphs", CountedGraphs)
-    monkeypatch.setattr(CountedGraphs, "ahead", [], raising=False)
+    monkeypatch.setattr(cuda_model_runner.ModelRunner, "attach", lambda *_: None)
+    monkeypatch.setattr(CountedGraphs, "at_once", [], raising=False)
+    monkeypatch.setattr(CountedGraphs, "later", [], raising=False)
     config: Any = SimpleNamespace(num_layers=1, vocab_size=10, qkv_size=1, attn_size=1, num_middle_kinds=1)
     backend: Any = SimpleNamespace()
     sampler = Sampler(MAX_NUM_SEQS, config.vocab_size, "cpu")
@@ -42,7 +53,50 @@ def test_only_the_first_attachment_captures_ahead(monkeypatch: pytest.MonkeyPatc
         backend, sampler, config, torch.float32, MAX_NUM_SEQS, MAX_NUM_TOKENS, captures_lazily=captures_lazily
     )
     channel: Any = FakeChannel()
+    ranks: Any = object() if has_ranks else None
     for _ in range(3):
-        runner.attach([channel])
-    captured = [sorted(set(sizes)) for sizes in CountedGraphs.ahead]
-    assert captured == ([] if captures_lazily else [token_buckets(MAX_NUM_SEQS, MAX_NUM_TOKENS)])
+        runner.attach([channel], ranks)
+    every = token_buckets(MAX_NUM_SEQS, MAX_NUM_TOKENS)
+    assert CountedGraphs.at_once == ([every] if has_ranks and not captures_lazily else [])
+    assert CountedGraphs.later == ([] if has_ranks or captures_lazily else 3 * [every])
+
+
+class OneSizeAtATime(StepGraphs[int]):
+    """Captures nothing, but notes what it would; there is room for `room` graphs."""
+
+    def __init__(self, room: int) -> None:
+        self.captured: list[int] = []
+        self._room = room
+        super().__init__(None, lambda _: None, lambda _: None)  # type: ignore[arg-type]
+
+    def capture(self, size: int) -> Any:
+        if len(self.captured) == self._room:
+            raise CapacityError("no room")
+        self.captured.append(size)
+        self._graphs[size] = graph = object()  # type: ignore[assignment]
+        return graph
+
+
+@pytest.fixture(autouse=True)
+def _without_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+
+
+def test_sizes_left_for_later_come_one_at_a_time_but_those_that_a_step_needed_before() -> None:
+    graphs = OneSizeAtATime(room=9)
+    graphs.capture_later([8, 4, 2, 1])
+    assert graphs.capture_next()
+    graphs.find(2)
+    assert graphs.captured == [8, 2]
+    assert [graphs.capture_next() for _ in range(4)] == [True, True, False, False]
+    assert graphs.captured == [8, 2, 4, 1]
+
+
+def test_without_room_for_more_graphs_the_rest_is_left_to_the_steps_that_need_them() -> None:
+    graphs = OneSizeAtATime(room=2)
+    graphs.capture_later([8, 4, 2, 1])
+    assert [graphs.capture_next() for _ in range(4)] == [True, True, False, False]
+    assert graphs.captured == [8, 4]
+    with pytest.raises(CapacityError):
+        graphs.find(1)

@@ -57,7 +57,7 @@ class RecordingGraphs(EagerGraphs):
     ahead: list[Any]
     found: list[Any]
 
-    def capture_all(self, sizes: Any) -> None:
+    def capture_later(self, sizes: Any) -> None:
         self.ahead.extend(sizes)
 
     def find(self, size: Any) -> SimpleNamespace:
