@@ -46,6 +46,9 @@ class SlowStep(FakeStep):
 class FakeRunner:
     def attach(self, channels: object, ranks: object) -> None: ...
 
+    def capture_ahead(self) -> bool:
+        return False
+
     def open(self, new: NewSequence, *more: object) -> None: ...
 
     def launch(self, plan: StepPlan, channel: object) -> FakeStep:
