@@ -13,6 +13,7 @@ import pytest
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.attachment import AttachedCache, Attachment, AttachmentEnd
 from services.step import PlanAccepted, SequenceOpened, StepPlan
+from tests.support.clients.steady_stream import wait_until
 from tests.support.dense.sequences import new_sequence
 from tests.support.scripted_attention import (
     DELAY_S,
@@ -231,4 +232,30 @@ def test_an_attachment_ends_in_all_its_lanes() -> None:
     engine.on_detached(attachment, AttachmentEnd("gone", is_crash=True))
     expected = [("abort", 0), ("abort", 1), ("close", 0), ("close", 1)]
     assert [actions.get(timeout=TIMEOUT_S) for _ in expected] == expected
+    engine.stop(TIMEOUT_S)
+
+
+def test_an_idle_engine_captures_graphs_one_at_a_time_and_a_sequence_comes_between_them() -> None:
+    class EagerRunner(SlowRunner):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_left, self.has_begun, self.may_end = 3, threading.Event(), threading.Semaphore(0)
+
+        def capture_ahead(self) -> bool:
+            if not self.num_left:
+                return False
+            self.has_begun.set()
+            assert self.may_end.acquire(timeout=TIMEOUT_S)
+            self.num_left -= 1
+            return True
+
+    runner = EagerRunner()
+    engine = started_engine(runner, RecordingAttention(), queue.Queue(), TIMEOUT_S)
+    assert runner.has_begun.wait(TIMEOUT_S)
+    engine.submit(new_sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=2))
+    runner.may_end.release(2)  # the sequence is opened while the second one is captured
+    runner.launched.get(timeout=TIMEOUT_S)
+    runner.has_ended.set()
+    runner.may_end.release()
+    wait_until(lambda: runner.num_left == 0)
     engine.stop(TIMEOUT_S)
