@@ -230,7 +230,13 @@ def test_the_hook_of_a_pod_that_stops_moves_its_sequences(
             time.sleep(0.05)
 
     def drain() -> None:
+        longer = [request(f"{each}. {PROMPT}", 1000, ignore_eos=True) for each in "ABCD"]  # some move in any case
+        streams = [found.gateway.GenerateStream(each) for each in longer]
+        for stream in streams:
+            next(iter(stream))
         hook = stop("b")
+        for stream in streams:
+            stream.cancel()
         assert hook.returncode == 0, hook.stderr
         assert hook.stdout.endswith("attention-b.sock, which may be stopped\n")
 
