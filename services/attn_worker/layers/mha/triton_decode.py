@@ -127,7 +127,7 @@ def decode_attention(
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         GROUP_PADDED=group_padded,
-        NUM_QUERIES=max(16, group_padded),
+        NUM_QUERIES=max(16 if kv_format(cache) == "plain" else 8, group_padded),
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
         HEAD_DIM_PADDED=head_dim_padded,

@@ -52,6 +52,7 @@ def attend_quantized(
     """The running softmax over the item's cached keys: (maximum, sum of exponentials, weighted sum of values)."""
     num_pairs: tl.constexpr = HEAD_DIM // 2
     even_query, odd_query = tl.split(tl.reshape(query, (NUM_QUERIES, HALF, 2)))
+    even_query, odd_query = _kept(tl.trans(even_query)), _kept(tl.trans(odd_query))
     key_dims, mask_key = joined_dims(num_pairs, HALF // 2)
     value_dims, mask_value = padded_dims(num_pairs, HEAD_DIM_PADDED // 2)
     offs_n = tl.arange(0, BLOCK_N)
@@ -60,40 +61,47 @@ def attend_quantized(
 
     log_max = tl.full([NUM_QUERIES], float("-inf"), tl.float32)
     exp_sum = tl.zeros([NUM_QUERIES], tl.float32)
-    even_acc = tl.zeros([NUM_QUERIES, HEAD_DIM_PADDED // 2], tl.float32)
-    odd_acc = tl.zeros([NUM_QUERIES, HEAD_DIM_PADDED // 2], tl.float32)
+    even_acc = tl.zeros([HEAD_DIM_PADDED // 2, NUM_QUERIES], tl.float32)
+    odd_acc = tl.zeros([HEAD_DIM_PADDED // 2, NUM_QUERIES], tl.float32)
     for start in tl.range(first_tile, end_key, BLOCK_N, num_stages=NUM_STAGES):
-        cached = pairs + tile_offsets(blocks, start, kv_head, BLOCK_N, NUM_KV_HEADS, BLOCK_SIZE, num_pairs)[:, None]
+        offsets = tile_offsets(blocks, start, kv_head, BLOCK_N, NUM_KV_HEADS, BLOCK_SIZE, num_pairs)
         if FORMAT == "int8":
             places = scales + tile_offsets(blocks, start, kv_head, BLOCK_N, NUM_KV_HEADS, BLOCK_SIZE, 1)
         # One tile ahead: with both loads in one iteration, the pipeline would need twice the stages.
         blocks = load_tile_blocks(table, start + BLOCK_N, BLOCK_N, BLOCK_SIZE)
         keys = start + offs_n
         mask_n = (keys >= first_key) & (keys < end_key)
-        key = tl.load(cached + key_dims[None, :], mask=mask_n[:, None] & mask_key[None, :], other=0)
-        values = cached + (BLOCK_SIZE * num_pairs + value_dims)[None, :]
-        value = tl.load(values, mask=mask_n[:, None] & mask_value[None, :], other=0)
+        key = tl.load(pairs + offsets[:, None] + key_dims[None, :], mask=mask_n[:, None] & mask_key[None, :], other=0)
+        values = pairs + offsets[None, :] + (BLOCK_SIZE * num_pairs + value_dims)[:, None]
+        value = tl.load(values, mask=mask_n[None, :] & mask_value[:, None], other=0)
         even_key, odd_key = split_pairs(key, FORMAT, IS_INTERPRETED)
-        scores = tl.dot(even_query, tl.trans(even_key.to(query.dtype)), input_precision="ieee")
-        scores = tl.dot(odd_query, tl.trans(odd_key.to(query.dtype)), scores, input_precision="ieee")
+        scores = tl.dot(even_key.to(query.dtype), even_query, input_precision="ieee")
+        scores = tl.dot(odd_key.to(query.dtype), odd_query, scores, input_precision="ieee")
         if FORMAT == "int8":
-            scores = scores * tl.load(places, mask=mask_n, other=0.0)[None, :]
+            scores = scores * tl.load(places, mask=mask_n, other=0.0)[:, None]
         elif FORMAT == "fp8":
             scores = scores * key_scale
         if SOFTCAP > 0 or HAS_ALIBI:
-            distance = (position - keys)[None, :]
-            scores = adjust_scores(scores, slope[:, None], distance, RAW_SCALE, SOFTCAP, HAS_ALIBI)
-        scores = tl.where(mask_n[None, :], scores, float("-inf"))
-        new_max = tl.maximum(log_max, tl.max(scores, axis=1) * SCALE - LOG_LARGEST_WEIGHT)
-        weights = tl.exp2(scores * SCALE - new_max[:, None])
+            distance = (position - keys)[:, None]
+            scores = adjust_scores(scores, slope[None, :], distance, RAW_SCALE, SOFTCAP, HAS_ALIBI)
+        scores = tl.where(mask_n[:, None], scores, float("-inf"))
+        new_max = tl.maximum(log_max, tl.max(scores, axis=0) * SCALE - LOG_LARGEST_WEIGHT)
+        weights = tl.exp2(scores * SCALE - new_max[None, :])
         decay = tl.exp2(log_max - new_max)
-        exp_sum = exp_sum * decay + tl.sum(weights, axis=1)
+        exp_sum = exp_sum * decay + tl.sum(weights, axis=0)
         if FORMAT == "int8":
-            weights = weigh_values(weights, tl.load(places + BLOCK_SIZE, mask=mask_n, other=0.0), query.dtype)
+            value_scales = tl.load(places + BLOCK_SIZE, mask=mask_n, other=0.0)
+            weights = weigh_values(weights, value_scales[:, None], query.dtype)
         weights = weights.to(query.dtype)
         even_value, odd_value = split_pairs(value, FORMAT, IS_INTERPRETED)
         even_value, odd_value = even_value.to(query.dtype), odd_value.to(query.dtype)
-        even_acc = tl.dot(weights, even_value, even_acc * decay[:, None], input_precision="ieee")
-        odd_acc = tl.dot(weights, odd_value, odd_acc * decay[:, None], input_precision="ieee")
+        even_acc = tl.dot(even_value, weights, even_acc * decay[None, :], input_precision="ieee")
+        odd_acc = tl.dot(odd_value, weights, odd_acc * decay[None, :], input_precision="ieee")
         log_max = new_max
-    return log_max, exp_sum, tl.reshape(tl.join(even_acc, odd_acc), (NUM_QUERIES, HEAD_DIM_PADDED))
+    acc = tl.permute(tl.join(even_acc, odd_acc), (1, 0, 2))
+    return log_max, exp_sum, tl.reshape(acc, (NUM_QUERIES, HEAD_DIM_PADDED))
+
+
+@triton.jit
+def _kept(numbers):
+    return tl.sum(tl.reshape(numbers, (numbers.shape[0], numbers.shape[1], 1)), axis=2)

@@ -376,7 +376,8 @@ def attend_tiles(
         decay = tl.exp2(log_max - offset)
         exp_sum = exp_sum * decay + tl.sum(weights, axis=1)
         if FORMAT == "int8":
-            weights = weigh_values(weights, tl.load(places + BLOCK_SIZE, mask=mask_n, other=0.0), query.dtype)
+            value_scales = tl.load(places + BLOCK_SIZE, mask=mask_n, other=0.0)
+            weights = weigh_values(weights, value_scales[None, :], query.dtype)
         acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
         log_max = new_max
     return acc, exp_sum, log_max

@@ -53,10 +53,10 @@ def to_factor(numbers, dtype: tl.constexpr):
 
 @triton.jit
 def weigh_values(weights, value_scales, dtype: tl.constexpr):
-    """Weights of attention times the scales of int8 values, which must be finite in float16."""
+    """Weights of attention times the scales of int8 values, broadcast, which must be finite in float16."""
     if dtype == tl.float16:
         value_scales = tl.minimum(value_scales, 255.0)  # of values up to 32,385
-    return weights * value_scales[None, :]
+    return weights * value_scales
 
 
 @triton.jit
