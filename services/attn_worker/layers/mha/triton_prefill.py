@@ -64,6 +64,8 @@ def choose_prefill_tiles(
         if cache_dtype == dtype:
             heads = 4 if group % 4 == 0 else 2
             return PrefillTiles(128 // heads, block_n=64, num_warps=8, num_stages=2, num_heads=heads, max_registers=128)
+    if cache_dtype == torch.float8_e4m3fn and head_dim == 128:
+        return PrefillTiles(block_m=64, block_n=64, num_warps=4, num_stages=1, max_registers=168)
     if cache_dtype.itemsize == 1:
         return PrefillTiles(block_m=64, block_n=32 if head_dim > 128 else 64, num_warps=4, num_stages=1)
     block_n = 32 if head_dim > 128 or max_context_len <= SHORT_CONTEXT else 64
@@ -333,8 +335,12 @@ def attend_tiles(
     offs_d, mask_d = padded_dims(HEAD_DIM, HEAD_DIM_PADDED)
     offs_n = tl.arange(0, BLOCK_N)
     blocks = load_tile_blocks(table, start, BLOCK_N, BLOCK_SIZE)
+    is_adjusted: tl.constexpr = SOFTCAP > 0 or HAS_ALIBI
+    scale = SCALE
     if FORMAT == "fp8":
         key_scale = tl.load(scales)
+        if not is_adjusted:
+            scale = key_scale * SCALE
     for first_key in tl.range(start, stop, BLOCK_N, num_stages=NUM_STAGES):
         offsets = tile_offsets(blocks, first_key, kv_head, BLOCK_N, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
         if FORMAT == "int8":
@@ -353,9 +359,9 @@ def attend_tiles(
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")
         if FORMAT == "int8":
             scores = scores * tl.load(places, mask=mask_n, other=0.0)[None, :]
-        elif FORMAT == "fp8":
-            scores = scores * key_scale
-        if SOFTCAP > 0 or HAS_ALIBI:
+        if is_adjusted:
+            if FORMAT == "fp8":
+                scores = scores * key_scale
             scores = adjust_scores(
                 scores, slope, positions[:, None] - keys[None, :], RAW_SCALE, SOFTCAP, HAS_ALIBI
             )
@@ -366,13 +372,13 @@ def attend_tiles(
             elif WINDOW > 0:
                 is_seen = is_seen & (positions[:, None] - keys[None, :] < WINDOW)
             scores = tl.where(is_seen, scores, float("-inf"))
-        tile_max = tl.max(scores, axis=1) * SCALE
+        tile_max = tl.max(scores, axis=1) * scale
         if FORMAT != "plain":
             tile_max -= LOG_LARGEST_WEIGHT
         new_max = tl.maximum(log_max, tile_max)
         # Rows that have seen nothing yet keep a maximum of -inf; subtracting it from itself would be NaN.
         offset = tl.where(new_max == float("-inf"), 0.0, new_max) if IS_MASKED else new_max
-        weights = tl.exp2(scores * SCALE - offset[:, None])
+        weights = tl.exp2(scores * scale - offset[:, None])
         decay = tl.exp2(log_max - offset)
         exp_sum = exp_sum * decay + tl.sum(weights, axis=1)
         if FORMAT == "int8":
