@@ -30,6 +30,7 @@ from services.attn_worker.layers.mha.triton_decode import (
     DecodeWorkspace,
     choose_decode_tiles,
     decode_attention,
+    programs_of_pieces,
 )
 from services.attn_worker.layers.mha.triton_prefill import (
     SHORT_CONTEXT,
@@ -64,7 +65,7 @@ from services.common.errors import CapacityError, ConfigError
 from services.common.kv_cache.scales import KVScales
 from services.common.model_config import ModelConfig, RopeConfig
 
-_PROGRAMS_PER_SM = 2  # contexts are split until this many programs run; fewer leave bandwidth unused
+_PROGRAMS_PER_SM = 2  # short chunks are split until this many programs run; fewer leave bandwidth unused
 _KEYS_PER_QUERY = 4  # at least, in a piece of a short chunk's context; smaller pieces cost more in merging
 _MAX_LONGER_CHUNKS = 8  # in a captured step
 _MAX_CAPTURED_PROMPTS = 16  # in a captured step
@@ -77,6 +78,7 @@ class LayerKernels:
     """The kernels that run in every layer: functions with the same parameters for every kind of attention."""
 
     choose_decode_tiles: Callable[..., DecodeTiles]
+    programs_of_pieces: Callable[[torch.dtype, float], int]
     choose_prefill_tiles: Callable[..., PrefillTiles]
     decode: Callable[..., None]  # rows of sequences with one token: appends and attends
     append: Callable[..., None]  # the other rows
@@ -87,6 +89,7 @@ class LayerKernels:
 
 PLAIN_KERNELS = LayerKernels(
     choose_decode_tiles,
+    programs_of_pieces,
     choose_prefill_tiles,
     decode_attention,
     append_prefill,
@@ -94,7 +97,13 @@ PLAIN_KERNELS = LayerKernels(
     attend_short_chunks,
 )
 LATENT_KERNELS = LayerKernels(
-    choose_latent_decode_tiles, choose_latent_prefill_tiles, decode_latent, append_latent, prefill_latent, None
+    choose_latent_decode_tiles,
+    lambda cache_dtype, programs_per_sm: _PROGRAMS_PER_SM,
+    choose_latent_prefill_tiles,
+    decode_latent,
+    append_latent,
+    prefill_latent,
+    None,
 )
 
 
@@ -191,7 +200,8 @@ class TritonAttention:
         if options.value_dim is not None:
             self._kernels, programs_per_item = LATENT_KERNELS, decode_load(config.num_heads, dtype)
             angles_config = replace(config, head_dim=config.rope.rotary_dim)
-        self._max_num_pieces = -(-_PROGRAMS_PER_SM * self._num_sms // programs_per_item)
+        self._programs_per_item = programs_per_item
+        self._max_num_pieces = max(map(self._most_pieces, range(1, max_num_seqs + 1)))
         self._num_chunk_pieces = max(1, _PROGRAMS_PER_SM * self._num_sms // fewest_kv_heads)
         self._kernel_kinds = [
             _KernelKind(spec.dtype_of(layer), *spec.kv_shape(layer)) for layer in range(spec.num_layers)
@@ -571,8 +581,13 @@ class TritonAttention:
 
         With fewer sequences each gets more pieces. With many, only sequences much longer than the others are split.
         """
-        most = self._max_num_pieces
+        most = self._most_pieces(num_seqs)
         return most if num_seqs >= most else max(most - num_seqs, most // 2)
+
+    def _most_pieces(self, num_seqs: int) -> int:
+        widest = max(self._spec.dtypes, key=lambda dtype: dtype.itemsize)
+        num_programs = self._kernels.programs_of_pieces(widest, num_seqs * self._programs_per_item / self._num_sms)
+        return -(-num_programs * self._num_sms // self._programs_per_item)
 
     def _write_prefill(
         self,

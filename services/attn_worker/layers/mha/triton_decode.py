@@ -32,7 +32,9 @@ from services.attn_worker.layers.mha.triton_scores import ScoreOptions, adjust_s
 from services.attn_worker.layers.mha.work_items import NUM_FIELDS
 
 _DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
-ONE_WARP_FROM = 8  # programs per SM; with fewer, one warp each leaves too many of the SM's units idle
+# Programs per SM that have whole contexts over a cache of 8 bits: with fewer, one warp each leaves too much of it idle;
+# with more, splitting contexts gains nothing.
+ONE_WARP_FROM, SPLIT_BELOW = 4, 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,16 @@ def choose_decode_tiles(
         return DecodeTiles(block_n=16, num_warps=1, num_stages=4)
     num_warps = 2 if group <= 16 else 4 if group <= 32 else 8  # larger groups need more registers
     return DecodeTiles(block_n=32, num_warps=num_warps, num_stages=3)
+
+
+def programs_of_pieces(cache_dtype: torch.dtype, programs_per_sm: float) -> int:
+    """Into how many programs per SM contexts are split; `programs_per_sm` have whole ones.
+
+    Over a cache of 8 bits an SM runs up to 14 programs, and many short ones leave it idle for less time in the end.
+    """
+    if cache_dtype.itemsize > 1 or programs_per_sm >= SPLIT_BELOW:
+        return 2
+    return 8 if programs_per_sm < ONE_WARP_FROM else 40
 
 
 def decode_attention(
