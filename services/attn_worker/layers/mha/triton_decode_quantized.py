@@ -4,6 +4,9 @@ Half the bytes of bfloat16 leave half the time for each number, so that few inst
 want two neighbours along the summed dimension in one register, and for values that is the context: shared memory
 transposes 16-bit elements on the way to registers, not bytes. So the loop loads pairs of numbers as 16-bit elements and
 splits them in registers: one product takes the even dimensions of all heads, another one the odd ones.
+
+Keys and values are the first factors of the products, which have 16 rows on the tensor cores, and queries, of which a
+program has few, are the 8 columns of the second.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ def attend_quantized(
     """The running softmax over the item's cached keys: (maximum, sum of exponentials, weighted sum of values)."""
     num_pairs: tl.constexpr = HEAD_DIM // 2
     even_query, odd_query = tl.split(tl.reshape(query, (NUM_QUERIES, HALF, 2)))
-    even_query, odd_query = _kept(tl.trans(even_query)), _kept(tl.trans(odd_query))
+    even_query, odd_query = _opaque(tl.trans(even_query)), _opaque(tl.trans(odd_query))
     key_dims, mask_key = joined_dims(num_pairs, HALF // 2)
     value_dims, mask_value = padded_dims(num_pairs, HEAD_DIM_PADDED // 2)
     offs_n = tl.arange(0, BLOCK_N)
@@ -103,5 +106,9 @@ def attend_quantized(
 
 
 @triton.jit
-def _kept(numbers):
+def _opaque(numbers):
+    """The same numbers, behind a sum, behind which the compiler does not look.
+
+    Where it sees that a factor was joined, it lays out the other so that shared memory cannot give it by matrix loads.
+    """
     return tl.sum(tl.reshape(numbers, (numbers.shape[0], numbers.shape[1], 1)), axis=2)
