@@ -78,7 +78,7 @@ class LayerKernels:
     """The kernels that run in every layer: functions with the same parameters for every kind of attention."""
 
     choose_decode_tiles: Callable[..., DecodeTiles]
-    programs_of_pieces: Callable[[torch.dtype, float], int]
+    programs_of_pieces: Callable[[torch.dtype, int, float], int]
     choose_prefill_tiles: Callable[..., PrefillTiles]
     decode: Callable[..., None]  # rows of sequences with one token: appends and attends
     append: Callable[..., None]  # the other rows
@@ -98,7 +98,7 @@ PLAIN_KERNELS = LayerKernels(
 )
 LATENT_KERNELS = LayerKernels(
     choose_latent_decode_tiles,
-    lambda cache_dtype, programs_per_sm: _PROGRAMS_PER_SM,
+    lambda cache_dtype, group, programs_per_sm: _PROGRAMS_PER_SM,
     choose_latent_prefill_tiles,
     decode_latent,
     append_latent,
@@ -586,7 +586,9 @@ class TritonAttention:
 
     def _most_pieces(self, num_seqs: int) -> int:
         widest = max(self._spec.dtypes, key=lambda dtype: dtype.itemsize)
-        num_programs = self._kernels.programs_of_pieces(widest, num_seqs * self._programs_per_item / self._num_sms)
+        group = self._config.num_heads // min(each.num_kv_heads for each in self._heads)
+        programs_per_sm = num_seqs * self._programs_per_item / self._num_sms
+        num_programs = self._kernels.programs_of_pieces(widest, group, programs_per_sm)
         return -(-num_programs * self._num_sms // self._programs_per_item)
 
     def _write_prefill(

@@ -32,9 +32,9 @@ from services.attn_worker.layers.mha.triton_scores import ScoreOptions, adjust_s
 from services.attn_worker.layers.mha.work_items import NUM_FIELDS
 
 _DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
-# Programs per SM that have whole contexts over a cache of 8 bits: with fewer, one warp each leaves too much of it idle;
-# with more, splitting contexts gains nothing.
-ONE_WARP_FROM, SPLIT_BELOW = 4, 24
+ONE_WARP_FROM = 8  # programs per SM; with fewer, one warp each leaves too many of the SM's units idle
+# The same, for one query head per kv head, where whole contexts are split; with more, splitting gains nothing.
+SPLIT_FROM, SPLIT_BELOW = 4, 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,8 @@ def choose_decode_tiles(
         return DecodeTiles(block_n=16 if dtype == torch.float32 else 32, num_warps=8, num_stages=2)
     if dtype == torch.float32:
         return DecodeTiles(block_n=16, num_warps=4, num_stages=2)
-    if cache_dtype.itemsize == 1 and group <= 16 and programs_per_sm >= ONE_WARP_FROM:
+    one_warp_from = SPLIT_FROM if group == 1 else ONE_WARP_FROM
+    if cache_dtype.itemsize == 1 and group <= 16 and programs_per_sm >= one_warp_from:
         if cache_dtype == torch.int8:
             return DecodeTiles(block_n=32, num_warps=1, num_stages=3)
         return DecodeTiles(block_n=16, num_warps=1, num_stages=4)
@@ -75,14 +76,15 @@ def choose_decode_tiles(
     return DecodeTiles(block_n=32, num_warps=num_warps, num_stages=3)
 
 
-def programs_of_pieces(cache_dtype: torch.dtype, programs_per_sm: float) -> int:
+def programs_of_pieces(cache_dtype: torch.dtype, group: int, programs_per_sm: float) -> int:
     """Into how many programs per SM contexts are split; `programs_per_sm` have whole ones.
 
     Over a cache of 8 bits an SM runs up to 14 programs, and many short ones leave it idle for less time in the end.
+    With several heads per kv head a program reads less, and so many pieces cost more than they gain.
     """
-    if cache_dtype.itemsize > 1 or programs_per_sm >= SPLIT_BELOW:
+    if cache_dtype.itemsize > 1 or group > 1 or programs_per_sm >= SPLIT_BELOW:
         return 2
-    return 8 if programs_per_sm < ONE_WARP_FROM else 40
+    return 8 if programs_per_sm < SPLIT_FROM else 40
 
 
 def decode_attention(
