@@ -430,7 +430,13 @@ def _build_runner(
 
     def make_runner(backend: CapturableAttention) -> CudaLayerRunner:
         sizes = (spec.num_layers, limits.max_num_seqs)
-        return CudaLayerRunner(backend, *sizes, _extra_rows_of(backend), captures_lazily=section.captures_lazily)
+        return CudaLayerRunner(
+            backend,
+            *sizes,
+            _extra_rows_of(backend),
+            captures_lazily=section.captures_lazily,
+            has_other_lanes=limits.num_lanes > 1,
+        )
 
     backend = make_backend(*arguments, **most)
     if limits.num_lanes == 1:

@@ -71,6 +71,8 @@ class AttentionWorker:
         backend = select_backend(section, model, is_deterministic=is_deterministic)
         check_host_tier(section, model)
         use_device(model.device, section.num_threads)
+        if (options.standby is not None or options.is_restarted) and config.scheduler.num_lanes > 1:
+            section = section.model_copy(update={"captures_lazily": True})  # streams would wait for all graphs
         pinned_tier, loading = None, None
         limits = StepLimits(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
         if options.standby is not None:

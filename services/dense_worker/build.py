@@ -193,8 +193,9 @@ class PreparedModel:
     def load(self, *, takes_over: bool = False) -> LoadedModel:
         """Loads the weights. Raises the errors of `load_model`.
 
-        With `takes_over` another dense worker serves now. Whatever needs no attachment is prepared here. Those of ranks
-        capture CUDA graphs, which need one, when a step first needs them: otherwise all streams would wait for all.
+        With `takes_over` another dense worker serves now. Whatever needs no attachment is prepared here. Ranks and
+        lanes capture CUDA graphs, which need one, when a step first needs them: otherwise all streams would wait for
+        all graphs.
         """
         config, model = self.config, self.resolved
         use_device(model.device, config.dense.num_threads)  # of the calling thread
@@ -391,6 +392,7 @@ def _build_runner(
         return ModelRunner(selected.backend, sampler, num_layers, scheduler.max_num_seqs, features, hook)
     from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
 
+    has_others = model.rank.count > 1 or scheduler.num_lanes > 1
     cuda_runner = CudaModelRunner(
         selected.backend,
         sampler,
@@ -398,7 +400,7 @@ def _build_runner(
         model.dtype,
         scheduler.max_num_seqs,
         scheduler.max_num_batched_tokens,
-        captures_lazily=config.dense.captures_lazily or (takes_over and model.rank.count > 1),
+        captures_lazily=config.dense.captures_lazily or (takes_over and has_others),
         logits_dtype=selected.backend.logits_dtype,
         features=features,
         hook=hook,

@@ -41,9 +41,11 @@ class CudaLayerRunner:
         take_extra_rows: TakeExtraRows | None = None,
         *,
         captures_lazily: bool,
+        has_other_lanes: bool = False,
     ) -> None:
+        """`has_other_lanes`: whose steps a capture would wait for."""
         self._take_extra_rows = take_extra_rows
-        self._captures_lazily = captures_lazily
+        self._captures_lazily, self._has_other_lanes = captures_lazily, has_other_lanes
         self._backend = backend
         self._num_layers = num_layers
         self._max_num_seqs = max_num_seqs
@@ -52,7 +54,8 @@ class CudaLayerRunner:
 
     def attach(self, channels: Iterable[Channel], learned: Learned) -> None:
         """Passes the values on, and leaves a graph per bucket for each channel to `capture_ahead`, unless
-        `captures_lazily` is on.
+        `captures_lazily` is on. With other lanes the first attachment captures them now, and later ones when steps need
+        them: streams wait for these.
         """
         torch.cuda.set_device(self._stream.device)  # for the engine thread, which would otherwise use the first GPU
         with torch.cuda.stream(self._stream):
@@ -60,6 +63,7 @@ class CudaLayerRunner:
         self._graphs.clear()  # frees their memory before the new graphs need it
         for channel in channels:
             self._graphs[channel] = self._make_graphs(channel)
+        self._captures_lazily |= self._has_other_lanes
 
     def capture_ahead(self) -> bool:
         """Captures one graph."""
@@ -79,7 +83,11 @@ class CudaLayerRunner:
         graphs = StepGraphs(self._stream, warm_up, run)
         if not self._captures_lazily:
             shapes = backend.captured_shapes
-            graphs.capture_later(_Size(rows, each) for each in shapes for rows in reversed(self._rows(channel, each)))
+            sizes = [_Size(rows, each) for each in shapes for rows in reversed(self._rows(channel, each))]
+            if self._has_other_lanes:
+                graphs.capture_all(sizes)
+            else:
+                graphs.capture_later(sizes)
         return graphs
 
     def _rows(self, channel: Channel, shape: StepShape) -> list[int]:

@@ -77,7 +77,7 @@ class CudaModelRunner(ModelRunner):
         self._usual_sampled = max_num_seqs * 9 // (8 * num_lanes)  # lanes may differ somewhat
         self._stream = torch.cuda.Stream()
         self._dtype, self._seam_sizes = dtype, (config.qkv_size, config.attn_size)
-        self._captures_lazily = captures_lazily
+        self._captures_lazily, self._num_lanes = captures_lazily, num_lanes
         self._graphs: dict[Channel, StepGraphs[_Size]] = {}
         # One step's input, packed so that one copy moves it; see `_unpack`.
         self._input = torch.zeros(3 * max_num_tokens, dtype=torch.int64, device="cuda")
@@ -124,23 +124,24 @@ class CudaModelRunner(ModelRunner):
     def attach(self, channels: Iterable[Channel], ranks: LeadingRanks | None = None) -> None:
         """Leaves the graphs to `capture_ahead`, unless `captures_lazily` is on.
 
-        With other ranks, which would have to capture at the same time, the first attachment captures them now and
-        later ones when steps need them: streams wait for these.
+        With other ranks, which would have to capture at the same time, and with other lanes, for whose steps a capture
+        would wait, the first attachment captures them now and later ones when steps need them: streams wait for these.
         """
         torch.cuda.set_device(self._stream.device)  # for the engine thread, which would otherwise use the first GPU
         super().attach(channels, ranks)
         self._unsampled = self._sampleable = None
         self._graphs.clear()  # frees their memory before the new graphs need it
+        has_others = ranks is not None or self._num_lanes > 1
         for channel in channels:
             self._graphs[channel] = graphs = self._make_graphs(channel)
             if self._captures_lazily:
                 continue
             sizes = self._sizes(reversed(self._buckets))
-            if ranks is None:
-                graphs.capture_later(sizes)
-            else:
+            if has_others:
                 graphs.capture_all(sizes)
-        self._captures_lazily |= ranks is not None
+            else:
+                graphs.capture_later(sizes)
+        self._captures_lazily |= has_others
 
     def capture_ahead(self) -> bool:
         """Captures one graph."""

@@ -1,4 +1,5 @@
-"""When a GPU's dense worker captures its graphs: in idle moments, or when a step needs them; ranks at their start."""
+"""When a GPU's dense worker captures its graphs: in idle moments, or when a step needs them; ranks and
+lanes at their start."""
 
 from __future__ import annotations
 
@@ -35,10 +36,10 @@ class CountedGraphs:
         self.later.append(sorted({size.num_rows for size in sizes}))
 
 
-@pytest.mark.parametrize("has_ranks", [False, True])
+@pytest.mark.parametrize(("has_ranks", "num_lanes"), [(False, 1), (True, 1), (False, 2)])
 @pytest.mark.parametrize("captures_lazily", [False, True])
-def test_no_attachment_waits_for_graphs_but_the_first_one_of_ranks(
-    monkeypatch: pytest.MonkeyPatch, captures_lazily: bool, has_ranks: bool
+def test_no_attachment_waits_for_graphs_but_the_first_one_of_ranks_or_lanes(
+    monkeypatch: pytest.MonkeyPatch, captures_lazily: bool, has_ranks: bool, num_lanes: int
 ) -> None:
     """A worker that attaches again has streams that wait: another worker could not take over from it, say."""
     monkeypatch.setattr(cuda_model_runner, "torch", TorchWithoutCuda())
@@ -49,16 +50,16 @@ def test_no_attachment_waits_for_graphs_but_the_first_one_of_ranks(
     config: Any = SimpleNamespace(num_layers=1, vocab_size=10, qkv_size=1, attn_size=1, num_middle_kinds=1)
     backend: Any = SimpleNamespace()
     sampler = Sampler(MAX_NUM_SEQS, config.vocab_size, "cpu")
-    runner = CudaModelRunner(
-        backend, sampler, config, torch.float32, MAX_NUM_SEQS, MAX_NUM_TOKENS, captures_lazily=captures_lazily
-    )
+    sizes = (MAX_NUM_SEQS, MAX_NUM_TOKENS)
+    options = {"captures_lazily": captures_lazily, "num_lanes": num_lanes}
+    runner = CudaModelRunner(backend, sampler, config, torch.float32, *sizes, **options)
     channel: Any = FakeChannel()
     ranks: Any = object() if has_ranks else None
     for _ in range(3):
         runner.attach([channel], ranks)
-    every = token_buckets(MAX_NUM_SEQS, MAX_NUM_TOKENS)
-    assert CountedGraphs.at_once == ([every] if has_ranks and not captures_lazily else [])
-    assert CountedGraphs.later == ([] if has_ranks or captures_lazily else 3 * [every])
+    every, has_others = token_buckets(*sizes), has_ranks or num_lanes > 1
+    assert CountedGraphs.at_once == ([every] if has_others and not captures_lazily else [])
+    assert CountedGraphs.later == ([] if has_others or captures_lazily else 3 * [every])
 
 
 class OneSizeAtATime(StepGraphs[int]):
