@@ -172,18 +172,21 @@ def _load_kernels(
     section: AttentionSection, model: ResolvedModel, limits: StepLimits, *, is_deterministic: bool, decode_only: bool
 ) -> None:
     """Makes the GPU's context, and loads kernels: of steps that only decode, or of all."""
-    with naming_what_needs_memory("the context of an attention worker"):
-        torch.zeros(1, device=model.device)
     from services.attn_worker.runner.cuda_layer_runner import load_kernels
 
-    if model.config.recurrent_layers or model.config.encoder is not None:
-        return  # states, and the outputs of encoders, take much memory
-    make_backend = _capturable_backend(_one_block(section, model), is_deterministic)
-    arguments = (model.config, _one_block(section, model), model.dtype, model.device, model.max_model_len)
-    backend = make_backend(*arguments, max_num_seqs=limits.max_num_seqs, max_num_tokens=limits.max_num_tokens)
-    load_kernels(backend, model, limits.max_num_seqs, 0 if decode_only else limits.max_num_tokens)
-    del backend
-    torch.cuda.empty_cache()  # the cache of the worker that serves may need the memory
+    try:
+        with naming_what_needs_memory("the context and the kernels of an attention worker"):
+            torch.zeros(1, device=model.device)
+            if model.config.recurrent_layers or model.config.encoder is not None:
+                return  # states, and the outputs of encoders, take much memory
+            spec = _one_block(section, model)
+            arguments = (model.config, spec, model.dtype, model.device, model.max_model_len)
+            most = {"max_num_seqs": limits.max_num_seqs, "max_num_tokens": limits.max_num_tokens}
+            backend = _capturable_backend(spec, is_deterministic)(*arguments, **most)
+            load_kernels(backend, model, limits.max_num_seqs, 0 if decode_only else limits.max_num_tokens)
+            del backend
+    finally:
+        torch.cuda.empty_cache()  # the cache of the worker that serves may need the memory
 
 
 def make_cache_spec(section: AttentionSection, model: ResolvedModel, limits: StepLimits | None = None) -> KVCacheSpec:
@@ -430,13 +433,7 @@ def _build_runner(
 
     def make_runner(backend: CapturableAttention) -> CudaLayerRunner:
         sizes = (spec.num_layers, limits.max_num_seqs)
-        return CudaLayerRunner(
-            backend,
-            *sizes,
-            _extra_rows_of(backend),
-            captures_lazily=section.captures_lazily,
-            has_other_lanes=limits.num_lanes > 1,
-        )
+        return CudaLayerRunner(backend, *sizes, _extra_rows_of(backend), captures_lazily=section.captures_lazily)
 
     backend = make_backend(*arguments, **most)
     if limits.num_lanes == 1:

@@ -179,11 +179,7 @@ class AttentionEngine:
     def _work(self) -> float | None:
         """Goes on with the steps of several lanes. Returns how long to wait for a call; None: until one comes."""
         attachment = self._attachment
-        if attachment is None:
-            return None
-        if not attachment.running:
-            return 0.0 if self._runner.capture_ahead() else None
-        if len(attachment.channels) == 1:
+        if attachment is None or len(attachment.channels) == 1:
             return None
         try:
             is_any_left = self._runner.advance()

@@ -71,8 +71,8 @@ class AttentionWorker:
         backend = select_backend(section, model, is_deterministic=is_deterministic)
         check_host_tier(section, model)
         use_device(model.device, section.num_threads)
-        if (options.standby is not None or options.is_restarted) and config.scheduler.num_lanes > 1:
-            section = section.model_copy(update={"captures_lazily": True})  # streams would wait for all graphs
+        if options.standby is not None or options.is_restarted:  # streams wait, and would wait for all graphs
+            section = section.model_copy(update={"captures_lazily": True})
         pinned_tier, loading = None, None
         limits = StepLimits(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
         if options.standby is not None:
@@ -113,7 +113,10 @@ class AttentionWorker:
         """Runs until cancelled. Raises errors that a new attachment cannot cure: a bug, or a failed GPU."""
         try:
             await run_together(
-                self._servicer.watchdog.run(), self._servicer.wait_failure(), self._serve_late_metrics()
+                self._servicer.watchdog.run(),
+                self._servicer.wait_failure(),
+                self._servicer.wait_loaded(),
+                self._serve_late_metrics(),
             )
         except asyncio.CancelledError:  # the worker was asked to stop, which is no crash
             await self._servicer.leave(STOP_GRACE_S)

@@ -318,12 +318,16 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         if self._engine is not None:
             self._engine.stop(_STOP_TIMEOUT_S)
 
+    async def wait_loaded(self) -> None:
+        """Waits until kernels are loaded, and raises what went wrong."""
+        if self._loading is not None:
+            await asyncio.shield(self._loading)
+
     async def _built_engine(self, limits: StepLimits) -> AttentionEngine:
         """The engine, built only once for all callers: a second KV cache would not fit."""
+        await self.wait_loaded()
         if self._building is None:
             self._limits = limits
-            if self._loading is not None:
-                await asyncio.shield(self._loading)
             build = asyncio.to_thread(
                 build_engine,
                 self._section,

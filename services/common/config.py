@@ -213,8 +213,8 @@ class DenseSection(Section):
     # auto: build missing TensorRT plans at start; never: refuse to start, or with the backend auto use torch
     build: Literal["auto", "never"] = "auto"
     plan_dir: Path = Path("~/.cache/twostroke/plans")  # for TensorRT plans; models, GPUs and workers may share it
-    # true: capture each CUDA graph when a step first needs it, which delays that step; false: also whenever there is
-    # nothing to do, so that soon after the start there are all
+    # true: capture each CUDA graph when a step first needs it, which delays that step; false: also whenever nobody
+    # has a request, so that soon after the start there are all
     captures_lazily: bool = False
     # numbers of tokens that TensorRT is tuned for; each range is a plan of its own
     profiles: str = "1-1,2-16@16,17-32@32,33-64@64,65-128@128,129-256@256,257-512@512,513-8192"
@@ -305,8 +305,7 @@ class AttentionSection(Section):
     kv_events: ZmqEndpoint | None = None
     kv_events_replay: ZmqEndpoint | None = None  # where it can be asked for what it told before; usually tcp://*:5558
     kv_events_topic: str = ""  # of these messages; llm-d expects "kv@POD@MODEL"
-    # true: capture each CUDA graph when a step first needs it, which delays that step; false: also whenever there is
-    # nothing to do, so that soon after the start there are all
+    # true: capture each CUDA graph when a step first needs it, which delays that step; false: capture all at start
     captures_lazily: bool = False
     metrics_address: TcpAddress | None = None  # address of /metrics for Prometheus; usually 127.0.0.1:9102
 

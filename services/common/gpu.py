@@ -10,6 +10,7 @@ import torch
 from services.common.errors import CapacityError
 
 _CUDA_ERROR_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
+_MEMORY_ERRORS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def gpu_uuid(device: torch.device) -> str:
@@ -27,5 +28,9 @@ def naming_what_needs_memory(what: str) -> Iterator[None]:
         raise CapacityError(f"the GPU has no room for {what}: {sizes}") from error
     except torch.AcceleratorError as error:  # of the driver's own allocations, as for graphs
         if getattr(error, "error_code", None) != _CUDA_ERROR_MEMORY_ALLOCATION:
+            raise
+        raise CapacityError(f"the GPU has no room for {what}: {str(error).partition(chr(10))[0]}") from error
+    except RuntimeError as error:  # of Triton and cuBLAS
+        if not any(each in str(error) for each in _MEMORY_ERRORS):
             raise
         raise CapacityError(f"the GPU has no room for {what}: {str(error).partition(chr(10))[0]}") from error

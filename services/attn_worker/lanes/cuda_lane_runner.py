@@ -20,15 +20,11 @@ class CudaLaneRunner:
         self._copies: list[tuple[Sequence[tuple[int, int]], int]] = []  # that the next step makes first
 
     def attach(self, channels: Iterable[Channel], learned: Learned) -> None:
-        """Deals the runners to the channels."""
+        """Deals the runners to the channels; each captures its graphs."""
         self._copies.clear()
         self._runner_of = dict(zip(channels, self._runners, strict=True))
         for channel, runner in self._runner_of.items():
             runner.attach([channel], learned)
-
-    def capture_ahead(self) -> bool:
-        """Prepares one kind of later steps in one lane."""
-        return any(runner.capture_ahead() for runner in self._runners)
 
     def fence(self) -> None:
         raise AssertionError("`check_lanes` refuses a host tier")

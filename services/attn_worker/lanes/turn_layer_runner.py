@@ -38,10 +38,6 @@ class TurnLayerRunner:
         self._copies.clear()
         self._backend_of = dict(zip(channels, self._backends, strict=True))
 
-    def capture_ahead(self) -> bool:
-        """Nothing is to be prepared."""
-        return False
-
     def fence(self) -> None:
         raise AssertionError("`check_lanes` refuses a host tier")
 

@@ -201,6 +201,8 @@ class TritonAttention:
             self._kernels, programs_per_item = LATENT_KERNELS, decode_load(config.num_heads, dtype)
             angles_config = replace(config, head_dim=config.rope.rotary_dim)
         self._programs_per_item = programs_per_item
+        widest = max(spec.dtypes, key=lambda dtype: dtype.itemsize)
+        self._widest_kernel = widest, config.num_heads // fewest_kv_heads
         self._max_num_pieces = max(map(self._most_pieces, range(1, max_num_seqs + 1)))
         self._num_chunk_pieces = max(1, _PROGRAMS_PER_SM * self._num_sms // fewest_kv_heads)
         self._kernel_kinds = [
@@ -585,10 +587,8 @@ class TritonAttention:
         return most if num_seqs >= most else max(most - num_seqs, most // 2)
 
     def _most_pieces(self, num_seqs: int) -> int:
-        widest = max(self._spec.dtypes, key=lambda dtype: dtype.itemsize)
-        group = self._config.num_heads // min(each.num_kv_heads for each in self._heads)
         programs_per_sm = num_seqs * self._programs_per_item / self._num_sms
-        num_programs = self._kernels.programs_of_pieces(widest, group, programs_per_sm)
+        num_programs = self._kernels.programs_of_pieces(*self._widest_kernel, programs_per_sm)
         return -(-num_programs * self._num_sms // self._programs_per_item)
 
     def _write_prefill(

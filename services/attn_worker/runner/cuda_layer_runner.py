@@ -41,11 +41,9 @@ class CudaLayerRunner:
         take_extra_rows: TakeExtraRows | None = None,
         *,
         captures_lazily: bool,
-        has_other_lanes: bool = False,
     ) -> None:
-        """`has_other_lanes`: whose steps a capture would wait for."""
         self._take_extra_rows = take_extra_rows
-        self._captures_lazily, self._has_other_lanes = captures_lazily, has_other_lanes
+        self._captures_lazily = captures_lazily
         self._backend = backend
         self._num_layers = num_layers
         self._max_num_seqs = max_num_seqs
@@ -53,9 +51,10 @@ class CudaLayerRunner:
         self._graphs: dict[Channel, StepGraphs[_Size]] = {}
 
     def attach(self, channels: Iterable[Channel], learned: Learned) -> None:
-        """Passes the values on, and leaves a graph per bucket for each channel to `capture_ahead`, unless
-        `captures_lazily` is on. With other lanes the first attachment captures them now, and later ones when steps need
-        them: streams wait for these.
+        """Passes the values on, and captures a graph per bucket for each channel, unless
+        `captures_lazily` is on.
+
+        Later attachments capture lazily: streams wait for them, and kernels are compiled already.
         """
         torch.cuda.set_device(self._stream.device)  # for the engine thread, which would otherwise use the first GPU
         with torch.cuda.stream(self._stream):
@@ -63,11 +62,7 @@ class CudaLayerRunner:
         self._graphs.clear()  # frees their memory before the new graphs need it
         for channel in channels:
             self._graphs[channel] = self._make_graphs(channel)
-        self._captures_lazily |= self._has_other_lanes
-
-    def capture_ahead(self) -> bool:
-        """Captures one graph."""
-        return any(graphs.capture_next() for graphs in self._graphs.values())
+        self._captures_lazily = True
 
     def _make_graphs(self, channel: Channel) -> StepGraphs[_Size]:
         backend, layers = self._backend, range(self._num_layers)
@@ -83,11 +78,7 @@ class CudaLayerRunner:
         graphs = StepGraphs(self._stream, warm_up, run)
         if not self._captures_lazily:
             shapes = backend.captured_shapes
-            sizes = [_Size(rows, each) for each in shapes for rows in reversed(self._rows(channel, each))]
-            if self._has_other_lanes:
-                graphs.capture_all(sizes)
-            else:
-                graphs.capture_later(sizes)
+            graphs.capture_all(_Size(rows, each) for each in shapes for rows in reversed(self._rows(channel, each)))
         return graphs
 
     def _rows(self, channel: Channel, shape: StepShape) -> list[int]:

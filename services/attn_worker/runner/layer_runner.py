@@ -54,9 +54,6 @@ class LayerRunner(Protocol):
         `after`: earlier steps, also of other lanes, that must have ended before it begins
         """
 
-    def capture_ahead(self) -> bool:
-        """Prepares one kind of later steps while none is under way; False if all are prepared. May take 50 ms."""
-
     def advance(self) -> bool:
         """Goes on with launched steps that run on the engine thread beside its calls. Returns whether any is left.
 
@@ -98,10 +95,6 @@ class EagerLayerRunner:
         self._backend.begin_step(step)
         run_layers(self._backend, channel, range(self._num_layers), num_tokens)
         return FinishedStep()
-
-    def capture_ahead(self) -> bool:
-        """Nothing is to be prepared."""
-        return False
 
     def advance(self) -> bool:
         """No step is left."""

@@ -183,7 +183,17 @@ class Engine:
         """Runs between calls from outside. Returns how many seconds to wait for the next call."""
         self._check_deadlines()
         session = self._session
-        return 0.0 if session is not None and (self._step(session) or self._runner.capture_ahead()) else _IDLE_POLL_S
+        if session is None:
+            return _IDLE_POLL_S
+        if self._step(session):
+            return 0.0
+        return 0.0 if self._is_idle(session) and self._runner.capture_ahead() else _IDLE_POLL_S
+
+    def _is_idle(self, session: Session) -> bool:
+        """Whether nobody waits for this thread, which may become busy for some time."""
+        scheduler = self._scheduler
+        num_sequences = scheduler.num_waiting + scheduler.num_opening + scheduler.num_running
+        return session is self._session and not session.is_leaving and not num_sequences
 
     def _step(self, session: Session) -> bool:
         """Publishes the next plans and completes the oldest step. Returns whether there was any work."""

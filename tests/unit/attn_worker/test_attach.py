@@ -106,6 +106,34 @@ def test_a_dense_worker_that_dies_while_attaching_leaves_nothing_behind(monkeypa
     assert num_regions() == 0
 
 
+def test_a_dense_worker_that_dies_while_kernels_are_loaded_binds_no_later_one() -> None:
+    async def attach() -> None:
+        section = AttentionSection(num_blocks=8)
+        arguments = section, MODEL, EPOCH, TIMEOUT_S, CollectorRegistry(), NoTracer(), TIMEOUT_S, on_stall
+        loading = asyncio.get_running_loop().create_future()
+        servicer = AttentionServicer(
+            *arguments, loading=asyncio.create_task(_until(loading)), max_message_bytes=MAX_PLAN_BYTES
+        )
+        first = asyncio.create_task(servicer.Attach(make_request(), FakeContext()))
+        await asyncio.wait_for(servicer.is_used.wait(), TIMEOUT_S)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait([first])
+        loading.set_result(None)
+        try:
+            assert (await servicer.Attach(make_request(max_num_seqs=8), FakeContext())).num_blocks == 8
+        finally:
+            servicer.abort()
+            await asyncio.to_thread(servicer.stop)
+
+    asyncio.run(attach())
+
+
+async def _until(future: asyncio.Future[None]) -> None:
+    await future
+
+
 def test_a_stopping_worker_refuses_to_attach() -> None:
     """Otherwise the dense worker would attach, fail, and attach again within milliseconds."""
 

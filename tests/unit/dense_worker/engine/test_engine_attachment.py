@@ -235,27 +235,46 @@ def test_an_attachment_ends_in_all_its_lanes() -> None:
     engine.stop(TIMEOUT_S)
 
 
-def test_an_idle_engine_captures_graphs_one_at_a_time_and_a_sequence_comes_between_them() -> None:
-    class EagerRunner(SlowRunner):
-        def __init__(self) -> None:
-            super().__init__()
-            self.num_left, self.has_begun, self.may_end = 3, threading.Event(), threading.Semaphore(0)
+class EagerRunner(SlowRunner):
+    """Has three graphs to capture, each when it is allowed to."""
 
-        def capture_ahead(self) -> bool:
-            if not self.num_left:
-                return False
-            self.has_begun.set()
-            assert self.may_end.acquire(timeout=TIMEOUT_S)
-            self.num_left -= 1
-            return True
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_left, self.has_begun, self.may_end = 3, threading.Event(), threading.Semaphore(0)
+        self.events: list[str] = []
 
+    def capture_ahead(self) -> bool:
+        if not self.num_left:
+            return False
+        self.has_begun.set()
+        assert self.may_end.acquire(timeout=TIMEOUT_S)
+        self.num_left -= 1
+        self.events.append("captured")
+        return True
+
+
+def test_an_idle_engine_captures_graphs_one_at_a_time_and_none_while_a_sequence_waits_or_runs() -> None:
     runner = EagerRunner()
     engine = started_engine(runner, RecordingAttention(), queue.Queue(), TIMEOUT_S)
     assert runner.has_begun.wait(TIMEOUT_S)
     engine.submit(new_sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=2))
-    runner.may_end.release(2)  # the sequence is opened while the second one is captured
+    runner.may_end.release()  # the one that has begun: another one would wait for the next release
     runner.launched.get(timeout=TIMEOUT_S)
+    assert runner.num_left == 2
     runner.has_ended.set()
-    runner.may_end.release()
+    runner.may_end.release(2)
     wait_until(lambda: runner.num_left == 0)
     engine.stop(TIMEOUT_S)
+
+
+def test_an_engine_that_leaves_captures_nothing_for_what_it_has_closed() -> None:
+    runner, attention = EagerRunner(), RecordingAttention()
+    engine = started_engine(runner, attention, queue.Queue(), TIMEOUT_S)
+    assert runner.has_begun.wait(TIMEOUT_S)
+    attention.channel.close = lambda: runner.events.append("closed")
+    engine.leave()
+    runner.may_end.release(3)
+    attention.dropped.get(timeout=TIMEOUT_S)
+    time.sleep(DELAY_S)
+    engine.stop(TIMEOUT_S)
+    assert runner.events == ["captured", "closed"]

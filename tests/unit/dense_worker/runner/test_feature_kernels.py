@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from services.common.errors import CapacityError
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.sequence_feature import SequenceFeature
@@ -136,3 +137,22 @@ def test_only_features_with_kernels_have_graphs_of_their_own(graphs: type[Record
     make_runner(SimpleNamespace(), [kernels], captures_lazily=False)
     found = [(*size[:2], kernels in size.active) for size in graphs.ahead]
     assert found == [(*size[:2], is_active) for size in plain for is_active in (False, True)]
+
+
+def test_steps_for_whose_graphs_memory_has_no_room_give_their_tokens_all_the_same(
+    graphs: type[RecordingGraphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(runner: ModelRunner) -> list[list[list[int]]]:
+        open_both(runner)
+        first = [PlanEntry(1, 0, 2, 1), PlanEntry(2, 0, 2, 1)]
+        then = [PlanEntry(1, 2, 1, 1), PlanEntry(2, 2, 1, 1)]
+        plans = (plan_of(1, *first), plan_of(2, *then))
+        results = [runner.launch(plan, CHANNEL).collect() for plan in plans]
+        return [[list(row) for row in result.token_ids.rows()] for result in results]
+
+    def refuse(*_: object) -> None:
+        raise CapacityError("the GPU has no room for the CUDA graphs of steps")
+
+    expected = run(make_runner(NextNumber(), [Kernels()]))
+    monkeypatch.setattr(RecordingGraphs, "find", refuse)
+    assert run(make_runner(NextNumber(), [Kernels()])) == expected
