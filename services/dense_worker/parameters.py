@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -22,24 +23,49 @@ class Loaded(NamedTuple):
     tensor: torch.Tensor  # on the device of the parameter
 
 
+Pieces = tuple[tuple[int, int], ...]  # (first, end) of each, ascending
+
+
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """Some rows or columns of a tensor."""
+    """Some rows or columns of a tensor: `dims` lists the pieces of its first dimensions, None for all of one.
 
-    rows: tuple[tuple[int, int], ...] | None = None  # (first, end) of each piece, ascending; None: all
-    columns: tuple[int, int] | None = None  # (first, end); None: all
+    >>> str(TensorPart((None, ((0, 2), (4, 6)))))
+    '[:, 0:2 and 4:6]'
+    """
 
-    def is_whole(self, num_rows: int) -> bool:
-        """Whether it has all rows of so many."""
-        return self.rows is None or self.rows == ((0, num_rows),)
+    dims: tuple[Pieces | None, ...]  # at most one has several pieces
+
+    def __str__(self) -> str:
+        each = (":" if dim is None else " and ".join(f"{first}:{end}" for first, end in dim) for dim in self.dims)
+        return f"[{', '.join(each)}]"
 
     def of(self, tensor: Any) -> torch.Tensor:
         """The part of a tensor, or of what is indexed like one."""
-        columns = () if self.columns is None else (slice(*self.columns),)
-        if self.rows is None:
-            return tensor[(slice(None), *columns)]
-        pieces = [tensor[(slice(*piece), *columns)] for piece in self.rows]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        slices = [(slice(None),) if dim is None else [slice(*piece) for piece in dim] for dim in self.dims]
+        parts = [tensor[index] for index in product(*slices)]
+        several = [dim for dim, pieces in enumerate(slices) if len(pieces) > 1]
+        assert len(several) <= 1, self
+        return torch.cat(parts, dim=several[0]) if several else parts[0]
+
+
+class Axes(NamedTuple):
+    """The dimensions of a stored tensor that the rows and the columns made of it lie along.
+
+    None: it is needed whole, whichever of them are made.
+    """
+
+    rows: int | None = None
+    columns: int | None = None
+    num_runs: int = 1  # the rows are so many runs of equally many, and lie along the dimension in each run anew
+
+    @property
+    def unit(self) -> tuple[int | None, int | None]:
+        """`Conversion.unit`, if each row and column has elements of its own."""
+        return None if self.rows is None else 1, None if self.columns is None else 1
+
+
+WHOLE = Axes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +76,20 @@ class StoredTensor:
     dtypes: tuple[str, ...]  # any of these, as safetensors names them
     shapes: tuple[tuple[int, ...], ...]  # any of these
     is_optional: bool = False
+    axes: Axes = WHOLE
     part: TensorPart | None = None  # only this is read; None: all of it
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Makes rows of a parameter of one or several tensors of a checkpoint."""
+    """Makes rows of a parameter of one or several tensors of a checkpoint.
+
+    It converts parts of the tensors, too: those of whole units, which `StoredTensor.axes` finds.
+    """
 
     inputs: tuple[StoredTensor, ...]
     convert: Callable[..., torch.Tensor]  # takes a `Loaded` for each input, or None for an absent optional one
+    unit: tuple[int | None, int | None] = (None, None)  # rows and columns that can be made alone; None: only all
 
 
 class StoredLayout(Protocol):
@@ -68,7 +99,10 @@ class StoredLayout(Protocol):
         """The shape in the checkpoint of a tensor that has `shape` here."""
 
     def restore(self, stored: torch.Tensor) -> torch.Tensor:
-        """The checkpoint's tensor, with its elements where we have them."""
+        """The checkpoint's tensor, with its elements where we have them; the same of a part that `axes` allows."""
+
+    def axes(self, num_dims: int) -> Axes:
+        """Where the rows and columns of a tensor of `num_dims` dimensions here lie in the checkpoint's."""
 
 
 @dataclass(frozen=True, slots=True)

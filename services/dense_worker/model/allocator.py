@@ -195,5 +195,6 @@ def _stored_source(name: str, shape: tuple[int, ...], layout: StoredLayout | Non
     def restore(loaded: Loaded) -> torch.Tensor:
         return layout.restore(loaded.tensor)
 
-    stored = StoredTensor((name,), FLOATS, (layout.stored_shape(shape),))
-    return Source(name, shape[0], Conversion((stored,), restore))
+    axes = layout.axes(len(shape))
+    stored = StoredTensor((name,), FLOATS, (layout.stored_shape(shape),), axes=axes)
+    return Source(name, shape[0], Conversion((stored,), restore, axes.unit))

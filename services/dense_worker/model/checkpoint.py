@@ -35,9 +35,14 @@ class MatrixRows:
         """Their shape in a stack of the given shape."""
         return self.rows.stop - self.rows.start, stack[1 if self.is_transposed else 2]
 
-    def of(self, stack: Any) -> torch.Tensor:
-        """They themselves, of what is indexed like a stack of matrices."""
-        return stack[self.matrix, :, self.rows].t() if self.is_transposed else stack[self.matrix, self.rows]
+    def of(self, stack: Any, part: TensorPart | None) -> torch.Tensor:
+        """They themselves, or a part of them, of what is indexed like a stack of matrices."""
+        rows, columns = (None, None) if part is None else (*part.dims, None)[:2]
+        first = self.rows.start
+        rows = tuple((first + each, first + end) for each, end in rows or ((0, self.rows.stop - first),))
+        dims = (columns, rows) if self.is_transposed else (rows, columns)
+        [matrix] = TensorPart((((self.matrix, self.matrix + 1),), *dims)).of(stack)
+        return matrix.t() if self.is_transposed else matrix
 
 
 class Checkpoint:
@@ -85,8 +90,7 @@ class Checkpoint:
         file, handle, stored_name = self._files[name]
         with _naming(file):
             if name in self._parts:
-                matrix = self._parts[name].of(handle.get_slice(stored_name))
-                return matrix if part is None else part.of(matrix)
+                return self._parts[name].of(handle.get_slice(stored_name), part)
             return handle.get_tensor(stored_name) if part is None else part.of(handle.get_slice(stored_name))
 
     def read(

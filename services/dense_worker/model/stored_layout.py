@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from services.dense_worker.parameters import WHOLE, Axes
+
 
 @dataclass(frozen=True, slots=True)
 class Transposed:
@@ -18,6 +20,10 @@ class Transposed:
     def restore(self, stored: torch.Tensor) -> torch.Tensor:
         """A view of the tensor with its dimensions swapped."""
         return stored.t() if stored.dim() == 2 else stored
+
+    def axes(self, num_dims: int) -> Axes:
+        """Dimensions swapped."""
+        return Axes(1, 0) if num_dims == 2 else Axes(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,10 @@ class Padded:
         columns = (0, self.num_columns) if stored.dim() == 2 else ()
         return torch.nn.functional.pad(stored, (*columns, 0, self.num_rows))
 
+    def axes(self, num_dims: int) -> Axes:
+        """Parts may lie within the zeros, and are not read alone."""
+        return WHOLE
+
 
 @dataclass(frozen=True, slots=True)
 class LessOne:
@@ -49,6 +59,10 @@ class LessOne:
         """The weights, in float32."""
         return stored.float() + 1.0
 
+    def axes(self, num_dims: int) -> Axes:
+        """As here."""
+        return Axes(0, 1)
+
 
 @dataclass(frozen=True, slots=True)
 class UnitRows:
@@ -61,6 +75,10 @@ class UnitRows:
     def restore(self, stored: torch.Tensor) -> torch.Tensor:
         """The rows, in float32."""
         return torch.nn.functional.normalize(stored.float())
+
+    def axes(self, num_dims: int) -> Axes:
+        """Whole rows: their lengths depend on all columns."""
+        return Axes(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +101,10 @@ class GroupedHeads:
         q, k, v = groups.split([groups.shape[1] - 2, 1, 1], dim=1)
         return torch.cat([part.reshape(-1, *stored.shape[1:]) for part in (q, k, v)])
 
+    def axes(self, num_dims: int) -> Axes:
+        """Rows of one part are not together, and not read alone."""
+        return WHOLE
+
 
 @dataclass(frozen=True, slots=True)
 class PartsByHead:
@@ -103,6 +125,10 @@ class PartsByHead:
         """A copy of the rows."""
         parts = stored.unflatten(0, (self.num_heads, sum(self.sizes))).split(self.sizes, dim=1)
         return torch.cat([parts[number].flatten(0, 1) for number in self.taken])
+
+    def axes(self, num_dims: int) -> Axes:
+        """Rows of one part are not together, and not read alone."""
+        return WHOLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +154,9 @@ class StackedExperts:
         if self.is_interleaved:
             rows = rows.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
         return rows.flatten(0, 1)
+
+    def axes(self, num_dims: int) -> Axes:
+        """Equal parts of all experts are read alone; interleaved, of gate and up of all experts."""
+        weights = (2, 1) if self.is_transposed else (1, 2)
+        rows, columns = weights if num_dims == 2 else (1, None)
+        return Axes(rows, columns, self.num_experts * (2 if self.is_interleaved else 1))

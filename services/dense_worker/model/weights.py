@@ -294,7 +294,8 @@ def _load(checkpoint: Checkpoint, stored: StoredTensor, device: torch.device) ->
     name = next((name for name in stored.names if name in checkpoint), None)
     if name is None:
         return None
-    return Loaded(name, checkpoint.read(name, stored.dtypes, stored.shapes, stored.part).to(device))
+    tensor = checkpoint.read(name, stored.dtypes, stored.shapes, stored.part)
+    return Loaded(f"{name}{stored.part or ''}", tensor.to(device))
 
 
 def _with_own_head(checkpoint: Checkpoint, weights: ModelWeights, head: str) -> ModelWeights:

@@ -6,7 +6,7 @@ without memory, and each of its parts becomes the rank's part, for which the all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -19,14 +19,14 @@ from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
 from services.dense_worker.kernels.linear.linear import Cut, Linear, WeightFormat
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.linear.quantized.block_fp8_weight import BlockFp8Weight
-from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.kernels.norm.norm import HeadNorms
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.head import Embedding
 from services.dense_worker.model.latent.attention import LatentOutput, LatentQkv, LatentQueries
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.parameters import Conversion, Loaded, Parameter, Source, StoredTensor, TensorPart
+from services.dense_worker.parameters import Parameter, Source, TensorPart
 from services.dense_worker.ranks.shared_head_norms import SharedHeadNorms
+from services.dense_worker.ranks.source_parts import converted, part_of, zeros
 
 Part = TypeVar("Part")
 
@@ -255,21 +255,22 @@ class _Cutter:
             own = [range(max(each.start, first), min(each.stop, first + source.num_rows)) for each in rows]
             own = [range(each.start - first, each.stop - first) for each in own if each]
             if own:
-                sources.append(_part_of(source, whole, TensorPart(tuple((each.start, each.stop) for each in own))))
+                pieces = tuple((each.start, each.stop) for each in own)
+                sources.append(part_of(source, whole.data.shape[1:], TensorPart((pieces,))))
             first += source.num_rows
         return self._make(whole, (sum(map(len, rows)), *whole.data.shape[1:]), sources)
 
     def _columns(self, whole: Parameter, columns: range) -> Parameter:
         """All rows of these columns."""
-        part = TensorPart(columns=(columns.start, columns.stop))
-        sources = [_part_of(source, whole, part) for source in whole.sources]
+        part = TensorPart((None, ((columns.start, columns.stop),)))
+        sources = [part_of(source, whole.data.shape[1:], part) for source in whole.sources]
         return self._make(whole, (len(whole.data), len(columns)), sources)
 
     def _added_once(self, bias: Parameter) -> Parameter:
         """A bias of the first rank; zeros for all others, whose products are added to it."""
         if self._rank.index == 0:
             return self._rows(bias, [range(len(bias.data))])
-        sources = [_converted(source, bias, torch.zeros_like) for source in bias.sources]
+        sources = [converted(source, (), torch.zeros_like) for source in bias.sources]
         return self._make(bias, tuple(bias.data.shape), sources)
 
     def _vocabulary(self, whole: Parameter) -> Parameter:
@@ -283,9 +284,9 @@ class _Cutter:
         sources = []
         if stop > start and whole.sources:
             [source] = whole.sources
-            sources.append(_part_of(source, whole, TensorPart(((start, stop),))))
+            sources.append(part_of(source, shape[1:], TensorPart((((start, stop),),))))
         if whole.sources and (num_missing := len(own) - (stop - start)):
-            sources.append(_zeros(num_missing, shape[1:]))
+            sources.append(zeros(num_missing, shape[1:]))
         return self._make(whole, shape, sources)
 
     def _make(self, whole: Parameter, shape: tuple[int, ...], sources: Sequence[Source]) -> Parameter:
@@ -313,31 +314,3 @@ def _overlaps(part_sizes: Sequence[int], rows: Sequence[range]) -> tuple[int, ..
         sizes.append(sum(max(0, each) for each in overlaps))
         first += size
     return tuple(sizes)
-
-
-def _part_of(source: Source, whole: Parameter, part: TensorPart) -> Source:
-    """The source of a part of what `source` fills. A tensor that is stored as it is here is not read beyond it."""
-    if part.is_whole(source.num_rows) and part.columns is None:
-        return source
-    num_rows = source.num_rows if part.rows is None else sum(stop - start for start, stop in part.rows)
-    if source.conversion is not None:
-        return replace(_converted(source, whole, part.of), num_rows=num_rows)
-    shape = (source.num_rows, *whole.data.shape[1:])
-    stored = StoredTensor((source.name,), FLOATS, (shape,), part=part)
-    return Source(source.name, num_rows, Conversion((stored,), _as_loaded))
-
-
-def _converted(source: Source, whole: Parameter, change: Callable[[torch.Tensor], torch.Tensor]) -> Source:
-    """A source whose rows are changed once they are read."""
-    shape = (source.num_rows, *whole.data.shape[1:])
-    conversion = source.conversion or Conversion((StoredTensor((source.name,), FLOATS, (shape,)),), _as_loaded)
-    convert = conversion.convert
-    return replace(source, conversion=replace(conversion, convert=lambda *loaded: change(convert(*loaded))))
-
-
-def _zeros(num_rows: int, row_shape: tuple[int, ...]) -> Source:
-    return Source("", num_rows, Conversion((), lambda: torch.zeros(num_rows, *row_shape)))
-
-
-def _as_loaded(loaded: Loaded) -> torch.Tensor:
-    return loaded.tensor

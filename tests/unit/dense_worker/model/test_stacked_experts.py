@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from services.common.errors import ModelError
 from services.common.model_config import load_model_config
@@ -22,35 +20,11 @@ from services.dense_worker.model.weights import load_weights
 from services.dense_worker.parameters import parts_of_type
 from tests.support.dense.family_models import make_family_model
 from tests.support.dense.whole_model import CPU, WholeModel
+from tests.support.quantized.stacked_experts import quantize_experts, write_model
 
-UNQUANTIZED = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
 # Both compute in float32 with the same values, in another order of sums.
 BOUND = 2e-5
-
-
-def write(path: Path, tensors: dict[str, torch.Tensor], **fields: object) -> None:
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    file = path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-
-
-def quantize_experts(path: Path) -> dict[str, torch.Tensor]:
-    """Gives the model in `path` random MXFP4 experts; returns the tensors of the same model without quantization."""
-    generator = torch.Generator().manual_seed(1)
-    stored = load_file(path / "model.safetensors")
-    plain = dict(stored)
-    for name in list(stored):
-        if name.endswith(("gate_up_proj", "experts.down_proj")):
-            num_experts, in_features, rows = stored.pop(name).shape
-            shape = (num_experts, rows, in_features // 32)
-            blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
-            scales = torch.randint(121, 126, shape, dtype=torch.uint8, generator=generator)
-            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
-    config = {"quant_method": "mxfp4", "modules_to_not_convert": UNQUANTIZED}
-    write(path, stored, quantization_config=config)
-    return plain
 
 
 @pytest.fixture
@@ -61,7 +35,7 @@ def path(tmp_path: Path) -> Path:
 @torch.inference_mode()
 def test_logits_equal_those_of_transformers(path: Path, tmp_path: Path) -> None:
     same = make_family_model(tmp_path / "plain", "gpt_oss")
-    write(same, quantize_experts(path))
+    write_model(same, quantize_experts(path))
     prompt = torch.randint(3, 96, (1, 21), generator=torch.Generator().manual_seed(2))
     truth = AutoModelForCausalLM.from_pretrained(same, dtype=torch.float32).eval()
     expected = truth(prompt, use_cache=False).logits[0]
@@ -113,6 +87,6 @@ def test_a_damaged_checkpoint_is_refused(path: Path, changes: dict[str, torch.Te
 
 def test_features_that_no_block_of_32_divides_are_refused(tmp_path: Path) -> None:
     path = make_family_model(tmp_path, "gpt_oss", intermediate_size=48)
-    write(path, load_file(path / "model.safetensors"), quantization_config={"quant_method": "mxfp4"})
+    write_model(path, load_file(path / "model.safetensors"), quantization_config={"quant_method": "mxfp4"})
     with pytest.raises(ModelError, match=r"experts\.down_proj has in_features 48, expected a multiple of 32"):
         load_weights(path, load_model_config(path), torch.float32, CPU)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from services.common.config import load_config
-from services.common.errors import ConfigError
+from services.common.errors import ConfigError, ModelError
 from services.common.model_config import load_model_config
+from services.common.quantization.schemes import on_the_fly_fp8
 from services.common.rank import Rank
 from services.common.several_ranks import check_divisible
 from services.dense_worker.backends.torch_backend import TorchBackend
@@ -26,6 +30,7 @@ from tests.support.dense.thread_ranks import ThreadGroup, run_ranks
 from tests.support.dense.whole_model import WholeModel
 from tests.support.models import make_model_dir
 from tests.support.quantized.checkpoints import FORMATS, quantize_model_dir
+from tests.support.quantized.stacked_experts import quantize_experts
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -48,6 +53,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     formats = [each for each in FORMATS if not any(word in each for word in OTHER_FORMATS)]
     short = {"variant": FEW, "variant_by_kernels": FEW_BY_KERNELS, "quantized": FEW_FORMATS}
     long = {"variant": families, "variant_by_kernels": families, "quantized": formats}
+    if "any_quantized" in metafunc.fixturenames:
+        cut = [each for each in FORMATS if "act-order" not in each and "ragged" not in each]
+        metafunc.parametrize("any_quantized", cut)
     for name in short.keys() & set(metafunc.fixturenames):
         metafunc.parametrize(name, (long if is_long else short)[name])
 
@@ -150,6 +158,81 @@ def test_a_rank_reads_its_slices_alone(tmp_path: Path) -> None:
         read, part = bytes_read(path, Rank(index, 2))
         assert read == (whole - norms) / 2 + norms
         assert sum(tensor.nbytes for _, tensor in part.named_tensors()) == read, "nothing is read twice"
+
+
+def cut_of(whole: torch.Tensor, name: str, index: int, sizes: tuple[int, ...]) -> torch.Tensor:
+    """The half of a tensor of `quantized_model`, by what is known of its layers: projections have `sizes` rows."""
+    kind = name.rpartition(".")[2]
+    if kind in ("embed", "lm_head"):
+        return whole.chunk(2)[index]
+    if kind.startswith(("qkv", "gate_up")) and "input_scale" not in kind:
+        sizes = sizes if kind.startswith("qkv") else (1, 1)
+        rows = [size * len(whole) // sum(sizes) for size in sizes]
+        return torch.cat([each.chunk(2)[index] for each in whole.split(rows)])
+    is_cut = kind.startswith(("o_", "down")) and whole.dim() == 2 and whole.shape[1] > 1
+    return whole.chunk(2, dim=1)[index] if is_cut else whole
+
+
+def test_a_rank_reads_its_slices_of_quantized_weights(any_quantized: str, tmp_path: Path) -> None:
+    """They equal slices of the whole, and of all that can be cut it reads half the bytes."""
+    path = quantized_model(tmp_path / "model", any_quantized)
+    config = load_model_config(path)
+    whole = dict(load_weights(path, config, torch.float32, CPU).named_tensors())
+    of_all = ("norm.weight", "g_idx", "weight_shape", "weight_zero_point", "input_scale", "activation_scale")
+    num_bytes = 0
+    for name, stored in load_file(path / "model.safetensors").items():
+        is_summed = name.rpartition(".")[0].endswith(("o_proj", "down_proj"))
+        is_of_rows = is_summed and (stored.dim() == 1 or 1 in stored.shape)
+        is_whole = name.endswith(of_all) or stored.numel() == 1 or is_of_rows
+        num_bytes += stored.nbytes if is_whole else stored.nbytes // 2
+    for index in range(2):
+        read, part = bytes_read(path, Rank(index, 2))
+        for name, tensor in part.named_tensors():
+            expected = cut_of(whole[name], name, index, (config.q_size, config.kv_size, config.kv_size))
+            assert torch.equal(tensor.view(torch.uint8), expected.contiguous().view(torch.uint8)), name
+        assert read == num_bytes
+
+
+def test_parts_of_weights_that_become_fp8_while_they_load(tmp_path: Path) -> None:
+    """Scales are of whole rows, of which a rank has columns."""
+    path = make_model_dir(tmp_path / "model", "llama", num_attention_heads=4, num_key_value_heads=2, vocab_size=96)
+    config = replace(load_model_config(path), quantization=on_the_fly_fp8())
+    whole = dict(load_weights(path, config, torch.float32, CPU).named_tensors())
+    for index in range(2):
+        for name, tensor in load_weights(path, config, torch.float32, CPU, rank=Rank(index, 2)).named_tensors():
+            expected = cut_of(whole[name], name, index, (config.q_size, config.kv_size, config.kv_size))
+            assert torch.equal(tensor.float(), expected.float()), name
+
+
+def test_a_bad_scale_is_named_with_the_part_that_has_it(tmp_path: Path) -> None:
+    path = quantized_model(tmp_path / "model", "gptq g128")
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.scales"
+    tensors[name][1, 130] = torch.nan
+    save_file(tensors, path / "model.safetensors")
+    config = load_model_config(path)
+    load_weights(path, config, torch.float32, CPU, rank=Rank(0, 2))
+    with pytest.raises(ModelError, match=re.escape(f"{name}[:, 128:256] holds the scale nan at [1, 2]")):
+        load_weights(path, config, torch.float32, CPU, rank=Rank(1, 2))
+
+
+def test_ranks_share_a_tensor_of_quantized_experts(tmp_path: Path) -> None:
+    """Its rows of gate and up take turns."""
+    path = make_family_model(tmp_path / "model", "gpt_oss")
+    quantize_experts(path)
+    expected, found = logits_of(WholeModel(path)), logits_of_ranks(path, 2)
+    assert (found - expected).abs().max() <= BOUND * expected.abs().max()
+
+
+@pytest.mark.parametrize("form", ["gpt2", "gpt_oss", "gpt_oss in MXFP4"])
+def test_a_rank_reads_its_slices_of_tensors_in_other_orders(form: str, tmp_path: Path) -> None:
+    """Transposed ones, and those of all experts: no more bytes than it holds."""
+    path = make_family_model(tmp_path / "model", form.split()[0], vocab_size=96)
+    if form.endswith("MXFP4"):
+        quantize_experts(path)
+    for index in range(2):
+        read, part = bytes_read(path, Rank(index, 2))
+        assert read == sum(tensor.nbytes for _, tensor in part.named_tensors())
 
 
 def test_the_parts_of_all_ranks_are_the_whole(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from services.dense_worker.kernels.linear.quantized.activations import (
 )
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS, QuantizedLayer, converted
 from services.dense_worker.kernels.linear.quantized.scales import checked_scales
-from services.dense_worker.parameters import Loaded, Parameter, Source, StoredTensor, share_of_rows
+from services.dense_worker.parameters import Axes, Loaded, Parameter, Source, StoredTensor, share_of_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +74,11 @@ def create_block_fp8(scheme: BlockFp8Scheme, layer: QuantizedLayer) -> BlockFp8W
 
     def matrix(projection: Projection) -> Source:
         codes, _ = _stored(scheme, projection, layer.in_features)
-        return converted(projection.out_features, lambda loaded: loaded.tensor, codes)
+        return converted(projection.out_features, lambda loaded: loaded.tensor, codes, unit=(1, 1))
 
     def scale(projection: Projection) -> Source:
         _, scales = _stored(scheme, projection, layer.in_features)
-        return converted(scales.shapes[0][0], checked_scales, scales)
+        return converted(scales.shapes[0][0], checked_scales, scales, unit=(1, 1))
 
     height, width = scheme.block_size
     scale_shape = sum(math.ceil(size / height) for size in layer.part_sizes), math.ceil(layer.in_features / width)
@@ -115,6 +115,6 @@ def _stored(scheme: BlockFp8Scheme, projection: Projection, in_features: int) ->
     name, rows = projection.name, projection.out_features
     scale_shape = math.ceil(rows / height), math.ceil(in_features / width)
     return (
-        StoredTensor((f"{name}.weight",), ("F8_E4M3",), ((rows, in_features),)),
-        StoredTensor((f"{name}.weight_scale_inv", f"{name}.weight_scale"), FLOATS, (scale_shape,)),
+        StoredTensor((f"{name}.weight",), ("F8_E4M3",), ((rows, in_features),), axes=Axes(0, 1)),
+        StoredTensor((f"{name}.weight_scale_inv", f"{name}.weight_scale"), FLOATS, (scale_shape,), axes=Axes(0, 1)),
     )

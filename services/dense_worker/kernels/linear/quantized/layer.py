@@ -43,9 +43,14 @@ class QuantizedLayer:
         return self.new_parameter(f"{self.name}{suffix}", *shape, sources=sources, dtype=dtype)
 
 
-def converted(num_rows: int, convert: Callable[..., torch.Tensor], *inputs: StoredTensor) -> Source:
-    """A source made of `inputs`; it is named for the first of them."""
-    return Source(inputs[0].names[0], num_rows, Conversion(inputs, convert))
+def converted(
+    num_rows: int,
+    convert: Callable[..., torch.Tensor],
+    *inputs: StoredTensor,
+    unit: tuple[int | None, int | None] = (None, None),
+) -> Source:
+    """A source made of `inputs`; it is named for the first of them. `unit` as in `Conversion`."""
+    return Source(inputs[0].names[0], num_rows, Conversion(inputs, convert, unit))
 
 
 def check_divides(size: int, what: str, value: int, name: str) -> None:

@@ -16,7 +16,7 @@ from services.common.quantization.schemes import Mxfp4Scheme
 from services.dense_worker.kernels.linear.linear import Projection
 from services.dense_worker.kernels.linear.plain_weight import multiply_matrix
 from services.dense_worker.kernels.linear.quantized.layer import QuantizedLayer, check_divides, converted
-from services.dense_worker.parameters import Loaded, Parameter, Source, StoredTensor, share_of_rows
+from services.dense_worker.parameters import Axes, Loaded, Parameter, Source, StoredTensor, share_of_rows
 
 GROUP_SIZE = 32
 _EXPONENT_BIAS, _NAN = 127, 255  # of a scale, which is an exponent in 8 bits (E8M0)
@@ -66,14 +66,16 @@ def create_mxfp4(scheme: Mxfp4Scheme, layer: QuantizedLayer) -> Mxfp4Weight:
     def packed(projection: Projection) -> Source:
         size = projection.out_features
         shape = (size, layer.in_features // 2) if scheme.is_compressed_tensors else (size, num_groups, GROUP_SIZE // 2)
-        stored = StoredTensor((f"{projection.name}.{names[0]}",), ("U8",), (_stored_shape(projection, shape),))
-        return converted(size, lambda loaded: _restored(projection, loaded.tensor).flatten(1), stored)
+        axes, stored_shape = _axes(projection), _stored_shape(projection, shape)
+        stored = StoredTensor((f"{projection.name}.{names[0]}",), ("U8",), (stored_shape,), axes=axes)
+        unit = 1, math.prod(shape[2:])
+        return converted(size, lambda loaded: _restored(projection, loaded.tensor).flatten(1), stored, unit=unit)
 
     def exponent(projection: Projection) -> Source:
         size = projection.out_features
         shape = _stored_shape(projection, (size, num_groups))
-        stored = StoredTensor((f"{projection.name}.{names[1]}",), ("U8", "F8_E8M0"), (shape,))
-        return converted(size, lambda loaded: _restored(projection, _checked_exponents(loaded)), stored)
+        stored = StoredTensor((f"{projection.name}.{names[1]}",), ("U8", "F8_E8M0"), (shape,), axes=_axes(projection))
+        return converted(size, lambda loaded: _restored(projection, _checked_exponents(loaded)), stored, unit=(1, 1))
 
     return Mxfp4Weight(
         layer.parameter("", (layer.out_features, layer.in_features // 2), torch.uint8, packed),
@@ -83,6 +85,10 @@ def create_mxfp4(scheme: Mxfp4Scheme, layer: QuantizedLayer) -> Mxfp4Weight:
 
 def _stored_shape(projection: Projection, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape if projection.layout is None else projection.layout.stored_shape(shape)
+
+
+def _axes(projection: Projection) -> Axes:
+    return Axes(0, 1) if projection.layout is None else projection.layout.axes(2)
 
 
 def _restored(projection: Projection, stored: torch.Tensor) -> torch.Tensor:

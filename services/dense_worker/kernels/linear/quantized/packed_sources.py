@@ -14,7 +14,7 @@ from services.dense_worker.kernels.linear.quantized.grouped_int_weight import Gr
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS, QuantizedLayer, check_divides, converted
 from services.dense_worker.kernels.linear.quantized.packing import WORD_BITS, pack, unpack, unpack_awq
 from services.dense_worker.kernels.linear.quantized.scales import checked_scales
-from services.dense_worker.parameters import Loaded, Source, StoredTensor
+from services.dense_worker.parameters import Axes, Loaded, Source, StoredTensor
 
 
 def create_grouped_int(scheme: GroupedIntScheme, layer: QuantizedLayer) -> GroupedIntWeight:
@@ -49,9 +49,14 @@ def create_grouped_int(scheme: GroupedIntScheme, layer: QuantizedLayer) -> Group
 def _as_bytes(words: Source) -> Source:
     """The same source, whose rows of int32 become rows of bytes."""
     assert words.conversion is not None
-    convert = words.conversion.convert
-    conversion = replace(words.conversion, convert=lambda *loaded: convert(*loaded).contiguous().view(torch.uint8))
-    return replace(words, conversion=conversion)
+    convert, (rows, columns) = words.conversion.convert, words.conversion.unit
+
+    def as_bytes(*loaded: Loaded | None) -> torch.Tensor:
+        made = convert(*loaded)
+        return made.flatten().view(torch.uint8).view(len(made), -1)  # also where a row is one word
+
+    unit = rows, columns and columns * WORD_BITS // 8
+    return replace(words, conversion=replace(words.conversion, convert=as_bytes, unit=unit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,14 @@ class _Sources:
     @property
     def per_word(self) -> int:
         return WORD_BITS // self.scheme.num_bits
+
+    @property
+    def unit_of_words(self) -> tuple[int, int | None]:
+        """Rows, and words of a row, that can be made alone where a word holds features of one row.
+
+        With act-order a row's features come from all of its words.
+        """
+        return 1, None if self.scheme.has_order else 1
 
     def index(self, projection: Projection) -> StoredTensor:
         """The group of each input feature. Without act-order it may be absent."""
@@ -115,7 +128,8 @@ class _CompressedTensorsSources(_Sources):
 
     def packed(self, projection: Projection) -> Source:
         size, name = projection.out_features, projection.name
-        words = StoredTensor((f"{name}.weight_packed",), ("I32",), ((size, self.in_features // self.per_word),))
+        num_words = self.in_features // self.per_word
+        words = StoredTensor((f"{name}.weight_packed",), ("I32",), ((size, num_words),), axes=Axes(0, 1))
         shape = StoredTensor((f"{name}.weight_shape",), ("I32", "I64"), ((2,),))
 
         def convert(packed: Loaded, shape: Loaded, index: Loaded | None) -> torch.Tensor:
@@ -123,12 +137,12 @@ class _CompressedTensorsSources(_Sources):
                 raise ModelError(f"{shape.name} is {shape.tensor.tolist()}, expected {[size, self.in_features]}")
             return self.in_order(packed.tensor, index)
 
-        return converted(size, convert, words, shape, self.index(projection))
+        return converted(size, convert, words, shape, self.index(projection), unit=self.unit_of_words)
 
     def scale(self, dtype: torch.dtype, projection: Projection) -> Source:
         shape = (projection.out_features, self.num_groups)
-        stored = StoredTensor((f"{projection.name}.weight_scale",), FLOATS, (shape,))
-        return converted(projection.out_features, partial(checked_scales, dtype=dtype), stored)
+        stored = StoredTensor((f"{projection.name}.weight_scale",), FLOATS, (shape,), axes=Axes(0, 1))
+        return converted(projection.out_features, partial(checked_scales, dtype=dtype), stored, unit=(1, 1))
 
     def zero_point(self, projection: Projection) -> Source:
         """Packed along the output channels, or in older files one signed byte for each."""
@@ -153,16 +167,22 @@ class _AwqSources(_Sources):
 
     def packed(self, projection: Projection) -> Source:
         size = projection.out_features
-        stored = StoredTensor((f"{projection.name}.qweight",), ("I32",), ((self.in_features, size // self.per_word),))
-        return converted(size, lambda loaded: pack(unpack_awq(loaded.tensor).t(), self.scheme.num_bits), stored)
+        shape = (self.in_features, size // self.per_word)
+        stored = StoredTensor((f"{projection.name}.qweight",), ("I32",), (shape,), axes=Axes(1, 0))
+
+        def convert(words: Loaded) -> torch.Tensor:
+            return pack(unpack_awq(words.tensor).t(), self.scheme.num_bits)
+
+        return converted(size, convert, stored, unit=(self.per_word, 1))
 
     def scale(self, dtype: torch.dtype, projection: Projection) -> Source:
         return _scales_by_group(self.num_groups, dtype, projection)
 
     def zero_point(self, projection: Projection) -> Source:
         size = projection.out_features
-        stored = StoredTensor((f"{projection.name}.qzeros",), ("I32",), ((self.num_groups, size // self.per_word),))
-        return converted(size, lambda loaded: unpack_awq(loaded.tensor).t(), stored)
+        shape = (self.num_groups, size // self.per_word)
+        stored = StoredTensor((f"{projection.name}.qzeros",), ("I32",), (shape,), axes=Axes(1, 0))
+        return converted(size, lambda loaded: unpack_awq(loaded.tensor).t(), stored, unit=(self.per_word, 1))
 
 
 class _GptqSources(_Sources):
@@ -170,12 +190,13 @@ class _GptqSources(_Sources):
 
     def packed(self, projection: Projection) -> Source:
         size = projection.out_features
-        stored = StoredTensor((f"{projection.name}.qweight",), ("I32",), ((self.in_features // self.per_word, size),))
+        shape = (self.in_features // self.per_word, size)
+        stored = StoredTensor((f"{projection.name}.qweight",), ("I32",), (shape,), axes=Axes(1, 0))
 
         def convert(words: Loaded, index: Loaded | None) -> torch.Tensor:
             return self.in_order(words.tensor.t(), index)
 
-        return converted(size, convert, stored, self.index(projection))
+        return converted(size, convert, stored, self.index(projection), unit=self.unit_of_words)
 
     def scale(self, dtype: torch.dtype, projection: Projection) -> Source:
         """Symmetric checkpoints have zero points, too, which must all be half of the range."""
@@ -192,14 +213,16 @@ class _GptqSources(_Sources):
                 raise ModelError(f"{zeros.name} holds the zero point {value}, the config's sym means {middle}")
             return convert(scales)
 
-        return converted(projection.out_features, checked, *scales.conversion.inputs, self._stored_zeros(projection))
+        inputs = (*scales.conversion.inputs, self._stored_zeros(projection))
+        return converted(projection.out_features, checked, *inputs, unit=(self.per_word, 1))
 
     def zero_point(self, projection: Projection) -> Source:
-        return converted(projection.out_features, self._zero_points, self._stored_zeros(projection))
+        zeros = self._stored_zeros(projection)
+        return converted(projection.out_features, self._zero_points, zeros, unit=(self.per_word, 1))
 
     def _stored_zeros(self, projection: Projection) -> StoredTensor:
         shape = (self.num_groups, projection.out_features // self.per_word)
-        return StoredTensor((f"{projection.name}.qzeros",), ("I32",), (shape,))
+        return StoredTensor((f"{projection.name}.qzeros",), ("I32",), (shape,), axes=Axes(1, 0))
 
     def _zero_points(self, zeros: Loaded) -> torch.Tensor:
         """uint8 [out_features, groups]. Version 1 stores 0 less one as the greatest code: it wraps around."""
@@ -210,8 +233,9 @@ class _GptqSources(_Sources):
 
 def _scales_by_group(num_groups: int, dtype: torch.dtype, projection: Projection) -> Source:
     """Scales that are stored as [groups, out_features]."""
-    stored = StoredTensor((f"{projection.name}.scales",), FLOATS, ((num_groups, projection.out_features),))
-    return converted(projection.out_features, lambda loaded: checked_scales(loaded, dtype).t(), stored)
+    shape = (num_groups, projection.out_features)
+    stored = StoredTensor((f"{projection.name}.scales",), FLOATS, (shape,), axes=Axes(1, 0))
+    return converted(projection.out_features, lambda loaded: checked_scales(loaded, dtype).t(), stored, unit=(1, 1))
 
 
 _SOURCES = {

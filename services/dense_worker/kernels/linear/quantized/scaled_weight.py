@@ -23,7 +23,7 @@ from services.dense_worker.kernels.linear.quantized.activations import (
 )
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS, QuantizedLayer, converted
 from services.dense_worker.kernels.linear.quantized.scales import checked_scales
-from services.dense_worker.parameters import Loaded, Parameter, Source, StoredTensor, share_of_rows
+from services.dense_worker.parameters import Axes, Loaded, Parameter, Source, StoredTensor, share_of_rows
 
 _STORED = {Element.FP8: "F8_E4M3", Element.INT8: "I8"}
 _ONE_NUMBER = ((), (1,), (1, 1))
@@ -82,14 +82,16 @@ def create_scaled(scheme: ScaledScheme, layer: QuantizedLayer) -> ScaledWeight:
 
     def matrix(projection: Projection) -> Source:
         shape = (projection.out_features, layer.in_features)
-        stored = StoredTensor((f"{projection.name}.weight",), (_STORED[scheme.element],), (shape,))
-        return converted(projection.out_features, _unchanged, stored)
+        stored = StoredTensor((f"{projection.name}.weight",), (_STORED[scheme.element],), (shape,), axes=Axes(0, 1))
+        return converted(projection.out_features, _unchanged, stored, unit=(1, 1))
 
     def scale(projection: Projection) -> Source:
         size = projection.out_features
-        shapes = ((size, 1), (size,)) if scheme.is_per_channel else _ONE_NUMBER
         names = (f"{projection.name}.weight_scale", f"{projection.name}.weight_scale_inv")
-        return converted(size, partial(_for_each_row, size), StoredTensor(names, FLOATS, shapes))
+        if scheme.is_per_channel:
+            stored = StoredTensor(names, FLOATS, ((size, 1), (size,)), axes=Axes(0))
+            return converted(size, lambda loaded: checked_scales(loaded).flatten(), stored, unit=(1, None))
+        return converted(size, partial(_for_each_row, size), StoredTensor(names, FLOATS, _ONE_NUMBER))
 
     def input_scale(projection: Projection) -> Source:
         names = (f"{projection.name}.input_scale", f"{projection.name}.activation_scale")
@@ -105,14 +107,16 @@ def create_on_the_fly(layer: QuantizedLayer) -> ScaledWeight:
     """An FP8 weight that is made of an unquantized one while it loads, a projection at a time."""
 
     def source(projection: Projection, convert: Callable[[Loaded], torch.Tensor]) -> Source:
+        """Of whole rows: their scales depend on all columns."""
         shape, layout = (projection.out_features, layer.in_features), projection.layout
-        if layout is None:
-            stored = StoredTensor((f"{projection.name}.weight",), FLOATS, (shape,))
-            return converted(projection.out_features, convert, stored)
-        stored = StoredTensor((f"{projection.name}.weight",), FLOATS, (layout.stored_shape(shape),))
-        return converted(
-            projection.out_features, lambda loaded: convert(Loaded(loaded.name, layout.restore(loaded.tensor))), stored
-        )
+        axes = Axes(0) if layout is None else layout.axes(2)._replace(columns=None)
+        stored_shape = shape if layout is None else layout.stored_shape(shape)
+        stored = StoredTensor((f"{projection.name}.weight",), FLOATS, (stored_shape,), axes=axes)
+
+        def restored(loaded: Loaded) -> torch.Tensor:
+            return convert(loaded if layout is None else Loaded(loaded.name, layout.restore(loaded.tensor)))
+
+        return converted(projection.out_features, restored, stored, unit=axes.unit)
 
     scheme = ScaledScheme(Element.FP8, is_per_channel=True, activations=Activations.TOKEN)
     return _allocate(
