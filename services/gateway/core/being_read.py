@@ -38,10 +38,11 @@ class BeingRead:
             raise AbortedByCaller("the request was aborted before it ran")
 
     def abort(self, owner: Owner, is_meant: Callable[[str], bool]) -> bool:
-        """Ends those of an owner with such a name; returns whether there are any."""
+        """Ends those of an owner with such a name; returns whether there are any, of which some may be ending."""
         now, found = asyncio.get_running_loop().time(), False
         for limit, (each, names) in self._requests.items():
             if each == owner and any(map(is_meant, names)):
-                limit.reschedule(now)
+                if limit.when() is None:  # not aborted before
+                    limit.reschedule(now)
                 found = True
         return found

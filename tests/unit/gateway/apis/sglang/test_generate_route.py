@@ -310,6 +310,45 @@ def test_a_request_that_waits_for_memory_is_ended(
     with_client(tmp_path, dense, test, max_held_bytes=150_000, max_held_wait_s=60.0)
 
 
+def test_a_request_is_ended_again_while_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves what it waits for slowly. Meanwhile it is aborted again, by its name and with all others."""
+    waiting, ending = set[MemoryBudget](), asyncio.Event()
+    wait_for, may_end = MemoryBudget._wait_for, asyncio.Event()
+
+    async def leave_slowly(budget: MemoryBudget, place: asyncio.Future[None]) -> None:
+        waiting.add(budget)
+        try:
+            await wait_for(budget, place)
+        finally:
+            ending.set()
+            await may_end.wait()
+
+    monkeypatch.setattr(MemoryBudget, "_wait_for", leave_slowly)
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        def run(name: str) -> asyncio.Task[httpx2.Response]:
+            body = {"text": PROMPT, "rid": name, "return_logprob": True, "top_logprobs_num": 20}
+            return asyncio.create_task(client.post(URL, json=body | {"sampling_params": {"max_new_tokens": 400}}))
+
+        first = run("first")
+        await until(lambda: len(dense.running) == 1)
+        mine = run("mine")
+        await until(lambda: bool(waiting))
+        assert (await client.post("/abort_request", json={"rid": "mine"})).status_code == 200
+        await ending.wait()
+        try:
+            for body in ({"rid": "mine"}, {"abort_all": True}):
+                assert (await client.post("/abort_request", json=body)).status_code == 200
+            assert (await first).json()["meta_info"]["finish_reason"]["type"] == "abort"
+            assert not mine.done()
+        finally:
+            may_end.set()
+        check_error(await mine, 499, None, "aborted before it ran")
+
+    dense = FakeDense(lambda submit: [])
+    with_client(tmp_path, dense, test, max_held_bytes=150_000, max_held_wait_s=60.0)
+
+
 def test_requests_are_ended_by_name_or_all(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         async def run(name: str) -> Any:

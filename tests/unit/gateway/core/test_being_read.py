@@ -1,0 +1,48 @@
+"""Requests that are still being read are aborted, also again while they end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.common.errors import AbortedByCaller
+from services.gateway.core.being_read import BeingRead
+
+ANN, BOB = ("ann", 0), ("bob", 0)
+
+
+@pytest.mark.parametrize("again", ["its name", "all"])
+def test_a_request_that_is_ending_already_is_found_and_stops_nobody(again: str) -> None:
+    async def test() -> None:
+        being_read, may_end = BeingRead(), asyncio.Event()
+        ending = asyncio.Event()
+
+        async def read(name: str) -> None:
+            async with being_read.until_started(ANN, [name]):
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    ending.set()
+                    await may_end.wait()  # such as a picture's process that must be told
+
+        tasks = [asyncio.create_task(read("a")), asyncio.create_task(read("b"))]
+        await asyncio.sleep(0)
+        assert being_read.abort(ANN, lambda name: name == "a")
+        await ending.wait()
+        try:
+            assert not being_read.abort(BOB, lambda _: True)
+            assert being_read.abort(ANN, lambda name: again == "all" or name == "a")
+        finally:
+            may_end.set()
+        with pytest.raises(AbortedByCaller):
+            await tasks[0]
+        if again != "all":
+            await asyncio.sleep(0)
+            assert not tasks[1].done()
+            assert being_read.abort(ANN, lambda _: True)
+        with pytest.raises(AbortedByCaller):
+            await tasks[1]
+        assert not being_read.abort(ANN, lambda _: True)
+
+    asyncio.run(asyncio.wait_for(test(), 30))
