@@ -150,6 +150,11 @@ class Generation:
             completions = [replace(each, index=i) for i, each in enumerate(completions[: self.request.n])]
         return completions, prompt
 
+    def abort(self) -> None:
+        """Ends the answers as they are."""
+        for answer in self._answers:
+            answer.abort()
+
     def close(self) -> None:
         """Forgets the request and stops its running sequences. Does nothing the second time."""
         for answer in self._answers:
@@ -300,6 +305,12 @@ class _Answer:
     def plain_chunk(self, text: str, token_ids: list[int]) -> Chunk:
         """The chunk of these tokens, which have been taken."""
         return Chunk(self.entry.index, text, token_ids, None, self.num_output_tokens, None, None)
+
+    def abort(self) -> None:
+        """Ends the sequence as it is, if it still runs."""
+        if not self.entry.is_ended:
+            self._dense.cancel(self.entry)
+            self.entry.finish(FinishReason.ABORT)
 
     def close(self) -> None:
         """Cancels the sequence if it still runs, and removes it from the journal. Does nothing the second time."""

@@ -6,7 +6,7 @@ All APIs pass requests as `GenerateRequest` messages, which are checked in one m
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Sequence, Set
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 
@@ -173,12 +173,14 @@ class RequestService:
         *,
         in_one_message: bool = False,
         is_part: bool = False,
+        in_batch: bool = False,
     ) -> Generation:
         """Checks and submits a request. The caller must close the generation. Raises a `TwostrokeError`.
 
         `num_other_logprobs`: log-probabilities of the other prompts of the same client's request, which count towards
         the limit too. `prompt_name`: the name of the prompt in error messages. `in_one_message`: whether the answers
-        are sent in one message of gRPC, which takes more memory. `is_part`: see `Admission.open`.
+        are sent in one message of gRPC, which takes more memory. `is_part`: see `Admission.open`. `in_batch`: whether
+        the caller is in a context of `reading` for several messages.
         """
         ticket = None
         span = self._tracer.start("request", message.traceparent)
@@ -187,7 +189,7 @@ class RequestService:
             ticket = self._admission.open(caller, is_part=is_part)
             held, num_messages = HeldMemory(self.memory, caller.number), COPIES_OF_MESSAGES if in_one_message else 0
             ticket.at_close(held.release)
-            async with self.reading([message], caller):
+            async with nullcontext() if in_batch else self.reading([message], caller):
                 request = await self._read(message, caller, num_other_logprobs, prompt_name, ticket, held, num_messages)
             ticket.admit(request)
             is_resumable = current_run() is not None
@@ -205,8 +207,8 @@ class RequestService:
 
     def reading(
         self, messages: Sequence[gateway_pb2.GenerateRequest], caller: Caller
-    ) -> AbstractAsyncContextManager[None]:
-        """A context in which requests are read, which may be aborted meanwhile: it raises `AbortedByCaller`."""
+    ) -> AbstractAsyncContextManager[Set[str]]:
+        """A context in which requests are read, which may be aborted meanwhile: see `BeingRead.until_started`."""
         return self._being_read.until_started(caller.owner, [message.request_id for message in messages])
 
     async def _read(

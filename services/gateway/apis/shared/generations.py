@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.gateway.access.access import Caller
@@ -78,14 +79,16 @@ class Generations:
         except TwostrokeError as error:
             service.metrics.on_rejected(error)
             raise
-        num_logprobs = 0
-        async with service.reading(messages, caller):  # also while none of several is
+        num_logprobs, in_batch = 0, len(messages) > 1  # a batch can also be aborted while none of it is read
+        async with service.reading(messages, caller) if in_batch else nullcontext(()) as aborted:
             for prompt_index, message in enumerate(messages):
-                prompt_name = f"prompt[{prompt_index}]" if len(messages) > 1 else "prompt"
+                prompt_name = f"prompt[{prompt_index}]" if in_batch else "prompt"
                 generation = await service.start(
-                    message, caller, num_logprobs, prompt_name, in_one_message=in_one_message
+                    message, caller, num_logprobs, prompt_name, in_one_message=in_one_message, in_batch=in_batch
                 )
                 self.running.append(generation)
+                if message.request_id in aborted:  # alone, before it was started
+                    generation.abort()
                 num_logprobs += generation.request.max_num_logprobs
                 await asyncio.sleep(0)  # let other tasks run: starting the answers to one prompt may take milliseconds
 

@@ -46,3 +46,28 @@ def test_a_request_that_is_ending_already_is_found_and_stops_nobody(again: str) 
         assert not being_read.abort(ANN, lambda _: True)
 
     asyncio.run(asyncio.wait_for(test(), 30))
+
+
+def test_several_end_together_when_each_has_been_aborted() -> None:
+    async def test() -> None:
+        being_read, found = BeingRead(), list[frozenset[str]]()
+
+        async def read() -> None:
+            async with being_read.until_started(ANN, ["x-0", "x-1", "x-2"]) as aborted:
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    found.append(frozenset(aborted))
+
+        task = asyncio.create_task(read())
+        await asyncio.sleep(0)
+        for name in ("x-0", "x-2", "x-0"):
+            assert being_read.abort(ANN, name.__eq__)
+            await asyncio.sleep(0.01)
+            assert not found, "one of them is left"
+        assert being_read.abort(ANN, "x-1".__eq__)
+        with pytest.raises(AbortedByCaller):
+            await task
+        assert found == [{"x-0", "x-1", "x-2"}]
+
+    asyncio.run(asyncio.wait_for(test(), 30))

@@ -349,6 +349,48 @@ def test_a_request_is_ended_again_while_it_ends(tmp_path: Path, monkeypatch: pyt
     with_client(tmp_path, dense, test, max_held_bytes=150_000, max_held_wait_s=60.0)
 
 
+def test_one_of_a_batch_that_waits_for_memory_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One holds most of the memory. The second of the batch is being read and the third is not when they are aborted.
+
+    The first is aborted when it runs already.
+    """
+    waiting = list[MemoryBudget]()
+    wait_for = MemoryBudget._wait_for
+
+    async def noted(budget: MemoryBudget, place: asyncio.Future[None]) -> None:
+        waiting.append(budget)
+        await wait_for(budget, place)
+
+    monkeypatch.setattr(MemoryBudget, "_wait_for", noted)
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        def run(max_tokens: list[int], **body: Any) -> asyncio.Task[httpx2.Response]:
+            params = [{"max_new_tokens": each} for each in max_tokens]
+            body |= {"text": [PROMPT] * len(params), "sampling_params": params}
+            return asyncio.create_task(client.post(URL, json=body | {"return_logprob": True, "top_logprobs_num": 20}))
+
+        async def abort(name: str) -> None:
+            assert (await client.post("/abort_request", json={"rid": name})).status_code == 200
+
+        first = run([400], rid=["first"])
+        await until(lambda: len(dense.running) == 1)
+        batch = run([5, 390, 5, 5], rid="x")
+        await until(lambda: bool(waiting) and len(dense.running) == 2)
+        for name in ("x-0", "x-1", "x-2"):
+            await abort(name)
+        await until(lambda: len(dense.running) == 1)
+        assert not batch.done()
+        await abort("first")
+        await first
+        await until(lambda: dense.submits[-1].spec.request_id == "x-3" and len(dense.running) == 1)
+        await abort("x-3")
+        assert [each["meta_info"]["finish_reason"]["type"] for each in (await batch).json()] == ["abort"] * 4
+        await until(lambda: waiting[0].num_held == 0)
+
+    dense = FakeDense(lambda submit: [])
+    with_client(tmp_path, dense, test, max_held_bytes=150_000, max_held_wait_s=60.0)
+
+
 def test_requests_are_ended_by_name_or_all(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         async def run(name: str) -> Any:
