@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 from services.common.errors import CapacityError, ConfigError, PeerError
@@ -17,11 +18,36 @@ from services.launch.modelscope import fetch_from_modelscope
 
 HUBS = ("huggingface", "modelscope")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-# What tokenizers and configs are made of. Folders hold other formats of the same weights, but for 1_Pooling and others
-# of sentence-transformers, and additional_chat_templates. In a pattern * matches / as well.
-_WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+# Folders hold other formats of the same weights, but for these. A # stands for a digit.
+_FOLDERS = [
+    *(f"{number}_{module}" for number in ("#", "##") for module in ("Pooling", "Dense", "Normalize")),  # modules.json
+    "additional_chat_templates",
+]
+
+
+def _other_folders() -> list[str]:
+    """Patterns of all files in other folders, for *, which matches / as well, has no exceptions.
+
+    Their names begin as one of `_FOLDERS` does, and then have another character or end.
+    """
+    followers = defaultdict[str, set[str]](set)  # what may follow in `_FOLDERS`, by the beginning
+    for folder in _FOLDERS:
+        begin = ""
+        for each in [*folder, "/"]:
+            follower = "0-9" if each == "#" else each
+            followers[begin].add(follower)
+            begin += f"[{follower}]"
+    patterns = ["*/*/*"]
+    for begin, allowed in followers.items():
+        patterns.append(f"{begin}[!{''.join(sorted(allowed))}]*/*")
+        if "/" not in allowed:
+            patterns.append(f"{begin}/*")
+    return patterns
+
+
+_WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]  # also what tokenizers and configs are made of
 _UNWANTED = [
-    *("*/*/*", "[!0-9a]*/*", "[0-9][!_]*/*", "a[!d]*/*", "ad[!d]*/*"),
+    *_other_folders(),
     "consolidated*",  # Mistral's own format of the same weights
 ]
 

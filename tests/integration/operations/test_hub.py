@@ -66,12 +66,14 @@ def test_a_model_is_served_by_its_name(hub: Hub, tmp_path: Path) -> None:
 
 def test_folders_that_belong_to_a_model_are_downloaded(hub: Hub, tmp_path: Path) -> None:
     wanted = {
-        "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors",
-        "additional_chat_templates/tool_use.jinja", "modules.json",
+        "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "3_Normalize/config.json",
+        "10_Dense/config.json", "additional_chat_templates/tool_use.jinja", "modules.json",
     }  # fmt: skip
     others = {
         "original/a.json", "onnx/b.json", "awq/c.safetensors", "8bit/d.safetensors", "adapter/e.json",
-        "1_Pooling/deep/f.json", "consolidated.safetensors", "consolidated-00001-of-00002.safetensors",
+        "1_Pooling/deep/f.json", "0_Transformer/g.safetensors", "1_Old/h.json", "1_Pool/i.json", "1_Pooling2/j.json",
+        "1_/k.json", "1/l.json", "100_Dense/m.json", "additional/n.json", "add_ons/o.json", "a/p.json",
+        "consolidated.safetensors", "consolidated-00001-of-00002.safetensors",
     }  # fmt: skip
     hub.repositories["org/tiny"].files |= dict.fromkeys(wanted | others, b"{}")
     path = fetch(hub, tmp_path, "org/tiny")
