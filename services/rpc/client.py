@@ -15,7 +15,8 @@ NOBODY_LISTENS = ("failed to connect to all addresses", "errors resolving")  # g
 RECONNECT_MS = 20  # streams wait for a worker that is back
 MAX_RECONNECT_MS = 100
 CONNECT_TIMEOUT_MS = 1000  # of one attempt: a busy worker answers late
-# For workers on other machines: a worker that vanishes silently is noticed within the sum of the two.
+# For workers on other machines: a worker that vanishes silently is noticed within the sum of the two. The server must
+# permit it: `MIN_PING_INTERVAL_MS`.
 KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
 DENSE_WORKER = "twostroke.dense.v1.DenseWorker"
@@ -89,6 +90,8 @@ def _options(address: str, max_message_bytes: int) -> list[tuple[str, object]]:
             ("grpc.service_config", json.dumps(ROUND_ROBIN)),
             ("grpc.keepalive_time_ms", KEEPALIVE_MS),
             ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+            ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # otherwise a minute, whatever the former says
+            ("grpc.http2.max_pings_without_data", 0),  # no limit; otherwise two, and then one a minute
         ]
     return options
 
