@@ -21,7 +21,7 @@ from services.common.errors import CapacityError, ConfigError, PeerError
 
 GAUGES = (  # of all callers
     *("preparing", "waiting", "waiting_tokens"),
-    *("held_bytes", "held_waiting", "held_by_waiting"),
+    *("held_bytes", "held_waiting", "held_by_waiting", "held_small"),
     "resumable",
 )
 MAX_KEYS = 4096  # API keys with counts of their own; those that are gone keep their place

@@ -25,7 +25,9 @@ from services.common.shared_counts import Counts
 
 KEY = "gateway.max_held_bytes"
 POLL_S = 0.05  # how often those who wait look what other processes have given back
-SMALL_BYTES = 4096  # of a body or message, with what is made of it: so much is counted and never waits
+SMALL_BYTES = 4096  # of a body or message, with what is made of it: so much does not wait, while all such hold little
+TINY_BYTES = 1024  # the same of an abort's, which must come through for the others to end: they may hold twice as much
+SMALL_PARTS = 16  # so much of the budget may be held by small ones
 BYTES_PER_BODY_BYTE = 4  # of a body or message: itself, the objects that are made of it, and the prompt
 
 Place = tuple[int, asyncio.Future[None]]  # the bytes that a request waits for; done as soon as it holds them
@@ -45,6 +47,7 @@ class MemoryBudget:
         self.max_bytes = max_bytes
         self._held, self._held_waiting = counts.gauge("held_bytes"), counts.gauge("held_waiting")
         self._held_by_waiting = counts.gauge("held_by_waiting")  # bytes of those who wait for more
+        self._held_small = counts.gauge("held_small")
         self._poll_s = POLL_S if counts.is_shared else None
         self._next_poll_s = 0.0  # on `time.monotonic`
         self._max_wait_s = max_wait_s
@@ -77,13 +80,25 @@ class MemoryBudget:
         if self._waiting and num_bytes < 0:
             self._grant()
 
-    async def take(self, client: Client, num_bytes: int, what: str, num_held: int = 0) -> None:
+    def has_room_for_small(self, num_bytes: int, num_more: int) -> bool:
+        """Whether a request may hold so many bytes, of them so many more, without a wait."""
+        if num_bytes > SMALL_BYTES:
+            return False
+        parts = SMALL_PARTS // 2 if num_bytes <= TINY_BYTES else SMALL_PARTS
+        return self._held_small.total + num_more <= self.max_bytes // parts
+
+    def add_small(self, num_bytes: int) -> None:
+        """Counts how much of what is held, more or less, small ones hold."""
+        self._held_small.add(num_bytes)
+
+    async def take(self, client: Client, num_bytes: int, what: str, num_held: int = 0, num_small: int = 0) -> None:
         """Adds so many bytes for `what`, if need be after a while. Raises `CapacityError`.
 
-        `num_held`: bytes that the same request holds already.
+        `num_held`: bytes that the same request holds already; `num_small`: so many of them without having waited.
         """
         reason = self.refusal(client, num_bytes, what)
-        if reason is None and (num_held or client not in self._waiting):
+        is_first = num_held > num_small
+        if reason is None and (is_first or client not in self._waiting):
             self.add(client, num_bytes)
             return
         reason = reason or f"other requests of this client wait for memory ({KEY})"
@@ -94,7 +109,7 @@ class MemoryBudget:
             raise CapacityError(f"{reason}; {num_by_waiting} are held by requests that wait for more themselves")
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         places = self._waiting.setdefault(client, deque())
-        (places.appendleft if num_held else places.append)((num_bytes, place))
+        (places.appendleft if is_first else places.append)((num_bytes, place))
         self._held_waiting.add(1)
         self._held_by_waiting.add(num_held)
         try:
@@ -179,6 +194,7 @@ class HeldMemory:
     budget: MemoryBudget
     client: Client
     num_bytes: int = field(default=0, init=False)
+    _num_small: int = field(default=0, init=False)  # of them, taken as those of a small body: past those who wait
 
     async def reserve(self, num_bytes: int, what: str, param: str | None = None, advice: str = "send less") -> None:
         """Holds more, if need be after a while. `what` takes the bytes, such as "logits"; `param`: the field to blame.
@@ -193,13 +209,19 @@ class HeldMemory:
                 f"{self.budget.max_bytes}: {advice}",
                 param,
             )
-        await self.budget.take(self.client, num_bytes, what, self.num_bytes)
+        await self.budget.take(self.client, num_bytes, what, self.num_bytes, self._num_small)
+        self._set_small(0)  # it has waited in order
         self.num_bytes += num_bytes
 
     async def reserve_body(self, num_bytes: int, what: str) -> None:
-        """Holds more for a body or message. A small one never waits, and so can end requests of its client that do."""
-        if self.num_bytes + num_bytes <= SMALL_BYTES:
+        """Holds more for a body or message. A small one does not wait, and so can end requests of its client that do.
+
+        If small ones hold much together, it waits as others do.
+        """
+        total = self.num_bytes + num_bytes
+        if self.budget.has_room_for_small(total, total - self._num_small):
             self.add(num_bytes)
+            self._set_small(total)
         else:
             await self.reserve(num_bytes, what)
 
@@ -219,6 +241,7 @@ class HeldMemory:
         """A new one that holds what this one held."""
         other = HeldMemory(self.budget, self.client)
         other.num_bytes, self.num_bytes = self.num_bytes, 0
+        other._num_small, self._num_small = self._num_small, 0
         return other
 
     def move_to(self, client: Client) -> None:
@@ -230,4 +253,9 @@ class HeldMemory:
     def release(self) -> None:
         """Gives back all that the request holds."""
         num_bytes, self.num_bytes = self.num_bytes, 0
+        self._set_small(0)
         self.budget.add(self.client, -num_bytes)
+
+    def _set_small(self, num_bytes: int) -> None:
+        self.budget.add_small(num_bytes - self._num_small)
+        self._num_small = num_bytes

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import CapacityError, InvalidRequest
-from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
+from services.gateway.resources.memory_budget import SMALL_BYTES, SMALL_PARTS, TINY_BYTES, HeldMemory, MemoryBudget
 
 GREEDY, OTHER, ANYBODY = (0, 1), (0, 2), (0, 0)
 LONG_S = 60.0  # longer than any test
@@ -209,5 +209,64 @@ def test_who_leaves_with_its_part_just_given_gives_it_back() -> None:
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         assert budget.num_held == 0
+
+    run(test())
+
+
+def test_small_bodies_pass_those_that_wait_up_to_a_part_of_the_budget_and_those_of_aborts_up_to_twice_as_much() -> None:
+    async def test() -> None:
+        budget = MemoryBudget(16 * 5 * SMALL_BYTES, LONG_S, 1000)
+        full, small = HeldMemory(budget, ANYBODY), list[HeldMemory]()
+        full.add(budget.max_bytes)
+
+        async def fill(num_bytes: int) -> asyncio.Task[None]:
+            """Returns the first that waits."""
+            while len(small) < 1000:
+                held = HeldMemory(budget, ANYBODY)
+                body = asyncio.create_task(held.reserve_body(num_bytes, "its body"))
+                await settle()
+                if not body.done():
+                    return body
+                small.append(held)
+            raise AssertionError("none has waited")
+
+        waiting = [await fill(SMALL_BYTES)]
+        assert budget.num_held == budget.max_bytes + budget.max_bytes // SMALL_PARTS
+        waiting.append(await fill(TINY_BYTES))
+        assert budget.num_held == budget.max_bytes + 2 * budget.max_bytes // SMALL_PARTS
+        small.pop().hand_over().release()
+        aborting = HeldMemory(budget, ANYBODY)
+        await aborting.reserve_body(TINY_BYTES, "an abort")
+        aborting.release()
+        for each in (full, *small):
+            each.release()
+        await asyncio.gather(*waiting)
+        assert budget._held_small.total == 0
+
+    run(test())
+
+
+def test_a_body_whose_first_piece_is_small_waits_in_order_of_arrival() -> None:
+    async def test() -> None:
+        budget, order = MemoryBudget(100_000, LONG_S, 10), list[int]()
+        full = HeldMemory(budget, ANYBODY)
+        full.add(90_000)
+
+        async def upload(name: int, *pieces: int) -> None:
+            held = HeldMemory(budget, ANYBODY)
+            for each in pieces:
+                await held.reserve_body(each, "its body")
+            order.append(name)
+            held.release()
+
+        uploads = [(20_000,), (20_000,), (400, 400, 19_200), (20_000,)]
+        tasks = list[asyncio.Task[None]]()
+        for name, pieces in enumerate(uploads):
+            tasks.append(asyncio.create_task(upload(name, *pieces)))
+            await settle()
+        full.release()
+        await asyncio.gather(*tasks)
+        assert order == [0, 1, 2, 3]
+        assert (budget.num_held, budget._held_small.total) == (0, 0)
 
     run(test())
