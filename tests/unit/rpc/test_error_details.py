@@ -30,6 +30,7 @@ from tests.support.running_gateway import run
 DETAILS = (error_details_pb2.ErrorInfo, error_details_pb2.BadRequest, error_details_pb2.RetryInfo)
 HTTP_STATUS = {
     "INVALID_ARGUMENT": {400, 422},  # 422: a key that came again with another request
+    "CANCELLED": {499},
     "UNAUTHENTICATED": {401},
     "PERMISSION_DENIED": {403},
     "NOT_FOUND": {404},
