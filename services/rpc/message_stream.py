@@ -103,20 +103,19 @@ class MessageStream:
         """The next message; None if the other end is closed. Raises `PeerError` for one that is too large or breaks
         off.
         """
-        await asyncio.sleep(0)  # if it has arrived already, nothing below waits
-        has_length = False
         try:
             num_bytes = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "little")
-            has_length = True
             if num_bytes > self._max_message_bytes:
                 raise PeerError(f"a message has {num_bytes} bytes, the limit is {self._max_message_bytes}")
-            return await self._reader.readexactly(num_bytes)
+            message = await self._reader.readexactly(num_bytes)
         except asyncio.IncompleteReadError as error:
-            if error.partial or has_length:
+            if error.partial or error.expected != _LENGTH_BYTES:
                 raise PeerError("the other end was closed within a message") from error
             return None
         except OSError:
             return None
+        await asyncio.sleep(0)  # if more have arrived, nothing above waits
+        return message
 
     async def write(self, message: bytes) -> None:
         """Sends a message; waits while the other end does not read. Raises `PeerError` if it is closed."""

@@ -83,7 +83,7 @@ def test_a_message_that_is_too_large_is_refused_before_it_is_read() -> None:
 
 def test_a_message_that_breaks_off_is_an_error() -> None:
     async def test() -> None:
-        for part in (b"\5\0", b"\4\0\0\0", b"\5\0\0\0abc"):
+        for part in (b"\5\0", b"\5\0\0\0", b"\5\0\0\0abc"):
             async with ends() as (caller, server):
                 caller._writer.write(part)
                 caller.close()
