@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +13,6 @@ import grpc
 import pytest
 
 from services.common.config import PeerSection
-from services.common.dense_info import Metadata, dense_info_metadata
 from services.common.errors import (
     CapacityError,
     InvalidRequest,
@@ -314,7 +314,6 @@ def test_a_stream_that_breaks_at_once_is_retried_with_pauses(tmp_path: Path) -> 
             self, requests: AsyncIterator[dense_pb2.GatewayMessage], context: grpc.aio.ServicerContext
         ) -> AsyncIterator[dense_pb2.StepOutput]:
             self.num_connects += 1
-            await context.send_initial_metadata(dense_info_metadata(self.info))
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no")
             yield dense_pb2.StepOutput()
 
@@ -338,13 +337,8 @@ def test_a_cancellation_works_while_the_stream_breaks(tmp_path: Path) -> None:
         async def GetInfo(self, request: dense_pb2.GetInfoRequest, timeout: float) -> dense_pb2.DenseInfo:
             return dense_pb2.DenseInfo()
 
-        def Connect(self, metadata: object) -> BreakingStub:
+        def Connect(self) -> BreakingStub:
             return self
-
-        async def initial_metadata(self) -> Metadata:
-            return dense_info_metadata(dense_pb2.DenseInfo())
-
-        def cancel(self) -> None: ...
 
         async def write(self, message: dense_pb2.GatewayMessage) -> None:
             pass
