@@ -24,12 +24,22 @@ class DecodingProcesses:
     """Used in the event loop. The first process starts with the first file; `close` ends all."""
 
     def __init__(
-        self, module: str, argument: str, count: int, *, kind: str, env: Mapping[str, str] | None = None
+        self,
+        module: str,
+        argument: str,
+        count: int,
+        *,
+        kind: str,
+        env: Mapping[str, str] | None = None,
+        has_spare: bool = False,
     ) -> None:
-        """`count`: how many there are at most, which callers keep to. `kind`: of the files, such as "pictures"."""
+        """count: how many there are at most, which callers keep to. kind: of the files, such as "pictures".
+        has_spare: a file that gets the last idle process starts another one, so that the next file does not wait for it
+        """
         self._command = module, argument
         self._env = env
         self._task = f"decodes {kind}"
+        self._count, self._has_spare = count, has_spare
         self._threads = ThreadPoolExecutor(count, thread_name_prefix=kind)
         self.idle: list[subprocess.Popen[bytes]] = []
         self._busy: set[subprocess.Popen[bytes]] = set()
@@ -43,6 +53,8 @@ class DecodingProcesses:
         for _ in range(MAX_KILLS):
             process = self._take()
             self._busy.add(process)
+            if self._has_spare and not self.idle and len(self._busy) < self._count:
+                self.idle.append(start_process(*self._command, env=self._env))
             is_free = False
             try:
                 async with asyncio.timeout(timeout_s):

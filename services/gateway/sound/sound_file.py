@@ -14,6 +14,7 @@ FORMATS = ("WAV", "FLAC", "OGG", "MP3", "M4A", "MP4", "WEBM")
 _PLAIN_FORMATS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")  # libsndfile's names
 _CODECS = ("aac", "alac", "flac", "mp3", "mp3float", "opus", "vorbis")
 BLOCK_FRAMES = 2**18  # decoded at a time
+MAX_BLOCK_PARTS = 2**10  # of a container's block: some have parts of a few frames each
 # What a file refers to is not opened.
 _OPTIONS = {"enable_drefs": "0", "use_absolute_path": "0", "protocol_whitelist": "none"}
 
@@ -131,7 +132,7 @@ class _ContainerFile:
                 for each in to_floats.resample(frame):
                     parts.append(each.to_ndarray())
                     num_frames += parts[-1].shape[1]
-                if num_frames >= BLOCK_FRAMES:
+                if num_frames >= BLOCK_FRAMES or len(parts) >= MAX_BLOCK_PARTS:
                     yield np.concatenate(parts, axis=1).T
                     parts, num_frames = [], 0
         except (av.FFmpegError, ValueError) as error:  # a stream that changes its rate is a ValueError

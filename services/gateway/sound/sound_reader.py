@@ -1,4 +1,8 @@
-"""`SoundReader`: decodes sound and computes its features, in a few processes of their own (`decode.py`)."""
+"""`SoundReader`: decodes sound and computes its features, in a few processes of their own (`decode.py`).
+
+Each file is first decoded as a short one. A long one is given up then, early, and comes again. Long ones may have all
+processes but one, so that short ones wait for each other alone.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import os
 import signal
 import subprocess
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from services.common.errors import CapacityError, InvalidRequest, TwostrokeError
-from services.common.fairness.client_turns import ClientTurns
+from services.common.fairness.client_turns import Client, ClientTurns
+from services.common.fairness.kept_room import may_wait, refusal
 from services.gateway.resources.decoding_processes import DecodingProcesses
 from services.gateway.resources.memory_budget import HeldMemory
 from services.gateway.resources.piped_process import end_of
@@ -24,12 +30,10 @@ from services.gateway.resources.piped_process import end_of
 MOST_PROCESSES = 4  # each takes 250 MB
 TIMEOUT_S = 120.0  # far above the limits of CPU time (`decode.py`), for a busy machine; with it a process starts
 MAX_WAIT_S = 60.0  # for a turn
-MAX_WAITING = 64
+MAX_WAITING = 64  # short files, and as many long ones
 MAX_WAITING_OF_CLIENT = 16
 _MODULE = "services.gateway.sound.decode"
 _FEATURES = "features of sound", "file", "send a shorter one"
-
-Client = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +58,11 @@ class SoundReader:
         options = json.dumps({"path": str(path.resolve()), "max_seconds": max_seconds})
         num_processes = max(2, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2))
         self._turns = ClientTurns(num_processes, MAX_WAIT_S, "the file")
-        self._num_waiting_of = Counter[Client]()
-        self._work = set[asyncio.Task[Sound | int]]()  # one for each file that is being decoded
+        self._long_turns = ClientTurns(num_processes - 1, MAX_WAIT_S, "the file")
+        self._waiting, self._long_waiting = _Waiting(), _Waiting()
+        self._work = set[asyncio.Task[Sound | int | None]]()  # one for each file that is being decoded
         env = os.environ | {"OMP_NUM_THREADS": "1"}
-        self._processes = DecodingProcesses(_MODULE, options, num_processes, kind="sound", env=env)
+        self._processes = DecodingProcesses(_MODULE, options, num_processes, kind="sound", env=env, has_spare=True)
 
     async def read(self, data: bytes, client: Client, held: HeldMemory) -> Sound:
         """The features of a file, whose memory `held` counts in place of the file's own.
@@ -76,17 +81,24 @@ class SoundReader:
 
     async def _read(self, data: bytes, client: Client, held: HeldMemory | None) -> Sound | int:
         """The features, which `held` counts; or how many bytes they have, for which it has no room."""
-        for count, most in (
-            (self._num_waiting_of[client], MAX_WAITING_OF_CLIENT),
-            (self._num_waiting_of.total(), MAX_WAITING),
-        ):
-            if count >= most:
-                raise CapacityError(f"{count} files of sound wait to be decoded, at most {most} may", retry_after_s=1.0)
+        found = await self._read_as(data, client, held, is_long=False)
+        if found is None:
+            found = await self._read_as(data, client, held, is_long=True)
+            assert found is not None, "it may be long"
+        return found
+
+    async def _read_as(
+        self, data: bytes, client: Client, held: HeldMemory | None, *, is_long: bool
+    ) -> Sound | int | None:
+        """As `_read`. None: the file is long, and `is_long` is false."""
         async with contextlib.AsyncExitStack() as place:
-            self._num_waiting_of[client] += 1
-            place.callback(self._count_out, client)
+            if is_long:
+                place.enter_context(self._long_waiting.place(client))
+                await place.enter_async_context(self._long_turns.turn(client))
+            else:
+                place.enter_context(self._waiting.place(client))
             await place.enter_async_context(self._turns.turn(client))
-            work = asyncio.create_task(self._read_and_leave(data, place.pop_all(), held))
+            work = asyncio.create_task(self._read_and_leave(data, place.pop_all(), held, is_long=is_long))
         self._work.add(work)
         work.add_done_callback(self._work_done)
         try:
@@ -103,31 +115,57 @@ class SoundReader:
         await asyncio.gather(*self._work, return_exceptions=True)
         await self._processes.close()
 
-    def _count_out(self, client: Client) -> None:
-        self._num_waiting_of[client] -= 1
-        if not self._num_waiting_of[client]:
-            del self._num_waiting_of[client]
-
-    def _work_done(self, work: asyncio.Task[Sound | int]) -> None:
+    def _work_done(self, work: asyncio.Task[Sound | int | None]) -> None:
         self._work.discard(work)
         if not work.cancelled():
             work.exception()  # whoever waits for it gets it too; nobody may, if the client has left
 
     async def _read_and_leave(
-        self, data: bytes, place: contextlib.AsyncExitStack, held: HeldMemory | None
-    ) -> Sound | int:
+        self, data: bytes, place: contextlib.AsyncExitStack, held: HeldMemory | None, *, is_long: bool
+    ) -> Sound | int | None:
         """With its turn, so that no more files than there are processes are ever in memory without being counted."""
         async with place:
-            sound = await self._processes.run(partial(_exchange, data=data), TIMEOUT_S, "the sound")
+            exchange = partial(_exchange, data=data, is_long=is_long)
+            sound = await self._processes.run(exchange, TIMEOUT_S, "the sound")
+            if sound is None:
+                return None
             num_bytes = sound.features.nbytes
             return sound if held is None or held.try_reserve(num_bytes, _FEATURES[0]) is None else num_bytes
 
 
-def _exchange(process: subprocess.Popen[bytes], data: bytes) -> Sound:
-    """Writes a file and reads what became of it. On a thread, until the process answers or ends."""
+class _Waiting:
+    """Files that wait for a process, or have one."""
+
+    def __init__(self) -> None:
+        self._num_of = Counter[Client]()
+
+    @contextlib.contextmanager
+    def place(self, client: Client) -> Iterator[None]:
+        """A place for a file of this client. Raises `CapacityError` if there is none."""
+        num_own, num_all = self._num_of[client], self._num_of.total()
+        for count, most in ((num_own, MAX_WAITING_OF_CLIENT), (num_all, MAX_WAITING)):
+            if count >= most:
+                raise CapacityError(f"{count} files of sound wait to be decoded, at most {most} may", retry_after_s=1.0)
+        if any(client) and not may_wait(MAX_WAITING, num_all, num_own, 1):
+            what = f"{num_own} of {num_all} files of sound that wait to be decoded"
+            raise CapacityError(refusal(what, 1, MAX_WAITING), retry_after_s=1.0)
+        self._num_of[client] += 1
+        try:
+            yield
+        finally:
+            self._num_of[client] -= 1
+            if not self._num_of[client]:
+                del self._num_of[client]
+
+
+def _exchange(process: subprocess.Popen[bytes], data: bytes, is_long: bool) -> Sound | None:
+    """Writes a file and reads what became of it. On a thread, until the process answers or ends.
+
+    None: the file is long, and `is_long` is false.
+    """
     assert process.stdin is not None and process.stdout is not None, "they are pipes"
     try:
-        process.stdin.write(len(data).to_bytes(8, "little"))
+        process.stdin.write(len(data).to_bytes(8, "little") + bytes([is_long]))
         process.stdin.write(data)
         process.stdin.flush()
     except BrokenPipeError:
@@ -138,6 +176,8 @@ def _exchange(process: subprocess.Popen[bytes], data: bytes) -> Sound:
     answer = json.loads(line)
     if "error" in answer:
         raise InvalidRequest(answer["error"], "file")
+    if "is_long" in answer:
+        return None
     num_rows, num_frames = answer["shape"]
     features = process.stdout.read(4 * num_rows * num_frames)
     if len(features) < 4 * num_rows * num_frames:

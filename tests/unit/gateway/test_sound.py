@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import soundfile
 
-from services.gateway.sound import attempts
+from services.gateway.sound import attempts, decode, sound_file
 from services.gateway.sound.attempts import TEMPERATURES, Output, best_output
-from services.gateway.sound.decode import MIN_BYTES_PER_S, read_sound
+from services.gateway.sound.decode import MIN_BYTES_PER_S, LongSound, ShortCheck, read_sound
 from services.gateway.sound.sound_file import BLOCK_FRAMES, SoundError
 from services.gateway.sound.speech_model import Segment, SpeechModel, split_window
 
@@ -144,11 +144,8 @@ def test_a_length_below_nothing_gives_no_other_time_than_none(milliseconds: floa
 
 
 def test_no_more_time_than_for_the_longest_sound_where_the_header_names_none() -> None:
-    data = bytearray(recording("webm", "libopus", np.zeros((2, 48_000), np.float32)))
-    place = data.index(b"\x44\x89\x88") + 3
-    data[place : place + 8] = bytes(8)
     lengths: list[float] = []
-    read_sound(bytes(data) + bytes(10_000), RATE, 2, lengths.append)
+    read_sound(webm_without_length(1) + bytes(10_000), RATE, 2, lengths.append)
     assert lengths == [2]
 
 
@@ -215,6 +212,54 @@ while True:
     pass
 """
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == -signal.SIGPROF
+
+
+def webm_without_length(num_seconds: int) -> bytes:
+    """As browsers record: the header does not know the end."""
+    data = bytearray(recording("webm", "libopus", np.zeros((2, 48_000 * num_seconds), np.float32)))
+    place = data.index(b"\x44\x89\x88") + 3  # of the duration, a double
+    data[place : place + 8] = bytes(8)
+    return bytes(data)
+
+
+def test_a_long_file_is_known_by_its_header_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "MAX_SHORT_S", 1.0)
+    monkeypatch.setattr(decode, "MAX_SHORT_CPU_S", 1e9)
+    short, long = (file_of(np.zeros(num_samples, np.float32)) for num_samples in (RATE, RATE + 1))
+    assert len(read_sound(short, RATE, 9, None, ShortCheck())) == RATE
+    monkeypatch.setattr(decode, "_resample", None)
+    with pytest.raises(LongSound):
+        read_sound(long, RATE, 9, None, ShortCheck())
+
+
+@pytest.mark.parametrize(("max_s", "max_cpu_s"), [(6.0, 1e9), (1e9, -1.0)], ids=["length", "time"])
+def test_a_long_file_of_unknown_length_is_given_up_at_its_first_block_too_many(
+    monkeypatch: pytest.MonkeyPatch, max_s: float, max_cpu_s: float
+) -> None:
+    """Else a client could make the process that others wait for decode half an hour."""
+    monkeypatch.setattr(decode, "MAX_SHORT_S", max_s)
+    monkeypatch.setattr(decode, "MAX_SHORT_CPU_S", max_cpu_s)
+    data, block_s = webm_without_length(20), BLOCK_FRAMES / 48_000
+    check, asked = ShortCheck(), list[float]()
+
+    def note(seconds: float) -> None:
+        asked.append(seconds)
+        check(seconds)
+
+    with pytest.raises(LongSound):
+        read_sound(data, RATE, 30, None, note)
+    num_blocks = 2 if max_cpu_s > 0 else 1
+    assert asked == pytest.approx([block_s * (i + 1) for i in range(num_blocks)], rel=0.01)
+    assert len(read_sound(data, RATE, 30)) == pytest.approx(20 * RATE, abs=0.03 * RATE)
+
+
+def test_parts_of_a_few_frames_make_more_blocks_of_the_same_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, blocks = webm_without_length(2), list[float]()
+    whole = read_sound(data, RATE, 3, None, blocks.append)
+    assert len(blocks) == 1
+    monkeypatch.setattr(sound_file, "MAX_BLOCK_PARTS", 10)
+    np.testing.assert_array_equal(read_sound(data, RATE, 3, None, blocks.append), whole)
+    assert len(blocks) > 10
 
 
 def seconds(value: float) -> int:

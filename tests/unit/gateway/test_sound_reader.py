@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers import WhisperFeatureExtractor, WhisperProcessor
 from services.common.errors import CapacityError, InvalidRequest
 from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
 from services.gateway.sound import sound_reader
-from services.gateway.sound.decode import read_sound
+from services.gateway.sound.decode import MAX_SHORT_S, read_sound
 from services.gateway.sound.sound_reader import Sound, SoundReader
 from tests.support.speech import NUM_MEL_BINS, PIECES, RATE, WINDOW_S, byte_tokenizer, sound_file, sound_of
 
@@ -30,13 +30,13 @@ def room(client: tuple[int, int]) -> HeldMemory:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[[Callable[[SoundReader], Coroutine[Any, Any, None]]], None]:
+def run(tmp_path: Path) -> Callable[..., None]:
     extractor = WhisperFeatureExtractor(feature_size=NUM_MEL_BINS, sampling_rate=RATE, chunk_length=WINDOW_S)
     extractor.save_pretrained(tmp_path)
 
-    def run(body: Callable[[SoundReader], Awaitable[None]]) -> None:
+    def run(body: Callable[[SoundReader], Awaitable[None]], max_seconds: int = 5) -> None:
         async def run_body() -> None:
-            reader = SoundReader(tmp_path, 5)
+            reader = SoundReader(tmp_path, max_seconds)
             try:
                 await body(reader)
             finally:
@@ -74,12 +74,12 @@ def check(sound: Sound) -> None:
 def test_files_go_on_after_kills_and_clients_that_leave(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(reader: SoundReader) -> None:
         check(await reader.read(FILE, CLIENT, room(CLIENT)))
-        [killed] = reader._processes.idle
+        _, killed = reader._processes.idle  # and the spare one
         os.kill(killed.pid, signal.SIGKILL)
         killed.wait()
         check(await reader.read(FILE, CLIENT, room(CLIENT)))
 
-        [process] = reader._processes.idle
+        _, process = reader._processes.idle
         os.kill(process.pid, signal.SIGSTOP)  # so that it has the file while the client leaves
         leaving = asyncio.create_task(reader.read(FILE, CLIENT, room(CLIENT)))
         await asyncio.sleep(0.05)
@@ -107,6 +107,172 @@ def test_files_go_on_after_kills_and_clients_that_leave(run: Any, monkeypatch: p
 
     monkeypatch.setattr(sound_reader, "MOST_PROCESSES", 2)
     run(body)
+
+
+class FakeProcesses:
+    """Ends short files at once, and long ones when they are told to."""
+
+    def __init__(self) -> None:
+        self.running, self.most = list[bytes](), 0
+        self.begun = list[bytes]()  # long ones
+        self.may_end = asyncio.Event()
+
+    async def run(self, exchange: Any, timeout_s: float, what: str) -> Sound | None:
+        data, is_long = exchange.keywords["data"], exchange.keywords["is_long"]
+        self.running.append(data)
+        self.most = max(self.most, len(self.running))
+        try:
+            await asyncio.sleep(0)
+            if is_long:
+                self.begun.append(data)
+                await self.may_end.wait()
+            elif data.startswith(b"long"):
+                return None
+            return Sound(np.zeros((1, 1), np.float32), 1.0)
+        finally:
+            self.running.remove(data)
+
+    async def close(self) -> None:
+        self.may_end.set()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(120):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_short_files_wait_for_no_long_one_whoever_sent_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_processes: int
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2 * num_processes)
+    clients = [(i, 1) for i in range(1, 21)]
+
+    async def body() -> None:
+        reader, processes = SoundReader(tmp_path, 5), FakeProcesses()
+        monkeypatch.setattr(reader, "_processes", processes)
+        reads = [
+            asyncio.create_task(reader.read(b"long %d of %d" % (i, tenant), (tenant, 1), room((tenant, 1))))
+            for tenant, _ in clients
+            for i in range(2)
+        ]
+        await until(lambda: reader._long_waiting._num_of.total() == len(reads) and not reader._waiting._num_of)
+        await until(lambda: len(processes.begun) == num_processes - 1)
+        assert processes.begun == processes.running
+        for client in (*clients, (21, 1)):
+            async with asyncio.timeout(60):
+                await asyncio.gather(*(reader.read(b"short", client, room(client)) for _ in range(3)))
+        assert len(processes.begun) == num_processes - 1 and not any(each.done() for each in reads)
+
+        leaving = reads.pop()  # a long one that waits
+        leaving.cancel()
+        await asyncio.wait({leaving})
+        processes.may_end.set()
+        await asyncio.gather(*reads)
+        assert processes.most == num_processes, "no more than that at any time"
+        later = [each.split()[-1] for each in processes.begun[num_processes:]]
+        assert len(set(later[:18])) >= 17, "clients take turns at long files, too"
+        assert not reader._waiting._num_of and not reader._long_waiting._num_of
+        assert (reader._turns._num_free, reader._long_turns._num_free) == (num_processes, num_processes - 1)
+        await reader.close()
+
+    asyncio.run(body())
+
+
+def test_a_file_that_takes_longer_when_it_comes_again_is_decoded_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What is short by its CPU time may be long the next time, when there is room for its features."""
+
+    async def body() -> None:
+        reader, processes = SoundReader(tmp_path, 5), FakeProcesses()
+        monkeypatch.setattr(reader, "_processes", processes)
+        processes.may_end.set()
+        budget = MemoryBudget(100, max_wait_s=60, max_waiting=8)
+        first, second = HeldMemory(budget, OTHER), HeldMemory(budget, CLIENT)
+        await first.reserve(98, "logits")
+        reading = asyncio.create_task(reader.read(data := bytearray(b"short"), CLIENT, second))  # type: ignore[arg-type]
+        await until(lambda: bool(budget.num_waiting))
+        data[:] = b"long."
+        first.release()
+        assert (await reading).seconds == 1.0 and processes.begun
+        await reader.close()
+
+    asyncio.run(body())
+
+
+def test_long_files_that_wait_keep_no_short_one_from_waiting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def body() -> None:
+        reader, processes = SoundReader(tmp_path, 5), FakeProcesses()
+        monkeypatch.setattr(reader, "_processes", processes)
+        reads = list[asyncio.Task[Sound]]()
+
+        async def add(client: tuple[int, int], count: int) -> None:
+            for _ in range(count):
+                reads.append(asyncio.create_task(reader.read(b"long", client, room(client))))
+                await until(lambda: reads[-1].done() or reader._long_waiting._num_of.total() == len(reads))
+
+        await add((1, 1), sound_reader.MAX_WAITING_OF_CLIENT)
+        with pytest.raises(CapacityError, match="16 files of sound wait to be decoded, at most 16 may"):
+            await reader.read(b"long", (1, 1), room((1, 1)))
+        for tenant, count in ((2, 16), (3, 16), (4, 8)):
+            await add((tenant, 1), count)
+        with pytest.raises(CapacityError, match=r"8 of 56 files .* kept for clients with"):
+            await reader.read(b"long", (4, 1), room((4, 1)))
+        for tenant in range(5, 13):
+            await add((tenant, 1), 1)
+        with pytest.raises(CapacityError, match="64 files of sound wait to be decoded, at most 64 may"):
+            await reader.read(b"long", (13, 1), room((13, 1)))
+        for client in ((1, 1), (13, 1)):
+            async with asyncio.timeout(60):
+                await reader.read(b"short", client, room(client))
+        assert len(reads) == 64 and not any(each.done() for each in reads)
+        processes.may_end.set()
+        await asyncio.gather(*reads)
+        await reader.close()
+
+    asyncio.run(body())
+
+
+def test_a_process_killed_within_a_long_file_delays_no_short_one(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process is stopped with a part of the file, then killed. The long file is decoded again, and whole."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    long = sound_file(sound_of(MAX_SHORT_S + 1))
+    extractor = WhisperFeatureExtractor.from_pretrained(tmp_path)
+    samples = read_sound(long, RATE, max_seconds=60)
+    expected = extractor(samples, sampling_rate=RATE, truncation=False, padding="max_length", return_tensors="np")
+
+    async def body(reader: SoundReader) -> None:
+        processes, stopped = reader._processes, list[Any]()
+        plain_run = processes.run
+
+        async def stop_and_run(exchange: Any, *args: Any, **options: Any) -> Any:
+            if exchange.keywords["is_long"]:
+                _, process = processes.idle
+                os.kill(process.pid, signal.SIGSTOP)
+                stopped.append(process)
+            return await plain_run(exchange, *args, **options)
+
+        monkeypatch.setattr(processes, "run", stop_and_run)
+        reading = asyncio.create_task(reader.read(long, CLIENT, room(CLIENT)))
+        await until(lambda: reading.done() or (bool(stopped) and stopped[0] in processes._busy))
+        assert not reading.done()
+        [another] = processes.idle
+        for client in (CLIENT, OTHER):
+            check(await reader.read(FILE, client, room(client)))
+        assert not reading.done() and processes.idle == [another]
+        shorts = [asyncio.create_task(reader.read(FILE, client, room(client))) for client in (CLIENT, OTHER)]
+        os.kill(stopped[0].pid, signal.SIGKILL)
+        for each in shorts:
+            check(await each)
+        found = await reading
+        np.testing.assert_array_equal(found.features, expected["input_features"][0])
+        assert len(stopped) == 1 and stopped[0].poll() == -signal.SIGKILL
+
+    run(body, 60)
 
 
 def test_features_are_counted_before_another_file_is_decoded(run: Any) -> None:
