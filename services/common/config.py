@@ -214,7 +214,7 @@ class DenseSection(Section):
     build: Literal["auto", "never"] = "auto"
     plan_dir: Path = Path("~/.cache/twostroke/plans")  # for TensorRT plans; models, GPUs and workers may share it
     # true: capture each CUDA graph when a step first needs it, which delays that step; false: also whenever nobody
-    # has a request, so that soon after the start there are all
+    # has a request, so that soon after the start there are all; ranks, stages and lanes: all at start
     captures_lazily: bool = False
     # numbers of tokens that TensorRT is tuned for; each range is a plan of its own
     profiles: str = "1-1,2-16@16,17-32@32,33-64@64,65-128@128,129-256@256,257-512@512,513-8192"

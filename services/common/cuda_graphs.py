@@ -41,7 +41,6 @@ class StepGraphs(Generic[Size]):
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[Size, torch.cuda.CUDAGraph] = {}
         self._later = deque[Size]()
-        self._no_room: CapacityError | None = None  # why no more graphs are captured
 
     def capture_later(self, sizes: Iterable[Size]) -> None:
         """Leaves these sizes to `capture_next`. Pass the largest one first: the others reuse its memory."""
@@ -50,15 +49,16 @@ class StepGraphs(Generic[Size]):
     def capture_next(self) -> bool:
         """Captures one of the sizes that were left for later, and waits for the device; False if none is missing.
 
-        Where memory has no room for another one, nothing is captured any more.
+        Where memory has no room for another one, the rest is left to the steps that need them.
         """
         while self._later:
             size = self._later.popleft()
             if size in self._graphs:
                 continue
             try:
-                self.find(size)
-            except CapacityError:
+                self.capture(size)
+            except CapacityError as error:
+                log.warning("no more graphs are captured ahead", num_graphs=len(self._graphs), reason=str(error))
                 self._later.clear()
                 return False
             if not self._later:
@@ -85,20 +85,11 @@ class StepGraphs(Generic[Size]):
         log.info("captured graphs", num_graphs=len(self._graphs), seconds=seconds, bytes=num_bytes)
 
     def find(self, size: Size) -> torch.cuda.CUDAGraph:
-        """The graph of this size. Captures it, which waits for the device, if it does not exist yet.
-
-        Raises `CapacityError` if the GPU has no room, or had none for another one: that would be tried at each step.
-        """
+        """The graph of this size. Captures it, which waits for the device, if it does not exist yet."""
         graph = self._graphs.get(size)
         if graph is None:
-            if self._no_room is not None:
-                raise self._no_room
             start, free_before = time.monotonic(), torch.cuda.mem_get_info()[0]
-            try:
-                graph = self.capture(size)
-            except CapacityError as error:
-                self._no_room = error
-                raise
+            graph = self.capture(size)
             seconds, num_bytes = round(time.monotonic() - start, 3), free_before - torch.cuda.mem_get_info()[0]
             log.info("captured a graph", size=str(size), seconds=seconds, bytes=num_bytes)
         return graph

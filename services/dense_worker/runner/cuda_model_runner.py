@@ -78,7 +78,8 @@ class CudaModelRunner(ModelRunner):
         self._stream = torch.cuda.Stream()
         self._dtype, self._seam_sizes = dtype, (config.qkv_size, config.attn_size)
         self._captures_lazily, self._num_lanes = captures_lazily, num_lanes
-        self._has_ranks, self._has_warned = False, False  # `_has_warned`: that there is no room for more graphs
+        self._has_ranks = False
+        self._without_graph = set[_Size]()  # since memory had no room
         self._graphs: dict[Channel, StepGraphs[_Size]] = {}
         # One step's input, packed so that one copy moves it; see `_unpack`.
         self._input = torch.zeros(3 * max_num_tokens, dtype=torch.int64, device="cuda")
@@ -132,6 +133,7 @@ class CudaModelRunner(ModelRunner):
         super().attach(channels, ranks)
         self._unsampled = self._sampleable = None
         self._graphs.clear()  # frees their memory before the new graphs need it
+        self._without_graph.clear()
         self._has_ranks = ranks is not None
         has_others = self._has_ranks or self._num_lanes > 1
         for channel in channels:
@@ -236,15 +238,18 @@ class CudaModelRunner(ModelRunner):
         """Enqueues all layers; returns what enqueues the sampling."""
         num_tokens, num_sampled = len(step.token_ids), len(step.sampled_rows)
         size = self._captured_size(step)
-        try:
-            graph = None if size is None else self._graphs[channel].find(size)
-        except CapacityError as error:
-            if self._has_ranks and not (size and size.has_vectors):  # the others have the graph
-                raise
-            if not self._has_warned:
-                log.warning("steps without a graph are launched kernel by kernel from now on", reason=str(error))
-            self._has_warned = True
-            size = graph = None
+        if size in self._without_graph:
+            size = None
+        graph = None
+        if size is not None:
+            try:
+                graph = self._graphs[channel].find(size)
+            except CapacityError as error:
+                if self._has_ranks and not size.has_vectors:  # the others have the graph
+                    raise
+                log.warning("no room for the graph of a step", size=str(size), reason=str(error))
+                self._without_graph.add(size)
+                size = None
         num_rows, num_logits = (num_tokens, num_sampled) if size is None else (size.num_rows, size.num_sampled)
         token_ids, fed_slots, sampled_rows = _unpack(self._stages[stage], num_rows)
         token_ids[:num_tokens] = step.token_ids

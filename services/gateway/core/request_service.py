@@ -284,7 +284,8 @@ class RequestService:
     def abort(self, request_id: str | None, owner: Owner, *, with_batch: bool = False) -> bool:
         """Ends the answers of an owner's request, or with None of all, as they are; returns whether there were any.
 
-        `with_batch`: those of a batch with this name too. A request that is still being read fails.
+        `with_batch`: those of a batch with this name too. A request that is still being read
+        fails, and one of a batch ends when it has been read.
         """
 
         def is_meant(name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -54,7 +55,8 @@ class DecodingProcesses:
             process = self._take()
             self._busy.add(process)
             if self._has_spare and not self.idle and len(self._busy) < self._count:
-                self.idle.append(start_process(*self._command, env=self._env))
+                with contextlib.suppress(OSError):  # the next file tries it again
+                    self.idle.append(start_process(*self._command, env=self._env))
             is_free = False
             try:
                 async with asyncio.timeout(timeout_s):

@@ -144,15 +144,18 @@ def test_steps_for_whose_graphs_memory_has_no_room_give_their_tokens_all_the_sam
 ) -> None:
     def run(runner: ModelRunner) -> list[list[list[int]]]:
         open_both(runner)
-        first = [PlanEntry(1, 0, 2, 1), PlanEntry(2, 0, 2, 1)]
-        then = [PlanEntry(1, 2, 1, 1), PlanEntry(2, 2, 1, 1)]
-        plans = (plan_of(1, *first), plan_of(2, *then))
+        plans = [plan_of(1, PlanEntry(1, 0, 2, 1), PlanEntry(2, 0, 2, 1))]
+        plans += [plan_of(each, PlanEntry(1, each, 1, 1), PlanEntry(2, each, 1, 1)) for each in (2, 3, 4)]
         results = [runner.launch(plan, CHANNEL).collect() for plan in plans]
         return [[list(row) for row in result.token_ids.rows()] for result in results]
 
-    def refuse(*_: object) -> None:
+    tried: list[Any] = []
+
+    def refuse(_: object, size: Any) -> None:
+        tried.append(size)
         raise CapacityError("the GPU has no room for the CUDA graphs of steps")
 
     expected = run(make_runner(NextNumber(), [Kernels()]))
     monkeypatch.setattr(RecordingGraphs, "find", refuse)
     assert run(make_runner(NextNumber(), [Kernels()])) == expected
+    assert len(tried) == len(set(tried)), "a capture waits for the device"
