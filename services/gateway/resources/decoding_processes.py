@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import subprocess
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -55,8 +54,10 @@ class DecodingProcesses:
             process = self._take()
             self._busy.add(process)
             if self._has_spare and not self.idle and len(self._busy) < self._count:
-                with contextlib.suppress(OSError):  # the next file tries it again
+                try:
                     self.idle.append(start_process(*self._command, env=self._env))
+                except OSError as error:  # the next one tries it again
+                    log.warning(f"no spare process that {self._task} could be started", reason=str(error))
             is_free = False
             try:
                 async with asyncio.timeout(timeout_s):
