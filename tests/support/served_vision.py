@@ -191,7 +191,12 @@ class Truth:
 
     def num_prompt_tokens(self, turns: Sequence[Turn]) -> int:
         """Of a chat, with those of its pictures."""
-        return self._inputs(turns)["input_ids"].shape[1]
+        return len(self.prompt_ids(turns))
+
+    def prompt_ids(self, turns: Sequence[Turn]) -> list[int]:
+        """The tokens of a chat, with all that stand for its pictures."""
+        ids: list[int] = self._inputs(turns)["input_ids"][0].tolist()
+        return ids
 
     @torch.inference_mode()
     def generate(self, turns: Sequence[Turn], max_tokens: int, **options: Any) -> tuple[list[list[int]], list[float]]:

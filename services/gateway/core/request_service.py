@@ -245,6 +245,17 @@ class RequestService:
         await self._reserve(request, held, num_messages)
         return request
 
+    def check_pictures(self, count: int) -> None:
+        """Raises `InvalidRequest` for so many pictures in one request, if they are too many, or the model sees none."""
+        if self.pictures is not None:
+            self.pictures.check_count(count)
+        elif count:
+            raise InvalidRequest(
+                "this model sees no pictures here: it has no tower that is supported, its directory has "
+                f"{no_processor(IMAGE_PROCESSOR)}, or model.images is false",
+                "messages",
+            )
+
     def _reading_pictures(
         self,
         message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest,
@@ -252,14 +263,9 @@ class RequestService:
         held: HeldMemory,
     ) -> AbstractAsyncContextManager[Awaitable[list[Picture]] | None]:
         """A context in which the pictures of a message are decoded; mostly there are none, and it gives None."""
-        if not num_pictures(message):
+        self.check_pictures(num_pictures(message))
+        if self.pictures is None or not num_pictures(message):
             return nullcontext()
-        if self.pictures is None:
-            raise InvalidRequest(
-                "this model sees no pictures here: it has no tower that is supported, its directory has "
-                f"{no_processor(IMAGE_PROCESSOR)}, or model.images is false",
-                "messages",
-            )
         has_gpu = self._dense.has_model and self._dense.model.has_gpu
         return self.pictures.reading(message, caller.number, held, worker_resizes=has_gpu)
 
@@ -326,7 +332,8 @@ class RequestService:
             held = HeldMemory(self.memory, caller.number)
             try:
                 async with self._reading_pictures(message, caller, held) as reading:
-                    token_ids, _ = await read_text_or_chat(message, self.tokenizer)
+                    beside = len(message.pictures) if self.pictures is not None and self.pictures.have_tokens else 0
+                    token_ids, _ = await read_text_or_chat(message, self.tokenizer, num_pictures=beside)
                     if reading is not None and self.pictures is not None:
                         token_ids, _ = self.pictures.expand(token_ids, await reading)
             finally:

@@ -33,29 +33,45 @@ class Picture:
 def expand(
     token_ids: list[int], pictures: Sequence[Picture], layout: Layout, ids: dict[str, int], token: str
 ) -> tuple[list[int], tuple[PromptSpan, ...]]:
-    """The prompt with all tokens of its pictures, in place of one token for each, and their spans.
+    """The prompt with all tokens of its pictures, and their spans. It has these already, or one token for each picture.
 
     ids: of tokens by name, for those that layouts name; token: the name of a picture's token. Raises `InvalidRequest`
-    unless there is one such token for each picture.
+    for another number of such tokens.
     """
-    num_places = token_ids.count(ids[token])
-    if num_places != len(pictures):
+    own = [[ids[name] for name in layout.tokens_of(each.shape, token)] for each in pictures]
+    places, num_given = _places_of(token_ids, own, ids[token]), token_ids.count(ids[token])
+    if places is None and num_given != len(pictures):
+        whole = sum(each.count(ids[token]) for each in own)
         raise InvalidRequest(
-            f"the prompt has {num_places} places for pictures ({token}), and the request has {len(pictures)} pictures",
+            f"the prompt has {num_given} places for pictures ({token}), and the request has {len(pictures)} pictures"
+            + (f" of {whole} tokens" if whole > len(pictures) else ""),
             "messages",
         )
     expanded: list[int] = []
     spans: list[PromptSpan] = []
     start = 0
-    for picture in pictures:
-        place = token_ids.index(ids[token], start)
+    for index, (picture, tokens) in enumerate(zip(pictures, own, strict=True)):
+        place = token_ids.index(ids[token], start) if places is None else places[index]
         expanded += token_ids[start:place]
-        own = [ids[name] for name in layout.tokens_of(picture.shape, token)]
         shape = picture.shape
-        spans.append(PromptSpan(len(expanded), len(own), picture.hash, shape.grid_rows, shape.grid_columns))
-        expanded += own
-        start = place + 1
+        spans.append(PromptSpan(len(expanded), len(tokens), picture.hash, shape.grid_rows, shape.grid_columns))
+        expanded += tokens
+        start = place + (1 if places is None else len(tokens))
     return [*expanded, *token_ids[start:]], tuple(spans)
+
+
+def _places_of(token_ids: list[int], own: Sequence[list[int]], token_id: int) -> list[int] | None:
+    """Where the tokens of each picture begin in a prompt that has all of them; None if it has not."""
+    if token_ids.count(token_id) != sum(each.count(token_id) for each in own):
+        return None
+    places, start = [], 0
+    for tokens in own:
+        place = token_ids.index(token_id, start) - tokens.index(token_id)
+        if place < start or token_ids[place : place + len(tokens)] != tokens:
+            return None
+        places.append(place)
+        start = place + len(tokens)
+    return places
 
 
 def encode_pictures(pictures: Sequence[Picture]) -> bytes:

@@ -43,6 +43,11 @@ class PictureReader:
             self._token = picture_token(vision, tokenizer)
             self._ids = {name: _token_id(name, tokenizer) for name in (self._token, *vision.layout.other_tokens)}
 
+    @property
+    def have_tokens(self) -> bool:
+        """Whether tokens of a prompt stand for pictures; else an encoder reads them."""
+        return self._vision.tower is not None
+
     def check_text(self, num_characters: int, field: str) -> None:
         """Raises `InvalidRequest` for more text than models have whose requests have no room for pictures."""
         if num_characters > self._max_characters:
@@ -50,6 +55,13 @@ class PictureReader:
                 f"{field} has {num_characters} characters of text, at most {self._max_characters} beside pictures (an "
                 f"eighth of gateway.max_body_bytes, at least {MIN_MAX_CHARACTERS})",
                 field,
+            )
+
+    def check_count(self, count: int) -> None:
+        """Raises `InvalidRequest` for more pictures than a request may have."""
+        if count > self._section.max_images:
+            raise InvalidRequest(
+                f"the request has {count} pictures, gateway.max_images is {self._section.max_images}", "messages"
             )
 
     @asynccontextmanager
@@ -60,12 +72,8 @@ class PictureReader:
 
         What is given there waits for it. Reserves the memory for their pixels.
         worker_resizes: the dense worker does it faster than Pillow.
-        Raises `InvalidRequest` for a picture that cannot be read, and for too many.
+        Raises `InvalidRequest` for a picture that cannot be read.
         """
-        if (given := num_pictures(message)) > self._section.max_images:
-            raise InvalidRequest(
-                f"the request has {given} pictures, gateway.max_images is {self._section.max_images}", "messages"
-            )
         found = []
         *others, last = _pictures_of(message)
         for each in others:
@@ -100,7 +108,7 @@ class PictureReader:
 
         Pictures that an encoder reads have no tokens.
         """
-        if self._vision.tower is None:
+        if not self.have_tokens:
             return token_ids, ()
         return expand(token_ids, pictures, self._vision.layout, self._ids, self._token)
 
@@ -111,14 +119,12 @@ class PictureReader:
 
 def num_pictures(message: Request) -> int:
     """How many pictures a message has, which has passed `check_counts`: only its lists' lengths are looked at."""
-    beside = len(message.pictures) if isinstance(message, gateway_pb2.GenerateRequest) else 0
-    return beside + sum(len(each.pictures) for each in message.chat.messages)
+    return len(message.pictures) + sum(len(each.pictures) for each in message.chat.messages)
 
 
 def _pictures_of(message: Request) -> Iterator[gateway_pb2.MessagePicture]:
     """All pictures of a message, in order."""
-    if isinstance(message, gateway_pb2.GenerateRequest):
-        yield from message.pictures
+    yield from message.pictures
     for each in message.chat.messages:
         yield from each.pictures
 

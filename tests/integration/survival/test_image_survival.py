@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from services.pb import triton_pb2_grpc
+from services.pb import triton_pb2, triton_pb2_grpc
 from tests.support.clients.http_clients import client
 from tests.support.clients.inference_messages import int32, message, output, texts
 from tests.support.clients.openai_client import openai_client
@@ -146,6 +146,50 @@ def test_triton_has_pictures_as_pixels_and_as_urls(server: Server) -> None:
         assert answer["text_output"] == expected
         refused = http.post("/v2/models/ensemble/generate", json=body | {"image_bytes_input": [1, 2, 3]})
         assert refused.status_code == 400 and "image_url_input" in refused.json()["error"]
+
+
+def test_the_three_steps_of_triton_have_pictures_over_a_kill(server: Server) -> None:
+    """`preprocessing` gives the prompt of transformers' processors, and `tensorrt_llm` reads it with its pictures."""
+    turns: list[list[Turn]] = [[("user", [FIRST, "and", SECOND, "?"])], [("user", [THIRD, "alone", LARGE])]]
+    truth, max_tokens = Truth(server.model), 40
+    prompts = [truth.prompt_ids(each) for each in turns]
+    pixels = [np.asarray(each)[None, None] for each in (FIRST, THIRD)]
+    urls = [texts([data_url(each)]) for each in (SECOND, LARGE)]
+    ask = {"request_output_len": int32([max_tokens]), "end_id": int32([-1])}
+    with grpc.insecure_channel(server.cluster.address) as channel:
+        infer = triton_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
+        given = []
+        for each, first, url in zip(turns, pixels, urls, strict=True):
+            inputs = {"QUERY": texts([rendered(each)]), "REQUEST_OUTPUT_LEN": int32([max_tokens])}
+            answer = infer(message("preprocessing", inputs | {"IMAGE_BYTES": first, "IMAGE_URL": url}))
+            ids = {"input_ids": output(answer, "INPUT_ID"), "input_lengths": output(answer, "REQUEST_INPUT_LEN")}
+            given.append(ask | ids | {"image_bytes_input": first, "image_url_input": url})
+        assert [each["input_ids"][0].tolist() for each in given] == prompts
+        assert [each["input_lengths"].tolist() for each in given] == [[[len(each)]] for each in prompts]
+        beside = chat_message([("user", ["None at all"])], NUM_LONG_TOKENS)
+        with ThreadPoolExecutor(2) as threads:
+            running: list[Future[triton_pb2.ModelInferResponse]] = []
+
+            def kill() -> None:
+                if not running:
+                    running.extend(threads.submit(infer, message("tensorrt_llm", each)) for each in given)
+                    server.cluster.kill("dense_worker", "attn_worker")
+
+            collect_all(server.cluster.gateway, [beside], kill)
+            answers = [each.result() for each in running]
+        for each, answer, prompt in zip(turns, answers, prompts, strict=True):
+            tokens = server.expected(each, max_tokens)
+            assert output(answer, "output_ids").tolist() == [[[*prompt, *tokens]]]
+        with pytest.raises(grpc.RpcError, match="places for pictures"):  # a picture of another size
+            infer(message("tensorrt_llm", given[0] | {"image_bytes_input": pixels[1]}))
+        many = np.zeros((1, 100_000, 1, 1, 3), dtype=np.uint8)
+        for model, name in (("preprocessing", "IMAGE_BYTES"), ("tensorrt_llm", "image_bytes_input")):
+            inputs = {"QUERY": texts(["a"]), "REQUEST_OUTPUT_LEN": int32([1])} if name.isupper() else given[0]
+            with pytest.raises(grpc.RpcError, match=r"has 10000[01] pictures, gateway\.max_images is 16"):
+                infer(message(model, inputs | {name: many}))
+            with pytest.raises(grpc.RpcError, match="image"):
+                infer(message(model, inputs | {name: many[:, :1, :0]}))
+    server.cluster.wait_idle()
 
 
 def test_hostile_pictures_disturb_no_stream(server: Server) -> None:

@@ -16,6 +16,7 @@ from services.gateway.access.access import Caller
 from services.gateway.apis.shared.generations import Generations
 from services.gateway.apis.triton.answers import Answers
 from services.gateway.apis.triton.models import EMBEDDING, MODELS, POSTPROCESSING, PREPROCESSING, VERSION, ModelSpec
+from services.gateway.apis.triton.pictures import pictures_of
 from services.gateway.apis.triton.rows import Row
 from services.gateway.apis.triton.statistics import Statistics
 from services.gateway.apis.triton.tensors import Tensor
@@ -196,7 +197,8 @@ class Triton:
         service, generations, messages = self.service, Generations(), []
         with self._known(request, caller) as running:
             for name, row in zip(running.request_ids, request.rows, strict=True):
-                message = generate_message(row, name, lambda ids: service.tokenizer.decode(ids, False))
+                pictures = await pictures_of(row, service)
+                message = generate_message(row, name, lambda ids: service.tokenizer.decode(ids, False), pictures)
                 message.traceparent = request.traceparent
                 message.model = self._adapter_name(row, caller)
                 messages.append(message)

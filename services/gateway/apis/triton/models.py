@@ -21,6 +21,7 @@ BOOL, FLOAT, TEXT, SEED = ("BOOL",), ("FP32",), ("BYTES",), ("UINT64", "INT64")
 ONE, MANY = (1,), (-1,)
 TABLE = ("FP32", "FP16", "BF16")
 PIXELS = ("UINT8",)
+PICTURES = (-1, -1, -1, 3)  # of one size
 NOTHING: tuple[Any, ...] = (0, False, "", None)
 
 
@@ -168,14 +169,14 @@ def _generation_inputs(names: Mapping[str, str]) -> Sequence[InputSpec]:
     )
 
 
+_PICTURES = (InputSpec("image_bytes_input", PIXELS, PICTURES), InputSpec("image_url_input", TEXT, MANY))
 _TEXT_INPUTS = (
     InputSpec("text_input", TEXT, is_required=True),
     InputSpec("bad_words", TEXT, MANY),
     InputSpec("stop_words", TEXT, MANY),
     *_generation_inputs({}),
     InputSpec("prompt_table_extra_id", SEED),
-    InputSpec("image_bytes_input", PIXELS, (-1, -1, -1, 3)),  # pictures of one size
-    InputSpec("image_url_input", TEXT, MANY),
+    *_PICTURES,
     InputSpec("num_draft_tokens", INT, only=(0,)),
     InputSpec("use_draft_logits", BOOL, only=NOTHING),
 )
@@ -209,6 +210,8 @@ PREPROCESSING = ModelSpec(
         InputSpec("STOP_WORDS_DICT", TEXT, MANY, "stop_words"),
         InputSpec("END_ID", INT, option="end_id"),
         InputSpec("PAD_ID", INT, option="pad_id"),
+        InputSpec("IMAGE_BYTES", PIXELS, PICTURES, "image_bytes_input"),
+        InputSpec("IMAGE_URL", TEXT, MANY, "image_url_input"),
     ),
     (
         OutputSpec("INPUT_ID", "INT32", (-1,)),
@@ -222,7 +225,7 @@ PREPROCESSING = ModelSpec(
     "python",
     False,
     frozenset({"DECODER_QUERY", "EMBEDDING_BIAS_WEIGHTS", "EMBEDDING_BIAS_WORDS"})
-    | {"IMAGE_BYTES", "IMAGE_URL", "PROMPT_TABLE_EXTRA_ID", "VIDEO_BYTES"},
+    | {"IMAGES", "PROMPT_TABLE_EXTRA_ID", "VIDEO_BYTES"},
 )
 _RETENTION = ("starts", "ends", "priorities", "durations_ms")
 TENSORRT_LLM = ModelSpec(
@@ -234,6 +237,7 @@ TENSORRT_LLM = ModelSpec(
         InputSpec("stop_words_list", ("INT32",), (2, -1)),
         InputSpec("stop", BOOL),
         InputSpec("prompt_table_extra_ids", SEED, MANY),
+        *_PICTURES,  # which TensorRT-LLM has as a table of vectors
         *_generation_inputs(
             {
                 "max_tokens": "request_output_len",

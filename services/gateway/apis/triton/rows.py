@@ -76,7 +76,8 @@ def row_of_json(model: ModelSpec, body: Mapping[str, Any], *, has_tables: bool =
             raise InvalidRequest(f"{name} has {_count(values)} values, must have 1", name)
         shape = (1, *(-1 if size < 0 else size for size in spec.dims))
         if shape.count(-1) > 2:
-            raise InvalidRequest(f"{name} is read from tensors alone: send files as image_url_input", name)
+            urls = next(each.name for each in model.inputs if each.key == "image_url_input")
+            raise InvalidRequest(f"{name} is read from tensors alone: send files as {urls}", name)
         if shape.count(-1) > 1:
             shape = _matrix_shape(name, values)
         flat = from_list(name, datatype, (_count(values),), values).values

@@ -11,6 +11,7 @@ import numpy as np
 
 from services.common.errors import InvalidRequest
 from services.gateway.access.access import Caller
+from services.gateway.apis.triton.pictures import pictures_of
 from services.gateway.apis.triton.rows import Row
 from services.gateway.apis.triton.tensors import Tensor, text_tensor
 from services.gateway.apis.triton.to_message import prompt_token_ids, word_list
@@ -24,8 +25,8 @@ WORDS = {"bad_words": "BAD_WORDS_IDS", "stop_words": "STOP_WORDS_IDS"}
 
 
 async def preprocess(service: RequestService, rows: Sequence[Row], caller: Caller) -> list[Tensor]:
-    """Token ids of texts, padded to equal lengths, and the lists of words as token ids."""
-    messages = [gateway_pb2.TokenizeRequest(text=row["text_input"]) for row in rows]
+    """Token ids of texts and their pictures, padded to equal lengths, and the lists of words as token ids."""
+    messages = [await _tokenize_message(row, service) for row in rows]
     token_ids = await service.tokenize(messages, caller)
     eos_token_id = service.eos_token_ids[0] if service.eos_token_ids else 0
     end_ids = [row.get("end_id", eos_token_id) for row in rows]
@@ -99,6 +100,13 @@ def _token_ids(row: Row) -> list[int]:
         return prompt_token_ids(row)
     token_ids: list[int] = row["input_ids"]
     return token_ids
+
+
+async def _tokenize_message(row: Row, service: RequestService) -> gateway_pb2.TokenizeRequest:
+    message = gateway_pb2.TokenizeRequest(text=row["text_input"], pictures=await pictures_of(row, service))
+    if message.pictures and service.sources is not None and service.sources.reads_pictures:
+        message.add_special_tokens = False  # the decoder begins with the text beside a page
+    return message
 
 
 async def _word_token_ids(service: RequestService, option: str, row: Row) -> list[tuple[int, ...]]:

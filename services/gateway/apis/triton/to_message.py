@@ -5,7 +5,6 @@ Options have the meaning that TensorRT-LLM gives them. Without `top_k` and `top_
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from services.pb import gateway_pb2, sampling_pb2
 
 NO_END = -1  # the value of `end_id` for an answer that no token ends
 PADDING = -1  # of the offsets in a list of words
-_BITMAP = struct.Struct("<2sIIIIiiHHIIiiII")  # the two headers of a BMP file
 # Fields of `StructuredOutput`, by the type of a guide.
 GUIDES = {
     "json": "json_object",
@@ -40,7 +38,10 @@ SAME_SAMPLING_OPTIONS = (
 
 
 def generate_message(
-    row: Row, request_id: str, decode: Callable[[Sequence[int]], str]
+    row: Row,
+    request_id: str,
+    decode: Callable[[Sequence[int]], str],
+    pictures: Sequence[gateway_pb2.MessagePicture],
 ) -> gateway_pb2.GenerateRequest:
     """The message of a row of a model that generates. `decode` gives the text of token ids."""
     message = gateway_pb2.GenerateRequest(
@@ -56,7 +57,7 @@ def generate_message(
         message.prompt_token_ids.ids.extend(prompt_token_ids(row))
     else:
         message.prompt = row["text_input"]
-    message.pictures.extend(_pictures(row))
+    message.pictures.extend(pictures)
     table = _prompt_table(row)
     if table is not None:
         message.prompt_embedding_table.CopyFrom(table)
@@ -142,27 +143,6 @@ def _structured_output(row: Row) -> sampling_pb2.StructuredOutput | None:
             f"guided_decoding_guide_type {kind} needs a guided_decoding_guide", "guided_decoding_guide"
         )
     return sampling_pb2.StructuredOutput(**{GUIDES[kind]: guide}, field_name="guided_decoding_guide")
-
-
-def _pictures(row: Row) -> list[gateway_pb2.MessagePicture]:
-    """The pictures beside a prompt of text: first those of pixels, each as a file."""
-    pixels = row.get("image_bytes_input", ())
-    if len(pixels) and not pixels.size:
-        raise InvalidRequest(f"image_bytes_input has pictures of {pixels.shape[1:]}", "image_bytes_input")
-    return [
-        *(gateway_pb2.MessagePicture(data=_bitmap(each)) for each in pixels),
-        *(gateway_pb2.MessagePicture(url=url) for url in row.get("image_url_input", ())),
-    ]
-
-
-def _bitmap(pixels: np.ndarray) -> bytes:
-    """A BMP file of pixels [height, width, 3]. Its first row is the lowest, and it has blue before red."""
-    height, width, _ = pixels.shape
-    rows = np.zeros((height, -(-width * 3 // 4) * 4), dtype=np.uint8)
-    rows[:, : width * 3] = pixels[::-1, :, ::-1].reshape(height, width * 3)
-    begin, size = _BITMAP.size, rows.nbytes
-    sizes = (begin + size, 0, begin, begin - 14, width, height, 1, 24, 0, size)
-    return _BITMAP.pack(b"BM", *sizes, 0, 0, 0, 0) + rows.tobytes()
 
 
 def _prompt_table(row: Row) -> gateway_pb2.PromptEmbeds | None:

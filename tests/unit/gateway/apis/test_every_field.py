@@ -178,7 +178,7 @@ INPUTS = {
     "ensemble": TEXT_INPUTS,
     "tensorrt_llm_bls": TEXT_INPUTS,
     "preprocessing": {
-        *("QUERY", "DECODER_QUERY", "IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES", "REQUEST_OUTPUT_LEN"),
+        *("QUERY", "DECODER_QUERY", "IMAGE_BYTES", "IMAGE_URL", "IMAGES", "VIDEO_BYTES", "REQUEST_OUTPUT_LEN"),
         *("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS", "END_ID", "PAD_ID"),
         "PROMPT_TABLE_EXTRA_ID",
     },
@@ -192,6 +192,7 @@ INPUTS = {
         *("return_log_probs", "return_context_logits", "return_generation_logits", "return_perf_metrics"),
         *("return_num_input_tokens", "return_num_output_tokens", "exclude_input_in_output", "stop", "streaming"),
         *("prompt_embedding_table", "prompt_table_extra_ids", "prompt_vocab_size", "cross_attention_mask"),
+        *("image_bytes_input", "image_url_input"),  # of this server
         *("mrope_rotary_cos_sin", "mrope_position_deltas", "lora_task_id", "lora_weights", "lora_config"),
         *("context_phase_params", "skip_cross_attn_blocks", "retention_token_range_starts"),
         *("retention_token_range_ends", "retention_token_range_priorities", "retention_token_range_durations_ms"),

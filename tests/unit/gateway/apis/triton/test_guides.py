@@ -17,7 +17,7 @@ SCHEMA = '{"type": "object"}'
 
 def form_of(kind: str, guide: str | None = None) -> sampling_pb2.StructuredOutput:
     body = {"text_input": "a", "max_tokens": 1, "guided_decoding_guide_type": kind, "guided_decoding_guide": guide}
-    return generate_message(row_of_json(ENSEMBLE, body), "id", str).sampling.structured_output
+    return generate_message(row_of_json(ENSEMBLE, body), "id", str, ()).sampling.structured_output
 
 
 def test_each_type_of_guide_sets_the_field_of_its_form() -> None:
