@@ -15,6 +15,7 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -95,6 +96,8 @@ def measure(directory: Path, args: argparse.Namespace) -> dict[str, list[float]]
                     tpot = asyncio.run(time_round(cluster.address, models, args.max_tokens))
                     if index:  # the first round warms up
                         times[kind].append(tpot)
+                if not index:
+                    time.sleep(args.pause)
     return times
 
 
@@ -106,16 +109,18 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--pause", type=float, default=0, help="seconds after the first round, to capture graphs")
     settings = {"action": "append", "default": [], "metavar": "SECTION.KEY=VALUE"}
     parser.add_argument("--set", **settings, help="a setting of both servers")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         times = measure(Path(directory), args)
     print(f"{args.streams} streams, {args.adapters} adapters of rank {args.rank}, {args.rounds} rounds")
-    print("| batch | TPOT, ms | to no slots |\n|---|---|---|")
+    print("| batch | TPOT, ms | range | to no slots |\n|---|---|---|---|")
     for kind, each in times.items():
         median = statistics.median(each)
-        print(f"| {kind} | {median:.3f} | {median / statistics.median(times[OFF]):.3f} |")
+        ratio = median / statistics.median(times[OFF])
+        print(f"| {kind} | {median:.3f} | {min(each):.3f} to {max(each):.3f} | {ratio:.3f} |")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,8 @@ checkpoint are left as they are.
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from services.common.model_config import ModelConfig
 from services.dense_worker import build
 from services.dense_worker.__main__ import main
 from services.dense_worker.model.model_weights import ModelWeights
@@ -20,12 +19,12 @@ EMBEDDING_SCALE = 2000.0
 random_weights = build.random_weights
 
 
-def known_text_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int) -> ModelWeights:
-    """Random weights of that shape, in which row t + 1 of `lm_head` has the direction of token t's embedding.
+def known_text_weights(*arguments: Any) -> ModelWeights:
+    """`random_weights` in which row t + 1 of `lm_head` has the direction of token t's embedding.
 
     Raises ValueError for a model whose `lm_head` is the embedding.
     """
-    weights = random_weights(config, dtype, device, seed)
+    weights = random_weights(*arguments)
     table = weights.embedding.table.data
     lm_head = tensors_by_name(weights.head)["lm_head"]
     if lm_head is table:
