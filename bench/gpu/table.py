@@ -209,12 +209,17 @@ GROUPS = {
 }
 
 
+def of_part(number: int, part: float) -> int:
+    """This part of a number of requests, but no fewer than two, if there are two."""
+    return max(min(number, MIN_PART_PROMPTS), int(part * number))
+
+
 def measure_row(directory: Path, row: Row, part: float) -> dict[str, Any]:
     """The figures of the load's program, and what was sent."""
     file = directory / "run.json"
     if isinstance(row.load, Load):
-        of_part = {name: max(MIN_PART_PROMPTS, int(part * getattr(row.load, name))) for name in _SIZES}
-        load = dataclasses.replace(row.load, **of_part)
+        sizes = {name: of_part(getattr(row.load, name), part) for name in _SIZES}
+        load = dataclasses.replace(row.load, **sizes)
         command = ["core.py", "--address", f"unix:{directory}/dense.sock", "--json", str(file)]
         command += ["--max-concurrency", str(load.concurrency), "--warmup", str(min(load.concurrency, MAX_WARMUP))]
         command += ["token-norm-dist", "--num-requests", str(load.num_requests)]
@@ -222,7 +227,7 @@ def measure_row(directory: Path, row: Row, part: float) -> dict[str, Any]:
             command += [f"--{side}-mean", str(tokens), f"--{side}-stdev", "0"]
     else:
         options = list(row.load)
-        options[1] = str(max(MIN_PART_PROMPTS, int(part * int(options[1]))))
+        options[1] = str(of_part(int(options[1]), part))
         command = ["serving.py", "--protocol", "http", "--address", f"unix:{directory}/http.sock", "--json", str(file)]
         command += options
     result = subprocess.run([sys.executable, str(BENCH / command[0]), *command[1:]], capture_output=True, text=True)
