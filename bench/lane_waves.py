@@ -50,7 +50,7 @@ STROKES = {
 @dataclass(frozen=True, slots=True)
 class Served:
     tokens_per_s: float
-    ttft_ms: float  # mean, from the admission on
+    ttft_ms: float  # mean, from the moment when a request comes, which is when another one has ended
     longest_ms: float  # P99 of the time between two tokens
 
 
@@ -70,6 +70,7 @@ def serve(
     """
     prompts, outputs = lengths or (np.full(num_requests, PROMPT), np.full(num_requests, OUTPUT))
     ids = left = written = lane = np.zeros(0, int)  # of running sequences; left: tokens of prompts
+    begin_ms = np.zeros(num_requests)  # of each request
     next_id, now_ms, first_ms, gaps = 0, 0.0, list[float](), list[np.ndarray]()
     while next_id < num_requests or len(ids):
         num_new = min(num_requests - next_id, AT_ONCE - len(ids))
@@ -79,6 +80,7 @@ def serve(
             chosen = int(np.argmax(np.where(counts < share, counts, -1)) if takes_turns else np.argmin(counts))
             ids, lane = np.append(ids, next_id), np.append(lane, chosen)
             left, written = np.append(left, prompts[next_id]), np.append(written, 0)
+            begin_ms[next_id] = now_ms
             next_id += 1
         turn = lane[np.argmax(left > 0)] if takes_turns and left.any() else None
         parts, strokes_ms = np.zeros_like(left), []
@@ -95,7 +97,7 @@ def serve(
         now_ms += step_ms
         left = left - parts
         decodes = left == 0
-        first_ms += [now_ms] * int((decodes & (written == 0)).sum())
+        first_ms += (now_ms - begin_ms[ids[decodes & (written == 0)]]).tolist()
         gaps.append(np.full(int((decodes & (written > 0)).sum()), step_ms))
         written = written + decodes
         goes_on = written < outputs[ids]

@@ -18,6 +18,7 @@ import contextlib
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--load", type=parse_load, action="append", metavar="RxC:P/O")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="a server's setting")
     parser.add_argument("--only", action="append", metavar="NAME", help="of the servers' arrangements (all)")
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="keeps the servers' logs there, whatever happens")
     args = parser.parse_args(argv)
     shape = args.shape or ("llama-2-7b" if args.gpus else "tiny-llama")
     args.load = args.load or [Load(64, 32, 64, 64)]
@@ -84,10 +86,14 @@ def run_servers(args: argparse.Namespace, shape: str, arrangements: Mapping[str,
             directory = Path(text)
             settings, figures = settings_of(args, shape, directory), directory / "figures.json"
             found = []
-            with running_cluster(directory, *settings, *own, *args.set):
-                for load in args.load:
-                    run_core(f"unix:{directory}/dense.sock", load, figures)
-                    found.append(json.loads(figures.read_text())["figures"]["output_throughput"])
+            try:
+                with running_cluster(directory, *settings, *own, *args.set):
+                    for load in args.load:
+                        run_core(f"unix:{directory}/dense.sock", load, figures)
+                        found.append(json.loads(figures.read_text())["figures"]["output_throughput"])
+            finally:
+                if args.logs is not None:
+                    shutil.copy(directory / "log", args.logs / f"{name.replace(' ', '-')}.log")
         first = first or found
         for load, rate, compared in zip(args.load, found, first, strict=True):
             print(f"{load}: {rate / compared:.2f} times the tokens/s of the first", flush=True)

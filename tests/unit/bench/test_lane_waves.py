@@ -36,3 +36,9 @@ def test_no_dealing_is_faster_than_the_dense_stroke_of_all_rows(name: str, takes
 def test_prompts_of_one_lane_at_a_time_are_slower() -> None:
     for strokes in STROKES.values():
         assert serve(strokes, 1024, 2048, takes_turns=True).tokens_per_s < serve(strokes, 1024, 2048).tokens_per_s
+
+
+def test_the_time_to_the_first_token_is_counted_from_the_moment_when_a_request_comes() -> None:
+    strokes = STROKES["FP8"]
+    first, longer = serve(strokes, 1024, 1024), serve(strokes, 4096, 1024)
+    assert longer.ttft_ms < first.ttft_ms, "only the first 1,024 come at once"
