@@ -33,7 +33,8 @@ _OWNER, _PEER = 2, 3  # see `_process_word`; 0: none yet
 _TIE = 4  # the same number in all regions that are tied together; 0: it is alone
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _FIRST_FLAG = 2 * WORDS_PER_LINE
-_NUM_ERRORS = 5 * WORDS_PER_LINE  # beyond the three flags
+NUM_FLAGS = 3
+_NUM_ERRORS = _FIRST_FLAG + NUM_FLAGS * WORDS_PER_LINE
 
 
 class SharedRegion:
@@ -172,24 +173,37 @@ def abort_regions_of(pid: int) -> None:
     GPU.
     """
     process = _process_word(pid)
-    for words in _headers():
+    for _, words in _headers():
         if process in (words[_OWNER], words[_PEER]):
             _abort(words)
 
 
+def unread_flags_of(pid: int) -> dict[str, list[int]]:
+    """The flags that are set in the regions that the process `pid` has created or mapped, by the names of the regions.
+
+    For a third process, as above. They tell which of two workers has not read what the other one has set. Flags that
+    kernels poll are in a GPU's memory, and not among them.
+    """
+    process, found = _process_word(pid), dict[str, list[int]]()
+    for name, words in _headers():
+        if process in (words[_OWNER], words[_PEER]):
+            found[name] = [flag for flag in range(NUM_FLAGS) if words[flag_word(flag)]]
+    return found
+
+
 def _abort(words: memoryview) -> None:
     if number := words[_TIE]:
-        for each in _headers():
+        for _, each in _headers():
             if each[_TIE] == number:
                 each[_DOOMED] = 1
     words[ABORT_WORD] = 1
 
 
-def _headers() -> Iterator[memoryview]:
-    """Those of all regions of this user, each mapped until the next one is asked for."""
+def _headers() -> Iterator[tuple[str, memoryview]]:
+    """Those of all regions of this user, with their names, each mapped until the next one is asked for."""
     for path in SHM_DIR.glob(f"{NAME_PREFIX}*"):
         with contextlib.suppress(OSError, ValueError), _header_of(path) as words:  # not a region, or just removed
-            yield words
+            yield path.name, words
 
 
 @contextlib.contextmanager

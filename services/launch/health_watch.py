@@ -22,6 +22,8 @@ import grpc
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.channel import Flag
+from services.channel.region import unread_flags_of
 from services.common.errors import ConfigError
 from services.common.process import cpu_wait_s
 from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, Child
@@ -97,7 +99,9 @@ class HealthWatch:
             await asyncio.gather(*(self._check(child, self._records[pid]) for pid, child in children.items()))
             records = [(child, self._records[pid]) for pid, child in children.items() if child.pid == pid]
             for child, reason in self.find_culprits(records, time.monotonic()):
-                log.error("restarting a service that makes no progress", role=child.role, reason=reason)
+                handoffs = _unread_handoffs(child.pid)
+                what = "restarting a service that makes no progress"
+                log.error(what, role=child.role, reason=reason, unread_handoffs=handoffs)
                 child.kill(reason)
 
     def note_started(self) -> None:
@@ -186,6 +190,12 @@ class HealthWatch:
                 record.stall = status.stall
             if isinstance(status, dense_pb2.DenseStatus) and status.state == dense_pb2.DenseStatus.STANDBY:
                 record.has_served = True  # it waits, and has no reason to be silent
+
+
+def _unread_handoffs(pid: int | None) -> str:
+    """The flags of each data region that one worker has set and the other one has not read."""
+    unread = {} if pid is None else unread_flags_of(pid)
+    return "; ".join(f"{name}: {', '.join(Flag(each).name for each in flags)}" for name, flags in unread.items())
 
 
 async def _read_status(

@@ -9,6 +9,7 @@ probe can notice that the event loop itself has stopped.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -93,6 +94,7 @@ class Watchdog:
         if stall is None or last is None or last.waits_for != stall.waits_for:
             if stall is not None:
                 log.error("stalled", error=describe_stall(stall), role=stall.role, waits_for=stall.waits_for)
+                faulthandler.dump_traceback()  # of all threads, to stderr, where the log is
             await self._on_stall(stall)
 
 

@@ -50,6 +50,23 @@ def map_peer(owner: ShmChannel, wait_timeout_s: float = 20.0) -> ShmChannel:
     return ShmChannel.map(owner.handle, SPEC, EPOCH, 1, wait_timeout_s)
 
 
+def test_others_see_which_flags_have_not_been_read(owner: ShmChannel) -> None:
+    assert len(Flag) == region.NUM_FLAGS
+    name, peer = owner.handle.decode(), map_peer(owner)
+
+    def unread() -> list[int]:
+        return region.unread_flags_of(os.getpid())[name]
+
+    assert unread() == []
+    owner.signal(Flag.LONG_STEP_QKV_READY)
+    assert unread() == [Flag.LONG_STEP_QKV_READY]
+    peer.wait(Flag.LONG_STEP_QKV_READY)
+    peer.signal(Flag.ATTENTION_READY)
+    assert unread() == [Flag.ATTENTION_READY]
+    assert name not in region.unread_flags_of(os.getppid()), "it has no part in the region"
+    peer.close()
+
+
 def test_another_process_sees_what_was_written_before_each_signal(owner: ShmChannel) -> None:
     num_steps = 300
     command = [sys.executable, "-c", PEER, owner.handle.decode(), str(EPOCH), str(num_steps)]
