@@ -21,6 +21,7 @@ from services.common.config import AttentionSection, Config
 from services.common.errors import CapacityError
 from services.common.kv_cache.format import with_own_layers
 from services.common.rank import Rank, seam_config
+from services.common.ready_shape import read_decoder
 from services.common.resolve import resolve_model, use_device
 from services.common.several_ranks import check_ranks
 from services.common.split_context import check_split_context
@@ -60,7 +61,8 @@ class AttentionWorker:
             tls and tls.files,
             setting="attention.address",
         )
-        model = resolve_model(config.model, section.device, section)
+        shape = await read_decoder(options.shape_file, config.model)
+        model = resolve_model(config.model, section.device, section, shape)
         rank = Rank.of(config.dense, options.rank)
         check_ranks(config, model.config)
         check_split_context(config, model, is_dense=False)

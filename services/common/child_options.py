@@ -29,6 +29,7 @@ class ChildOptions(pydantic.BaseModel):
     # of the first rank's dense worker: where the others' attention workers and dense shards are, in their order
     rank_attention_addresses: tuple[SocketAddress, ...] = ()
     shard_addresses: tuple[SocketAddress, ...] = ()
+    shape_file: Path | None = None  # of a worker: the model's shape, see `services/common/ready_shape.py`
     lifeline: int | None = None  # the descriptor of its socket to the launcher, see `Lifeline`
     # of a dense worker: it states this hash instead of its own weights', and goes on with keys and values of others
     stated_weights_hash: str | None = None

@@ -12,15 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
 from services.common.errors import ModelError
 from services.common.families.fields import MAX_SIZE, ConfigFields
 from services.common.families.registry import FAMILIES, FLAT_TEXT_PARTS, READS_PICTURES, SEES_SPANS, TEXT_PARTS
 from services.common.families.shape import AttentionOptions, LayerHeads, LayerParts, ModelConfig, RopeConfig
 from services.common.families.without_class import WITHOUT_CLASS
+from services.common.hf_config import is_hf_type, parse_hf_config
 from services.common.json_files.read_json import read_json
 from services.common.pooling.architectures import has_language_head
 from services.common.quantization.read import MODELOPT_FILE, read_quantization
@@ -94,7 +91,7 @@ def _check_supported(raw: dict[str, Any], path: Path) -> None:
     family = raw.get("model_type")
     by_family = {name: each.architecture for name, each in FAMILIES.items()} | TEXT_PARTS
     if not isinstance(family, str) or family not in by_family:
-        has_class = not isinstance(family, str) or family in CONFIG_MAPPING_NAMES
+        has_class = not isinstance(family, str) or is_hf_type(family)
         reason = f"supported: {', '.join(by_family)}" if has_class else WITHOUT_CLASS
         raise ModelError(f"{path} has model_type {family!r}, {reason}")
     architectures = raw.get("architectures") or []
@@ -129,10 +126,8 @@ def _text_part(raw: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def _parse(raw: dict[str, Any], path: Path) -> PretrainedConfig:
     try:
-        hf = AutoConfig.for_model(**_with_infinities(raw))
-        hf.standardize_rope_params()  # as Hugging Face's models do; reads an original length beside rope_parameters
-        return hf
-    except (StrictDataclassError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        return parse_hf_config(_with_infinities(raw), standardizes_rope=True)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ModelError(f"{path} has no valid {raw['model_type']} config.json: {error}") from error
 
 

@@ -6,6 +6,8 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import importlib.abc
+import importlib.machinery
 import math
 import os
 import resource
@@ -14,6 +16,8 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 _THRESHOLDS = (700, 5, 100)  # see `gc.set_threshold`; Python's defaults are 700, 10 and 10
 STANDBY_BYTES = 2**30  # of the host that must be available for a standby's modules; they take about half
@@ -96,11 +100,13 @@ def importing() -> Iterator[None]:
     """A context for importing a service's modules, which live as long as the process.
 
     The garbage collector skips these modules now and later. It would take a fifth of the import time, and each later
-    full collection would stop all streams for a quarter of a second. transformers is made to believe that torch is
-    not installed: we use it only for a config.json or a tokenizer, for which it would import torch's compiler (2 s).
+    full collection would stop all streams for a quarter of a second. transformers, whenever it is imported, is made to
+    believe that torch is not installed: we use it only for a config.json or a tokenizer, for which it would import
+    torch's compiler (2 s).
     """
     gc.disable()
-    _import_transformers_without_torch()
+    if not any(isinstance(finder, _FindsTransformers) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _FindsTransformers())
     yield
     gc.freeze()
     gc.enable()
@@ -124,17 +130,39 @@ def import_at_low_priority(module: str) -> None:
         thread.submit(importlib.import_module, module).result()
 
 
-def _import_transformers_without_torch() -> None:
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # otherwise it prints advice to install torch
-    torch = sys.modules.get("torch")
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    from transformers.utils import is_torch_available
+class _FindsTransformers(importlib.abc.MetaPathFinder):
+    """Hides torch while transformers is imported, by whichever module needs it first."""
 
-    is_torch_available()  # transformers caches the answer
-    if torch is None:
-        del sys.modules["torch"]
-    else:
-        sys.modules["torch"] = torch
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name != "transformers":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _HidesTorch(spec.loader)
+        return spec
+
+
+class _HidesTorch(importlib.abc.Loader):
+    """The loader of transformers."""
+
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # otherwise it prints advice to install torch
+        torch = sys.modules.get("torch")
+        sys.modules["torch"] = None  # type: ignore[assignment]
+        try:
+            self._loader.exec_module(module)
+            importlib.import_module("transformers.utils").is_torch_available()  # transformers caches the answer
+        finally:
+            if torch is None:
+                del sys.modules["torch"]
+            else:
+                sys.modules["torch"] = torch
 
 
 def proportional_bytes(pid: int) -> int:

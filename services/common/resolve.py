@@ -33,10 +33,18 @@ class ResolvedModel:
 
 
 def resolve_model(
-    section: ModelSection, device_name: str, attention: AttentionSection | None = None
+    section: ModelSection,
+    device_name: str,
+    attention: AttentionSection | None = None,
+    shape: ModelConfig | None = None,
 ) -> ResolvedModel:
-    """Reads the model's config.json. Raises `ModelError` or `ConfigError`, naming value and limit."""
-    config = with_streaming(load_model_config(section.path, section.num_layers), attention or AttentionSection())
+    """`shape`: what config.json says; None: it is read here.
+
+    Raises `ModelError` or `ConfigError`, naming value and limit.
+    """
+    if shape is None:
+        shape = load_model_config(section.path, section.num_layers)
+    config = with_streaming(shape, attention or AttentionSection())
     device = resolve_device(device_name)
     return ResolvedModel(
         config,

@@ -108,12 +108,13 @@ class LoadedModel:
         )
 
 
-def resolve_dense_model(config: Config, rank: Rank = ALONE) -> ResolvedModel:
+def resolve_dense_model(config: Config, rank: Rank = ALONE, shape: ModelConfig | None = None) -> ResolvedModel:
     """The model as the dense worker runs it: with the quantization of its checkpoint, or the one that is made here.
 
+    `shape`: what config.json says; None: it is read here.
     Raises `ModelError` or `ConfigError`, naming value and limit, also for what several ranks cannot do.
     """
-    model = replace(resolve_model(config.model, config.dense.device, config.attention), rank=rank)
+    model = replace(resolve_model(config.model, config.dense.device, config.attention, shape), rank=rank)
     check_ranks(config, model.config)
     check_attention_workers(config, model.config)
     check_lanes(config, model.config)

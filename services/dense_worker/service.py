@@ -18,6 +18,7 @@ from services.common.config import Config
 from services.common.lifeline import Lifeline
 from services.common.process import low_priority_thread
 from services.common.rank import Rank, seam_config
+from services.common.ready_shape import read_decoder
 from services.common.resolve import ResolvedModel, use_device
 from services.dense_worker.attention_workers.attention_workers_client import AttentionWorkersClient
 from services.dense_worker.attention_workers.joined_channel import LayerSizes
@@ -83,7 +84,8 @@ class DenseWorker:
         self._opened.enter_context(serving_metrics(address, self._registry, METRICS))
         step_logs = self._opened.enter_context(writing_step_log(config.dense.step_log))
         tracer = self._opened.enter_context(tracing(config.tracing, "dense"))
-        resolved = resolve_dense_model(config, Rank.of(config.dense, 0))
+        shape = await read_decoder(self._options.shape_file, config.model)
+        resolved = resolve_dense_model(config, Rank.of(config.dense, 0), shape)
         use_device(resolved.device, config.dense.num_threads)
         self._loop = asyncio.get_running_loop()
         bound_address = await self._start_server(tracer)

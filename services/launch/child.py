@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,12 +27,27 @@ log = structlog.get_logger()
 STOPPED = (0, -signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL)  # return codes of a process that somebody has stopped
 ATTENTION_ROLE, DENSE_ROLE = "attn_worker", "dense_worker"
 SECTIONS = {ATTENTION_ROLE: "attention", DENSE_ROLE: "dense"}  # of the config, by the worker's role
+SHAPE_FILE = "model.shape"  # in the launcher's directory
 MAX_WAITERS = 4  # threads that wait for the end of one process: to watch, drain, stop and kill it
 
 
 def worker_name(role: str, number: int) -> str:
     """The name of a worker: of which rank, or of which of several attention workers it is, if not of the first."""
     return f"{role}-{number}" if number else role
+
+
+def start_process(
+    module: str, arguments: Sequence[str], *, environment: Mapping[str, str] | None = None, files: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Starts `python -m MODULE ARGUMENTS...`, which gets `files` under the same numbers."""
+    with holding_back_signals():  # asyncio would fork, which may crash the child because of gRPC's threads
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            pass_fds=files,
+            start_new_session=True,  # so that Ctrl-C reaches only the launcher, which stops the services
+        )
 
 
 class Child:
@@ -62,7 +77,8 @@ class Child:
         self._environment = environment
         self.config_file = run_dir / f"{name}.toml"
         self._error_file = run_dir / f"{name}.error"
-        self.options = options.model_copy(update={"launcher_pid": os.getpid(), "error_file": self._error_file})
+        own = {"launcher_pid": os.getpid(), "error_file": self._error_file, "shape_file": run_dir / SHAPE_FILE}
+        self.options = options.model_copy(update=own)
         self._section = config.launch
         self.config = config
         self.config_file.write_text(dump_config(config))
@@ -102,16 +118,12 @@ class Child:
         listener = self.options.http_listener
         with its_end:
             options = self.options.model_copy(update={"lifeline": its_end.fileno()})
-            command = [sys.executable, "-m", self.module, "--config", str(self.config_file)]
-            # asyncio would fork, which may crash the child because of gRPC's threads.
-            with holding_back_signals():
-                self._process = subprocess.Popen(
-                    [*command, "--child", options.model_dump_json()],
-                    stdin=subprocess.DEVNULL,
-                    env=self._environment,
-                    pass_fds=[its_end.fileno(), *([] if listener is None else [listener])],
-                    start_new_session=True,  # so that Ctrl-C reaches only the launcher, which stops the services
-                )
+            self._process = start_process(
+                self.module,
+                ["--config", str(self.config_file), "--child", options.model_dump_json()],
+                environment=self._environment,
+                files=[its_end.fileno(), *([] if listener is None else [listener])],
+            )
         self._lifelines.watch(own_end, self._process.pid)
 
     @property

@@ -23,7 +23,7 @@ from services.common.max_model_len import check_before_start
 from services.common.several_attention_workers import check_attention_workers, has_several
 from services.launch.addresses import check_addresses, check_api_keys, check_chat_template, check_tls, place_sockets
 from services.launch.attention_workers import AttentionWorkers
-from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, SECTIONS, Child
+from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, SECTIONS, SHAPE_FILE, Child, start_process
 from services.launch.children import Children
 from services.launch.gpu_faults import INTERVAL_S, GpuFaults
 from services.launch.gpus import check_rank_gpus
@@ -46,6 +46,7 @@ from services.launch.service_configs import (
 from services.launch.service_manager import ServiceManager
 from services.launch.servicer import make_control
 from services.launch.serving import answer_prompt, print_addresses, wait_serving, wait_started
+from services.launch.shape_reader import reading_shape
 from services.launch.standby import Spares, Standby
 from services.launch.summary import print_summary
 from services.rpc.metrics import new_registry, serving_metrics
@@ -83,6 +84,8 @@ class Launcher:
         config = place_sockets(config, run_dir, is_private=self._arguments.prompt is not None)
         self._serves_alone = config.launch.runs_all
         config = self._config = without_needless_services(config)
+        if {*SECTIONS} & {*config.launch.services}:
+            self._opened.enter_context(reading_shape(config.model, run_dir / SHAPE_FILE, start_process))
         check_addresses(config, is_http_passed=bool(passed))
         check_attention_workers(config)
         await asyncio.to_thread(check_before_start, config)

@@ -11,12 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig
-
 from services.common.encoders.encoder_types import is_encoder, is_encoder_type
 from services.common.errors import ModelError
 from services.common.families.kinds import Activation, NormKind
+from services.common.hf_config import parse_hf_config
 from services.common.json_files.fields import Fields
 from services.common.json_files.read_json import read_json
 from services.common.model_config import ModelConfig, load_model_config
@@ -133,8 +131,8 @@ def read_encoder_config(path: Path, num_layers: int | None = None) -> TextEncode
     if raw.get("quantization_config") is not None:
         raise ModelError(f"{path} has quantization_config, which encoders do not support")
     try:
-        values = AutoConfig.for_model(**raw).to_dict()
-    except (StrictDataclassError, LookupError, TypeError, ValueError, AttributeError) as error:
+        values = parse_hf_config(raw).to_dict()
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"{path} has no valid {family} config.json: {error}") from error
     config = _ENCODERS[family](_EncoderFields(values, str(path)))
     if config.num_heads % config.num_kv_heads:

@@ -6,24 +6,24 @@ What a family has not read must not change what transformers computes: `check_al
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from transformers import PretrainedConfig
 
 from services.common.json_files.fields import Fields
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from transformers import PretrainedConfig
+
 MAX_SIZE = 2**24  # of anything that a config counts, such as positions, tokens of the vocabulary and features
 MAX_LAYERS = 4096
 
 # Fields that some class of transformers declares and that do not change the logits of a loaded model: special tokens,
-# training, memory, other tasks, and how (not what) transformers computes.
+# training, memory, other tasks, and how (not what) transformers computes. So are those that all its classes have.
 _WITHOUT_EFFECT = frozenset(
     {
-        *(field.name for field in dataclasses.fields(PretrainedConfig)),
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
         *("initializer_range", "init_std", "init_device", "use_cache", "cache_implementation", "pretraining_tp"),
         *("slow_but_exact", "reorder_and_upcast_attn", "is_decoder", "torch_dtype", "model_type"),
@@ -123,6 +123,15 @@ class ConfigFields(Fields):
 def _has_no_effect(name: str) -> bool:
     return (
         name in _WITHOUT_EFFECT
+        or name in _fields_of_all()
         or name.endswith(_ENDINGS_WITHOUT_EFFECT)
         or name.startswith(_PREFIXES_WITHOUT_EFFECT)
     )
+
+
+@functools.cache
+def _fields_of_all() -> frozenset[str]:
+    """What every class of transformers declares. Its import takes a second, and a worker may read no config."""
+    from transformers import PretrainedConfig
+
+    return frozenset(field.name for field in dataclasses.fields(PretrainedConfig))

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig
-
 from services.common.errors import ModelError
+from services.common.hf_config import parse_hf_config
 from services.common.json_files.processor_files import IMAGE_PROCESSOR, no_processor, read_processor
 from services.common.json_files.read_json import read_json
 from services.common.vision.blip2 import CHAT_TEMPLATE, Blip2Tower, read_blip2
@@ -89,7 +87,7 @@ def load_vision_config(path: Path) -> VisionConfig | None:
     if raw is None or family is None or (processor := read_processor(path, IMAGE_PROCESSOR)) is None:
         return None
     try:
-        hf = AutoConfig.for_model(**raw)
+        hf = parse_hf_config(raw)
         fields = VisionFields(path, hf.to_dict(), getattr(hf, family.config).to_dict(), processor)
         tower, layout = family.read(fields)
         return VisionConfig(
@@ -103,7 +101,7 @@ def load_vision_config(path: Path) -> VisionConfig | None:
             tower,
             layout,
         )
-    except (StrictDataclassError, LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"{path} has no valid config of its pictures: {type(error).__name__}: {error}") from error
 
 

@@ -15,6 +15,7 @@ from services.common.config import Config
 from services.common.lifeline import Lifeline
 from services.common.process import low_priority_thread
 from services.common.rank import Rank, seam_config
+from services.common.ready_shape import read_decoder
 from services.common.resolve import ResolvedModel, use_device
 from services.dense_worker.build import hold_weights, load_model_weights, make_lora, resolve_dense_model
 from services.dense_worker.features.adapters.adapter_loader import AdapterLoader, make_loader
@@ -39,6 +40,7 @@ class ShardService:
     def __init__(self, config: Config, options: ChildOptions) -> None:
         self._config = config
         self._is_standby = options.standby is not None
+        self._shape_file = options.shape_file
         self._rank = Rank.of(config.dense, options.rank)
         self._lifeline = None if options.lifeline is None else Lifeline(options.lifeline)
         self._opened = contextlib.AsyncExitStack()
@@ -46,7 +48,7 @@ class ShardService:
     async def start(self) -> None:
         """Begins to answer health checks, and loads the rank's part of the weights."""
         config, rank = self._config, self._rank
-        model = resolve_dense_model(config, rank)
+        model = resolve_dense_model(config, rank, await read_decoder(self._shape_file, config.model))
         use_device(model.device, config.dense.num_threads)
         tls = read_peer_tls(config.peers)
         server = GrpcServer(

@@ -11,10 +11,11 @@ import torch
 
 from services.common.child_options import ChildOptions
 from services.common.config import Config
-from services.common.encoders.encoder_config import TextEncoderConfig, read_encoder_config
+from services.common.encoders.encoder_config import TextEncoderConfig
 from services.common.errors import ConfigError
 from services.common.max_model_len import check_max_model_len
 from services.common.pooling.pooling_config import PoolingConfig, read_pooling
+from services.common.ready_shape import read_encoder
 from services.common.resolve import resolve_device, use_device
 from services.dense_worker.encoders.text.encoder_engine import EncoderEngine
 from services.dense_worker.encoders.text.load_encoder import load_encoder, random_encoder
@@ -59,7 +60,7 @@ class EncoderWorker:
         step_logs = self._opened.enter_context(writing_step_log(config.dense.step_log))
         tracer = self._opened.enter_context(tracing(config.tracing, "dense"))
         check_config(config)
-        shape, pooling = read_encoder_config(config.model.path, config.model.num_layers), read_pooling(config.model)
+        shape, pooling = await read_encoder(self._options.shape_file, config.model), read_pooling(config.model)
         if pooling is None:
             raise ConfigError("model.runner is generate, but the model is an encoder, which generates nothing")
         self._shape = shape

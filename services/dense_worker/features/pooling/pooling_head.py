@@ -12,7 +12,6 @@ from services.common.errors import ModelError
 from services.common.pooling.pooling_config import ClassifierHead, DenseStage, PooledActivation, PoolingConfig
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.model.checkpoint import open_checkpoint
-from services.grammar.hf_tokenizer import load_hf_tokenizer
 
 _ACTIVATIONS = {
     PooledActivation.NONE: lambda values: values,
@@ -108,6 +107,8 @@ def _read(path: Path, name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _token_id(path: Path, token: str) -> int:
+    from services.grammar.hf_tokenizer import load_hf_tokenizer  # imports transformers, which other models do not need
+
     token_id = load_hf_tokenizer(path).backend_tokenizer.token_to_id(token)
     if token_id is None:
         raise ModelError(f"{path} has no token {token!r}, which model.classifier_from_token names")
