@@ -443,7 +443,9 @@ def _num_characters(message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeR
     else:
         count = len(message.text)
     for each in message.chat.messages:
-        count += len(each.content) + len(each.reasoning) + sum(len(call.arguments) for call in each.tool_calls)
+        count += len(each.content) + len(each.reasoning)
+        for call in each.tool_calls:
+            count += len(call.arguments)
     return count
 
 

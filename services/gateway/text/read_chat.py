@@ -74,26 +74,28 @@ async def read_chat_in_turn(chat: gateway_pb2.Chat, tokenizer: Tokenizer) -> Cha
 def _read_message(
     each: gateway_pb2.ChatMessage, i: int, formats: ChatFormats, vectors: list[ChatVectors]
 ) -> Message:
-    may_be_empty = each.role in ("assistant", "tool") or each.vectors or each.pictures
-    if not each.role or not (each.content or may_be_empty):
-        field = f"messages[{i}].{'content' if each.role else 'role'}"
+    role, content, name, call_id = each.role, each.content, each.name, each.tool_call_id
+    calls, given_vectors, pictures = each.tool_calls, each.vectors, each.pictures
+    if not role or not (content or role in ("assistant", "tool") or given_vectors or pictures):
+        field = f"messages[{i}].{'content' if role else 'role'}"
         raise InvalidRequest(f"{field} is empty", field)
-    for field in ("role", "name", "tool_call_id"):
-        _check_length(getattr(each, field), f"messages[{i}].{field}")
-    if each.role == "tool" and not each.tool_call_id:
+    if max(len(role), len(name), len(call_id)) > MAX_NAME_CHARACTERS:
+        for field in ("role", "name", "tool_call_id"):
+            _check_length(getattr(each, field), f"messages[{i}].{field}")
+    if role == "tool" and not call_id:
         field = f"messages[{i}].tool_call_id"
         raise InvalidRequest(f"{field} is missing: a message of the role tool answers a call", field)
-    if each.tool_calls and each.role != "assistant":
+    if calls and role != "assistant":
         field = f"messages[{i}].tool_calls"
-        raise InvalidRequest(f"{field} has {len(each.tool_calls)} calls, but only the assistant may call tools", field)
+        raise InvalidRequest(f"{field} has {len(calls)} calls, but only the assistant may call tools", field)
     return Message(
-        each.role,
-        content_of(each, vectors) if each.vectors else each.content,
-        each.name,
-        _read_calls(each.tool_calls, f"messages[{i}].tool_calls", formats),
-        _template_id(each.tool_call_id, formats),
+        role,
+        content_of(each, vectors) if given_vectors else content,
+        name,
+        _read_calls(calls, f"messages[{i}].tool_calls", formats) if calls else (),
+        _template_id(call_id, formats),
         each.reasoning,
-        _read_positions(each, i),
+        _read_positions(each, i) if pictures else (),
     )
 
 

@@ -105,21 +105,22 @@ def refuse_embeds(body: ChatRequest | TokenizeBody | TemplateBody, why: str) -> 
 
 
 def _message_of(each: ChatMessageObject) -> gateway_pb2.ChatMessage:
-    return gateway_pb2.ChatMessage(
-        role="system" if each.role == "developer" else each.role,
-        content=each.text,
-        name=each.name or "",
-        tool_calls=[
-            gateway_pb2.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments or "")
-            for call in each.tool_calls or ()
-        ],
-        tool_call_id=each.tool_call_id or "",
-        reasoning=each.reasoning or each.reasoning_content or "",
-        pictures=[
-            gateway_pb2.MessagePicture(position=position, url=image.url, detail=image.detail)
-            for position, image in each.images
-        ],
-    )
+    """Sets only what is given: a chat may have thousands of messages."""
+    role = "system" if each.role == "developer" else each.role
+    message = gateway_pb2.ChatMessage(role=role, content=each.text)
+    if each.name:
+        message.name = each.name
+    for call in each.tool_calls or ():
+        function = call.function
+        message.tool_calls.add(id=call.id, name=function.name, arguments=function.arguments or "")
+    if each.tool_call_id:
+        message.tool_call_id = each.tool_call_id
+    if reasoning := each.reasoning or each.reasoning_content:
+        message.reasoning = reasoning
+    if isinstance(each.content, list):
+        for position, image in each.images:
+            message.pictures.add(position=position, url=image.url, detail=image.detail)
+    return message
 
 
 def _count(num_logprobs: int, body: OpenAIFields, limits: ModelLimits) -> int:
