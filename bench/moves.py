@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import itertools
+import math
 import os
 import signal
 import statistics
@@ -23,6 +25,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import grpc
 
@@ -36,6 +39,7 @@ from tests.support.rank_processes import pid_of
 VOCABULARY = 1000
 OUTPUT_LEN = 500  # of a stream, which is cancelled before that
 TOKENS_BEFORE = 20  # of a stream, before its worker is drained
+TOKENS_AFTER = 5  # of a stream whose worker has died: some may have been under way
 
 
 def pause_s(cluster: Cluster, prompt_len: int, seed: int) -> float:
@@ -72,31 +76,45 @@ def pause_s(cluster: Cluster, prompt_len: int, seed: int) -> float:
     return max(after - before for before, after in itertools.pairwise(times_s[TOKENS_BEFORE - 1 :]))
 
 
-def pause_of_other_s(cluster: Cluster, prompt_len: int, seed: int) -> tuple[float, float]:
-    """Seconds between two tokens of a stream: the longest time from the death of the other stream's worker on, until
-    that one goes on, and the median before.
-    """
+class Pauses(NamedTuple):
+    """Times between two tokens of a stream beside which another one's worker dies, in seconds."""
+
+    usual: float  # the median before
+    at_death: float  # from the last token before to the first one after it
+    after: float  # the longest from then on, until the other stream has gone on for a few tokens
+
+
+def pauses_of_other(cluster: Cluster, prompt_len: int, seed: int) -> Pauses:
+    """Kills the worker of a stream, beside a stream on another worker, whose pauses are measured."""
     while len(cluster.dense_status().attention_workers) < 2:  # the one that was killed last comes back
         time.sleep(0.1)
     prompt = [1, *(3 + (seed * (each + 1)) % VOCABULARY for each in range(prompt_len - 1))]
     other = cluster.gateway.GenerateStream(request(prompt[::-1], OUTPUT_LEN, ignore_eos=True))
     next(iter(other))
-    first, *_ = cluster.dense_status().attention_workers
+    [address] = [each.address for each in cluster.dense_status().attention_workers if each.num_sequences]
     stream = cluster.gateway.GenerateStream(request(prompt, OUTPUT_LEN, ignore_eos=True))
-    times_s, is_killed, goes_on = list[float](), threading.Event(), threading.Event()
+    times_s, other_s = list[float](), list[float]()
+    is_killed, goes_on = threading.Event(), threading.Event()
 
     def follow() -> None:
         with contextlib.suppress(grpc.RpcError):  # it is cancelled at the end
             for _ in other:
                 if is_killed.is_set():
+                    other_s.append(time.monotonic())
+                if len(other_s) == TOKENS_AFTER:
                     goes_on.set()
 
     following = threading.Thread(target=follow)
     following.start()
+    killed_s = math.inf
     for chunk in stream:
         times_s += [time.monotonic()] * bool(chunk.token_ids)
         if len(times_s) == TOKENS_BEFORE:
-            os.kill(pid_of(cluster, "attn_worker" if first.num_sequences else "attn_worker-1"), signal.SIGKILL)
+            assert {each.num_sequences for each in cluster.dense_status().attention_workers} == {1}, "one on each"
+            pid = pid_of(cluster, Path(address).stem.replace("attention", "attn_worker"))
+            killed_s = time.monotonic()
+            os.kill(pid, signal.SIGKILL)
+            print(f"killed {pid} at {datetime.datetime.now(datetime.UTC).isoformat()}", file=sys.stderr, flush=True)
             is_killed.set()
         if goes_on.is_set():
             break
@@ -106,19 +124,21 @@ def pause_of_other_s(cluster: Cluster, prompt_len: int, seed: int) -> tuple[floa
     following.join()
     cluster.wait_idle()
     gaps_s = [after - before for before, after in itertools.pairwise(times_s)]
-    return max(gaps_s[TOKENS_BEFORE - 1 :]), statistics.median(gaps_s[: TOKENS_BEFORE - 1])
+    first = next(index for index, at_s in enumerate(times_s) if at_s > killed_s)  # it may be one that was under way
+    at_death = max(gaps_s[first - 1 : first + 1])
+    return Pauses(statistics.median(gaps_s[: TOKENS_BEFORE - 1]), at_death, max(gaps_s[first + 1 :]))
 
 
 def print_pauses_of_others(settings: Sequence[str], lengths: Sequence[int], repeats: int) -> None:
     """A line for each length: the medians."""
-    print("| tokens of the prompt | longest time between two tokens, ms | median before, ms |\n|---|---|---|")
+    print("| tokens of the prompt | median before, ms | at the death, ms | longest after that, ms |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as directory:
         own = ["attention.workers=2", "launch.max_restarts=1000", "launch.restart_window_s=1", *settings]
         with running_cluster(Path(directory), *own) as cluster:
             for length in lengths:
-                pauses = [pause_of_other_s(cluster, length, 7919 * (each + 1) + length) for each in range(repeats)]
-                longest, usual = (1000 * statistics.median(each) for each in zip(*pauses, strict=True))
-                print(f"| {length} | {longest:.0f} | {usual:.1f} |", flush=True)
+                pauses = [pauses_of_other(cluster, length, 7919 * (each + 1) + length) for each in range(repeats)]
+                medians = [1000 * statistics.median(each) for each in zip(*pauses, strict=True)]
+                print(f"| {length} | {medians[0]:.1f} | {medians[1]:.0f} | {medians[2]:.0f} |", flush=True)
 
 
 def measure(cluster: Cluster, lengths: Sequence[int], repeats: int) -> dict[int, float]:
