@@ -3,7 +3,8 @@ dense worker that loads extends it.
 
 Reading the weights of a large model, or building TensorRT plans, takes minutes. The dense worker reports each percent
 and each plan, and these are few, so that a start that makes progress ends in finite time, and one that makes none ends
-after the time given.
+after the time given. So does one of a worker that loads, dies and loads again: the same progress extends a deadline
+`MAX_REPEATS` times.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import grpc
@@ -23,6 +25,7 @@ from services.rpc.client import open_channel, read_peer_tls
 POLL_S = 0.5
 LOADED_POLL_S = 0.05
 CALL_TIMEOUT_S = 1.0
+MAX_REPEATS = 3
 
 
 class StartDeadline:
@@ -32,6 +35,7 @@ class StartDeadline:
         self._timeout_s, self._now = timeout_s, now
         self._ends_at = now() + timeout_s
         self._progress = ""
+        self._noted = Counter[str]()  # how often each line has extended it
 
     def note(self, status: dense_pb2.DenseStatus) -> None:
         """Extends the deadline if the dense worker has reported other progress than before."""
@@ -39,8 +43,11 @@ class StartDeadline:
 
     def note_progress(self, line: str) -> None:
         """Extends the deadline by a line that differs from the last one, and is not empty."""
-        if line and line != self._progress:
-            self._progress = line
+        if not line or line == self._progress:
+            return
+        self._progress = line
+        if self._noted[line] < MAX_REPEATS:
+            self._noted[line] += 1
             self._ends_at = self._now() + self._timeout_s
 
     @property

@@ -169,10 +169,11 @@ class RankedAttentionClient(AttentionClient):
         """A shard that loads extends the time that it has."""
         with contextlib.suppress(grpc.aio.AioRpcError):  # it may not listen yet
             status = await stub.GetStatus(shard_pb2.GetShardStatusRequest(), timeout=self._rpc_timeout_s)
-            self._loading[rank] = status.loading
-            line = ", ".join(f"rank {each}: {said}" for each, said in sorted(self._loading.items()) if said)
-            self._deadline.note_progress(line)
-            self._report_loading(line)
+            if status.loading and status.loading != self._loading.get(rank):
+                self._loading[rank] = status.loading
+                line = f"rank {rank}: {status.loading}"  # of one rank: there are few such lines
+                self._deadline.note_progress(line)
+                self._report_loading(line)
 
     async def _check_ready(self, who: str, stub: health_pb2_grpc.HealthStub) -> None:
         with _naming(who):

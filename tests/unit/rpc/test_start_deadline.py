@@ -11,7 +11,7 @@ import pytest
 from services.common.config import PeerSection
 from services.common.errors import PeerError
 from services.pb import dense_pb2, dense_pb2_grpc
-from services.rpc.start_deadline import StartDeadline
+from services.rpc.start_deadline import MAX_REPEATS, StartDeadline
 
 BUILDING = "[2/3] middle 1-16@4: building, no plan yet"
 
@@ -54,6 +54,20 @@ def test_each_new_progress_extends_it_and_a_repeated_one_does_not() -> None:
     with pytest.raises(PeerError) as error:
         deadline.check("late")
     assert BUILDING in str(error.value) and "launch.start_timeout_s" in str(error.value)
+
+
+def test_a_worker_that_loads_again_and_again_does_not_extend_it_without_end() -> None:
+    clock = Clock()
+    deadline = StartDeadline(10.0, clock)
+    num_loads = 0
+    with pytest.raises(PeerError, match="late"):
+        while num_loads < 100:
+            for percent in range(0, 100, 25):
+                clock.now += 9.0
+                deadline.note_progress(f"rank 1: weights: {percent} %")
+                deadline.check("late")
+            num_loads += 1
+    assert num_loads == MAX_REPEATS
 
 
 class LoadingWorker(dense_pb2_grpc.DenseWorkerServicer):
