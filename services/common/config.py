@@ -636,6 +636,8 @@ def _describe(error: pydantic.ErrorDict) -> str:
     if error["type"] == "extra_forbidden":
         return f"unknown config key {key}"
     message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "tuple_type":
+        message = 'Input should be a list, such as ["a", "b"]'
     return f"{key} = {error['input']!r}: {message}" if key else message
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from services.common.config import Config
 from services.common.errors import ConfigError
@@ -17,8 +17,18 @@ _NUM_STROKES = 2
 
 def check_lanes(config: Config, model: ModelConfig) -> None:
     """Raises `ConfigError`, which names what is in the way and what to do, if several lanes cannot run this."""
+    check_lanes_config(config)
+    _check_none(config, _of_model(model))
+
+
+def check_lanes_config(config: Config) -> None:
+    """The part of `check_lanes` that needs no model: for a launcher, before it starts anything."""
+    _check_none(config, _of_config(config))
+
+
+def _check_none(config: Config, obstacles: Iterable[tuple[str, str]]) -> None:
     if config.scheduler.num_lanes > 1:
-        for obstacle, mend in (*_of_config(config), *_of_model(model)):
+        for obstacle, mend in obstacles:
             raise ConfigError(f"scheduler.num_lanes is {config.scheduler.num_lanes}, but {obstacle}: {mend}")
 
 

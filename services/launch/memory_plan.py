@@ -22,7 +22,7 @@ from services.channel.shm_cleanup import SHM_DIR
 from services.common.batch_buckets import batch_buckets, chunk_buckets, token_buckets
 from services.common.config import Config
 from services.common.encoders.encoder_types import is_encoder_type
-from services.common.errors import CapacityError, ModelError
+from services.common.errors import CapacityError, ConfigError, ModelError
 from services.common.families.names import NAMES, CheckpointNames
 from services.common.json_files.read_json import read_json
 from services.common.process import GPU_STANDBY_BYTES, STANDBY_BYTES, available_bytes
@@ -184,8 +184,23 @@ def check_memory(config: Config) -> None:
     """Raises `CapacityError` if something will not fit, and `ModelError` for a damaged checkpoint.
 
     Where several places have too little the error is of the one that lacks most: a setting may count in all of them.
+    Raises `ConfigError` for more ranks than the model can be dealt to: they are not what memory lacks for.
     """
+    _check_dealt(config)
     max(plan_memory(config), key=lambda place: place.num_bytes - place.free_bytes).check()
+
+
+def _check_dealt(config: Config) -> None:
+    """The workers check the rest, which needs more than config.json, once they know the family."""
+    raw = _text_config(config.model.path)
+    for setting, count, number, what in (
+        ("tensor_parallel_size", config.dense.tensor_parallel_size, _size(raw, "num_attention_heads"), "heads"),
+        ("pipeline_parallel_size", config.dense.pipeline_parallel_size, _num_layers(config), "layers"),
+    ):
+        if 0 < number < count:
+            raise ConfigError(
+                f"dense.{setting} is {count}, but the model has {number} {what}: set it to {number} or less"
+            )
 
 
 def weight_bytes(path: Path, dtype: str, *, num_layers: int | None = None, to_fp8: bool = False) -> int:

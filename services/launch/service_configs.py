@@ -89,6 +89,7 @@ def service_configs(
     memory; several gateways need one. listeners: descriptors of the sockets that systemd passes, one for each gateway,
     or none.
     """
+    _check_attention_addresses(config)
     starts = [
         ServiceStart(role, role, with_address(config, role, address.new_address()), ChildOptions())
         for (role, rank), address in addresses.items()
@@ -108,6 +109,19 @@ def service_configs(
         names = ["gateway"] if len(gateways) == 1 else [f"gateway-{index}" for index in range(len(gateways))]
         starts += [ServiceStart(name, "gateway", *each) for name, each in zip(names, gateways, strict=True)]
     return starts
+
+
+def _check_attention_addresses(config: Config) -> None:
+    """Raises `ConfigError` if the dense worker would not look for the attention workers of the same launcher."""
+    attention, services = config.attention, config.launch.services
+    if not attention.addresses or not {ATTENTION_ROLE, DENSE_ROLE} <= {*services}:
+        return
+    if attention.workers > 1 or attention.elastic or attention.address not in attention.addresses:
+        raise ConfigError(
+            f"attention.addresses is {', '.join(attention.addresses)}, of workers that others start, but this launcher"
+            f" starts attention workers of its own: take {ATTENTION_ROLE} out of launch.services, or leave"
+            " attention.addresses out"
+        )
 
 
 def worker_addresses(config: Config, run_dir: Path) -> dict[tuple[str, int], SwitchedAddress]:

@@ -57,6 +57,7 @@ def test_a_dumped_config_reads_back_equal(name: str, tmp_path: Path) -> None:
         ("dense.address=unix:", ["dense.address", "'unix:'", "must be unix:PATH or HOST:PORT"]),
         ("gateway.address=127.0.0..1:50051", ["gateway.address", "127.0.0..1:50051", "HOST:PORT"]),
         ("launch.metrics_address=.local:9103", ["launch.metrics_address", ".local:9103", "HOST:PORT"]),
+        ("attention.devices=cuda:0", ["attention.devices", "cuda:0", 'a list, such as ["a", "b"]']),
         ("model", ["section.key=value"]),
         ("model=3", ["section.key=value"]),
     ],

@@ -16,7 +16,7 @@ import torch
 from services.attn_worker.build import StepLimits, make_cache_spec
 from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
 from services.common.config import EMBEDDED_MODEL, Config, load_config
-from services.common.errors import CapacityError, ModelError
+from services.common.errors import CapacityError, ConfigError, ModelError
 from services.common.model_config import load_model_config
 from services.common.rank import Rank
 from services.common.resolve import resolve_model
@@ -102,6 +102,21 @@ def test_the_proposed_value_is_the_greatest_that_fits(
     if value.isdecimal():
         with pytest.raises(CapacityError):
             check_memory(load_config(None, [*CPU, *settings, f"{named}={int(value) + 1}"]))
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("tensor_parallel_size=8", "tensor_parallel_size is 8, but the model has 4 heads: set it to 4 or less"),
+        ("pipeline_parallel_size=64", "pipeline_parallel_size is 64, but the model has 4 layers: set it to 4 or less"),
+    ],
+)
+def test_ranks_that_get_nothing_of_the_model_are_not_what_memory_lacks_for(
+    setting: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_memory(monkeypatch, 2**20)
+    with pytest.raises(ConfigError, match=f"^dense.{message}$"):
+        check_memory(load_config(None, [*CPU, f"dense.{setting}"]))
 
 
 def test_each_attention_worker_has_its_own_cache_and_region() -> None:

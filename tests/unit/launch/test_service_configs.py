@@ -29,6 +29,17 @@ from services.launch.switched_address import SwitchedAddress
 RUN_DIR = Path("/run/x")
 
 
+@pytest.mark.parametrize("own", ["attention.workers=2", "attention.elastic=true", "attention.workers=1"])
+def test_a_launcher_starts_no_attention_workers_that_its_dense_worker_does_not_look_for(own: str) -> None:
+    elsewhere = 'attention.addresses=["unix:/run/x/other.sock"]'
+    addresses = worker_addresses(load_config(None), RUN_DIR)
+    with pytest.raises(ConfigError, match=r"attention\.addresses is unix:/run/x/other\.sock, of workers that others"):
+        service_configs.service_configs(load_config(None, [elsewhere, own]), RUN_DIR, addresses)
+    beside = 'attention.addresses=["unix:/run/x/own.sock", "unix:/run/x/other.sock"]'
+    config = load_config(None, [beside, "attention.address=unix:/run/x/own.sock"])
+    assert len(service_configs.service_configs(config, RUN_DIR, addresses)) == 3
+
+
 def test_gateway_processes_share_ports_and_have_their_own_sockets_and_metrics(tmp_path: Path) -> None:
     config = load_config(None, ["launch.gateway_processes=3", "gateway.metrics_address=127.0.0.1:9100"])
     configs, options = zip(*gateway_configs(config, RUN_DIR, tmp_path), strict=True)
