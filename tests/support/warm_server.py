@@ -89,6 +89,7 @@ def run_to_the_end() -> None:
     """
     status = 0
     try:
+        sys.modules.pop(sys.argv[0], None)  # runpy warns of a module that something else has imported, too
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     except SystemExit as end:
         if isinstance(end.code, int):
