@@ -1,10 +1,10 @@
 """`EncoderRuns`: runs an encoder between steps, and keeps its outputs. Engine thread.
 
 A sequence can only be opened while the outputs of all its inputs are in memory; until then it is parked in the waiting
-queue, and others go on. One run computes inputs of several sequences, in their order, up to a budget of rows. It has
-parts, and there is at most one of them between two steps, so that running streams are delayed by a part alone. On a GPU
-a run is beside the steps, none of which waits for it: its sequences are opened when it has ended, or when no step is
-under way. Where steps take longer than a run, a second run may wait there behind it. Outputs are kept by the hash of
+queue, and others go on. One run computes inputs of several sequences, by clients in turns, up to a budget of rows. It
+has parts, and there is at most one of them between two steps, so that running streams are delayed by a part alone. On a
+GPU a run is beside the steps, none of which waits for it: its sequences are opened when it has ended, or when no step
+is under way. Where steps take longer than a run, a second run may wait there behind it. Outputs are kept by the hash of
 their input, up to a number of bytes; the least recently used go first. What a sequence in the cache still reads stays,
 and so does what a sequence reads that is to be opened earlier.
 """
@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic
 
 import torch
 
 from services.common.errors import CapacityError, TwostrokeError
+from services.common.fairness.client_queue import Client
 from services.dense_worker.encoders.encoder import Encoded, EncodedKey, Encoder, EncoderCounts, EncoderRun, Input
 from services.dense_worker.features.sequence_feature import SequenceFeature
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from services.dense_worker.engine.sequence import Sequence
     from services.dense_worker.engine.waiting_queue import WaitingQueue
     from services.dense_worker.features.feature import Event
+
+_LAST = (math.inf, 0)  # the order of nobody
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +66,7 @@ class EncoderRuns(Generic[Input]):
         self._outputs: OrderedDict[str, _Output] = OrderedDict()  # by hash, the least recently used first
         self._under_way: list[_UnderWay[Input]] = []  # a GPU has all of those before the last
         self._last_part_before: int | None = None  # the oldest step under way at the last part
+        self._turns = _Turns()
         self._post: Callable[[Event], None] | None = None
 
     def start(self, post: Callable[[Event], None]) -> None:
@@ -146,43 +151,93 @@ class EncoderRuns(Generic[Input]):
     def _choose(
         self, missing: list[tuple[EncodedKey, Sequence]], waiting: WaitingQueue
     ) -> tuple[dict[str, Input], list[Sequence]]:
-        """The inputs of the next run, by hash, in the order of their sequences; and whom making room has parked."""
+        """The inputs of the next run, by hash, in the order of their turns; and whom making room has parked.
+
+        The first sequence gets room before any other. Another one begins if there is room for all that it lacks beside
+        what those lack that have begun; its client is passed by as long as there is none.
+        """
         chosen: dict[str, Input] = {}
         parked: list[Sequence] = []
         under_way = {name: each for run in self._under_way for name, each in run.inputs.items()}
         num_rows, num_bytes = 0, sum(map(self._encoder.output_bytes, under_way.values()))
-        for _, sequence in missing:
-            for each in self._inputs_of(sequence):
-                if each.hash in self._outputs or each.hash in chosen or each.hash in under_way:
+        known = {*self._outputs, *under_way}
+        turns_of = self._turns_of(missing, waiting)
+        begun = {
+            sequence: self._lacking_bytes(sequence, known)
+            for turns in turns_of
+            for sequence in dict.fromkeys(sequence for waits in turns.values() for sequence, _ in waits)
+            if any(each.hash in known for each in self._inputs_of(sequence))
+        }
+        for turns in turns_of:
+            while turns:
+                client = min(turns, key=lambda each: (self._turns.rank(each), turns[each][0][0].order))
+                sequence, each = turns[client][0]
+                if each.hash in known:
+                    _pass_on(turns, client)
                     continue
-                size = self._encoder.size(each)
+                size, needed_bytes = self._encoder.size(each), self._encoder.output_bytes(each)
                 if chosen and num_rows + size > self._max_rows:
                     return chosen, parked
-                num_bytes += self._encoder.output_bytes(each)
-                is_first = not (chosen or under_way)
-                newly_parked = self._make_room(num_bytes, sequence, waiting, is_first=is_first)
+                is_only, is_first = not (chosen or under_way), sequence is missing[0][1]
+                room = num_bytes + needed_bytes
+                if not is_first and sequence not in begun:
+                    room = num_bytes + self._lacking_bytes(sequence, known) + sum(begun.values())
+                newly_parked = self._make_room(room, sequence, waiting, is_only=is_only, is_first=is_first)
                 if newly_parked is None:
-                    return chosen, parked
+                    if is_first:
+                        return chosen, parked
+                    del turns[client]
+                    continue
                 parked += newly_parked
-                num_rows += size
+                num_rows, num_bytes = num_rows + size, num_bytes + needed_bytes
                 chosen[each.hash] = each
+                known.add(each.hash)
+                begun[sequence] = self._lacking_bytes(sequence, known)
+                self._turns.charge(client, size)
+                _pass_on(turns, client)
         return chosen, parked
 
+    def _lacking_bytes(self, sequence: Sequence, known: set[str]) -> int:
+        lacking = {each.hash: each for each in self._inputs_of(sequence) if each.hash not in known}
+        return sum(map(self._encoder.output_bytes, lacking.values()))
+
+    def _turns_of(
+        self, missing: list[tuple[EncodedKey, Sequence]], waiting: WaitingQueue
+    ) -> list[dict[Client, deque[tuple[Sequence, Input]]]]:
+        """For each priority, the one that goes first before the others, what its clients wait for."""
+        firsts: dict[tuple[EncodedKey, Client], Sequence] = {}  # equal inputs are computed at anybody's first turn
+        for key, _ in missing:
+            for sequence in waiting.all_of(key):
+                firsts.setdefault((key, (sequence.spec.tenant, sequence.spec.client)), sequence)
+        found: dict[int, dict[Client, deque[tuple[Sequence, Input]]]] = {}
+        for (_, client), sequence in sorted(firsts.items(), key=lambda item: item[1].order):
+            turns = found.setdefault(waiting.class_of(sequence), {})
+            turns.setdefault(client, deque()).extend((sequence, each) for each in self._inputs_of(sequence))
+        self._turns.set_waiting([client for turns in found.values() for client in turns])
+        return list(found.values())
+
     def _make_room(
-        self, num_bytes: int, sequence: Sequence, waiting: WaitingQueue, *, is_first: bool
+        self, num_bytes: int, sequence: Sequence, waiting: WaitingQueue, *, is_only: bool, is_first: bool
     ) -> list[Sequence] | None:
         """Drops outputs until there is room for so many bytes more. None: there is none, and nothing was dropped.
 
-        If no other sequence needs any of them, there is room for one of any size.
+        What others wait for is computed again later, so only the first sequence makes them lose it: those that come
+        last. If no other sequence needs any of them, there is room for one of any size.
         """
         excess = self.counts.num_bytes + num_bytes - self._max_bytes
         if excess <= 0:
             return []
         own = {each.hash for each in self._inputs_of(sequence)}
-        earlier = {each.hash for other in waiting if other.order < sequence.order for each in self._inputs_of(other)}
+        needed = dict[str, tuple[float, int]]()  # outputs for which others wait, with the order of the first of them
+        for other in waiting:
+            for each in self._inputs_of(other) if other is not sequence else ():
+                needed[each.hash] = min(other.order, needed.get(each.hash, other.order))
+        earlier = {name for name, order in needed.items() if not is_first or order < sequence.order}
         must_stay = {name for name, output in self._outputs.items() if output.num_users or name in earlier}
-        free = {name: each.num_bytes for name, each in self._outputs.items() if name not in must_stay | own}
-        if sum(free.values()) < excess and (must_stay or not is_first):
+        names = [name for name in self._outputs if name not in must_stay | own]
+        names.sort(key=lambda name: needed.get(name, _LAST), reverse=True)
+        free = {name: self._outputs[name].num_bytes for name in names}
+        if sum(free.values()) < excess and (must_stay or not is_only):
             return None
         dropped = set[str]()
         for name, size in free.items():
@@ -218,6 +273,42 @@ class EncoderRuns(Generic[Input]):
             return [(each, error) for each in lacking]
 
         self._post(failed)
+
+
+class _Turns:
+    """The clients whose inputs wait take turns.
+
+    First comes the tenant for which the fewest rows were computed while it waited, then its client with the fewest. Who
+    begins to wait has had as few as any of the others.
+    """
+
+    def __init__(self) -> None:
+        self._num_rows = dict[tuple[int, ...], int]()  # of tenants, and of their clients
+
+    def set_waiting(self, clients: Collection[Client]) -> None:
+        """These wait now; others are forgotten."""
+        names = {name for tenant, client in clients for name in ((tenant,), (tenant, client))}
+        kept = {name: num_rows for name, num_rows in self._num_rows.items() if name in names}
+        fewest = dict[tuple[int, ...], int]()  # of all tenants, and of the clients of each
+        for name, num_rows in kept.items():
+            fewest[name[:-1]] = min(num_rows, fewest.get(name[:-1], num_rows))
+        self._num_rows = {name: kept.get(name, fewest.get(name[:-1], 0)) for name in names}
+
+    def rank(self, client: Client) -> tuple[int, int]:
+        """Who waits with the lowest rank goes first."""
+        return self._num_rows[client[:1]], self._num_rows[client]
+
+    def charge(self, client: Client, num_rows: int) -> None:
+        """So many rows are computed for a client that waits."""
+        self._num_rows[client[:1]] += num_rows
+        self._num_rows[client] += num_rows
+
+
+def _pass_on(turns: dict[Client, deque[tuple[Sequence, Input]]], client: Client) -> None:
+    """A client's next input, if it has one, waits for its next turn."""
+    turns[client].popleft()
+    if not turns[client]:
+        del turns[client]
 
 
 def _hashes_of(missing: Iterable[tuple[EncodedKey, Sequence]]) -> Iterator[str]:

@@ -88,7 +88,7 @@ class WaitingQueue:
             if sequence.spec.client:
                 self._check_share(sequence)
         sequence.order = sequence.arrival_s + sequence.spec.priority * self._priority_ageing_s, next(self._numbers)
-        tenants = self._tenants.setdefault(self._class_of(sequence), FlowGroup())
+        tenants = self._tenants.setdefault(self.class_of(sequence), FlowGroup())
         sequence.flow = tenants.enter_client(sequence.spec.tenant, sequence.spec.client)
         self._num_live[sequence.spec.tenant, sequence.spec.client] += 1
 
@@ -172,6 +172,10 @@ class WaitingQueue:
         """All waiting sequences that need a resource."""
         return list(self._of_resource.get(resource, ()))
 
+    def class_of(self, sequence: Sequence) -> int:
+        """Sequences of the same class share evenly. Without ageing priorities do not matter."""
+        return sequence.spec.priority if self._priority_ageing_s else 0
+
     def _lacks_any(self, sequence: Sequence) -> bool:
         return not self._missing.isdisjoint(sequence.resources)
 
@@ -224,7 +228,7 @@ class WaitingQueue:
             yield first
         elif self._sequences:
             num_of_each = 1 + _MOST_PASSED_BY // len(self._of_client)
-            for client in self._tenants[self._class_of(self._sequences[0])].waiting_clients():
+            for client in self._tenants[self.class_of(self._sequences[0])].waiting_clients():
                 yield from itertools.islice(filter(can_go, self._of_client[client][:num_of_each]), 1)
 
     def first(self, preferred_seq_ids: Collection[int]) -> Sequence:
@@ -256,10 +260,6 @@ class WaitingQueue:
         self._num_new = self._num_new_tokens = 0
         self._num_new_of.clear()
         self._num_new_tokens_of.clear()
-
-    def _class_of(self, sequence: Sequence) -> int:
-        """Sequences of the same class share evenly. Without ageing priorities do not matter."""
-        return sequence.spec.priority if self._priority_ageing_s else 0
 
     def _count(self, sequence: Sequence, sign: int) -> None:
         if not sequence.has_started:

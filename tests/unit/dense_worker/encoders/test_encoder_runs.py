@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -104,8 +104,11 @@ class EncoderCluster(Cluster):
         self.scheduler.begin(new_session(self.cache))
         self.sequences: dict[int, Sequence] = {}
 
-    def add(self, seq_id: int, pictures: Iterable[Picture], prompt_len: int = 3, max_tokens: int = 4) -> Sequence:
+    def add(
+        self, seq_id: int, pictures: Iterable[Picture], prompt_len: int = 3, max_tokens: int = 4, **spec: int
+    ) -> Sequence:
         sequence = self.sequences[seq_id] = make_sequence(seq_id, prompt_len, max_tokens)
+        sequence.spec = replace(sequence.spec, **spec)
         if pictures := tuple(pictures):
             sequence.features = (EncodedSequence(pictures, self.runs),)
         self.scheduler.add(sequence)
@@ -138,6 +141,7 @@ PICTURES = [Picture(name, 1 + i) for i, name in enumerate("abcde")]
             st.integers(1, 12),  # max_tokens
             st.integers(0, 3),  # steps before the next request
             st.none() | st.integers(1, 10),  # steps after which it is cancelled
+            st.integers(0, 3),  # tenant and client
         ),
         min_size=1,
         max_size=14,
@@ -150,7 +154,7 @@ PICTURES = [Picture(name, 1 + i) for i, name in enumerate("abcde")]
     st.none() | st.integers(0, 3),
 )
 def test_every_sequence_gets_its_tokens_and_its_outputs(
-    arrivals: list[tuple[list[Picture], int, int, int, int | None]],
+    arrivals: list[tuple[list[Picture], int, int, int, int | None, int]],
     max_rows: int,
     max_rows_kept: int,
     max_num_seqs: int,
@@ -161,8 +165,8 @@ def test_every_sequence_gets_its_tokens_and_its_outputs(
     options = {"policy": "max_utilization", "num_blocks": 16, "max_num_seqs": max_num_seqs}
     cluster = EncoderCluster(max_rows, max_rows_kept, num_parts, lag, **options)
     cancels: list[list[int]] = []
-    for seq_id, (pictures, prompt_len, max_tokens, gap, cancel_after) in enumerate(arrivals, start=1):
-        cluster.add(seq_id, pictures, prompt_len, max_tokens)
+    for seq_id, (pictures, prompt_len, max_tokens, gap, cancel_after, who) in enumerate(arrivals, start=1):
+        cluster.add(seq_id, pictures, prompt_len, max_tokens, tenant=who // 2, client=who % 2)
         if cancel_after is not None:
             cancels.append([cancel_after, seq_id])
         for _ in range(gap):
@@ -198,6 +202,66 @@ def test_equal_inputs_are_computed_once_and_several_sequences_in_one_run() -> No
     assert cluster.encoder.runs == [["a", "b", "c"]]
     assert (cluster.runs.counts.num_encoded, cluster.runs.counts.num_rows) == (3, 6)
     assert cluster.runs.counts.num_hits == 8
+
+
+def one_row(names: str) -> list[Picture]:
+    return [Picture(name, 1) for name in names]
+
+
+def test_clients_and_tenants_take_turns_by_what_was_computed_for_them() -> None:
+    cluster = EncoderCluster(max_rows=1, max_rows_kept=100, max_num_seqs=8)
+    cluster.add(1, one_row("abcd"), tenant=1, client=1)
+    cluster.add(2, one_row("e"), tenant=1, client=1)
+    cluster.add(3, one_row("fg"), tenant=1, client=2)
+    cluster.add(4, one_row("hij"), tenant=2, client=3)
+    for _ in range(2):
+        cluster.step()
+    cluster.add(5, one_row("k"), tenant=3, client=4)  # who comes late has had nothing, and owes nobody anything
+    cluster.run_until_idle()
+    assert ["".join(run) for run in cluster.encoder.runs] == list("ahfkibjgcde")
+    assert all(each.output_token_ids == expected_output(each) for each in cluster.sequences.values())
+
+
+def test_rows_count_and_a_run_has_inputs_of_several_clients() -> None:
+    cluster = EncoderCluster(max_rows=6, max_rows_kept=100, max_num_seqs=8)
+    cluster.add(1, [Picture("a", 4), Picture("b", 4), Picture("c", 4)], client=1)
+    cluster.add(2, one_row("defghi"), client=2)
+    cluster.run_until_idle()
+    assert cluster.encoder.runs == [["a", "d", "e"], ["f", "g", "b"], ["h", "i", "c"]]
+
+
+def test_what_several_wait_for_comes_at_the_first_turn_of_any_of_them() -> None:
+    cluster = EncoderCluster(max_rows=1, max_rows_kept=100, max_num_seqs=8)
+    for seq_id, name in enumerate("abcd", start=1):
+        cluster.add(seq_id, one_row(name), client=1)
+    cluster.add(5, one_row("d"), client=2)
+    cluster.run_until_idle()
+    assert ["".join(run) for run in cluster.encoder.runs] == list("adbc")
+
+
+def test_a_client_without_room_is_passed_by_and_the_first_sequence_is_not() -> None:
+    cluster = EncoderCluster(max_rows=10, max_rows_kept=4, max_num_seqs=8)
+    cluster.add(1, [Picture("a", 2)], max_tokens=30, client=1)
+    for _ in range(3):
+        cluster.step()  # its output is kept
+    cluster.add(2, one_row("b"), max_tokens=30, client=1)
+    cluster.add(3, [Picture("c", 2)], client=2)
+    cluster.add(4, one_row("d"), client=3)
+    cluster.step()
+    assert cluster.encoder.runs == [["a"], ["b", "d"]], "c has no room beside a and b"
+    cluster.run_until_idle()
+    assert all(each.output_token_ids == expected_output(each) for each in cluster.sequences.values())
+
+
+def test_little_room_lets_nothing_be_computed_again_and_again() -> None:
+    """Only the first sequence takes room from what others wait for, and from the last of them."""
+    cluster = EncoderCluster(max_rows=1, max_rows_kept=8, max_num_seqs=8)
+    names = [chr(ord("a") + index) for index in range(48)]
+    for client in range(12):
+        cluster.add(client + 1, one_row("".join(names[4 * client : 4 * client + 4])), client=client)
+    cluster.run_until_idle()
+    assert all(each.output_token_ids == expected_output(each) for each in cluster.sequences.values())
+    assert len(names) <= len(cluster.encoder.runs) <= 1.2 * len(names)
 
 
 def test_there_is_one_run_between_two_steps_and_streams_go_on_meanwhile() -> None:
