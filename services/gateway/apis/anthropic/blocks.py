@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field, Tag
 
-from services.gateway.apis.shared.parts import MAX_PARTS, CallId, ToolName, by_field, by_shape, check_parts
+from services.gateway.apis.shared.parts import MAX_PARTS, CallId, ToolName, by_field, by_shape, check_parts, readable
 from services.gateway.apis.shared.request_model import RequestModel, at_most
 from services.gateway.request.generation_request import MAX_MESSAGES
 
@@ -82,6 +82,7 @@ _ResultBlocks = Annotated[
         Annotated[
             Annotated[TextBlock, Tag("<text>")] | Annotated[ImageBlock, Tag("<image>")],
             by_field("type", "text or image"),
+            readable,
         ]
     ],
     Field(fail_fast=True),
@@ -105,6 +106,7 @@ _UserBlock = Annotated[
     | Annotated[ImageBlock, Tag("<image>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")],
     by_field("type", "text, image or tool_result"),
+    readable,
 ]
 _AssistantBlock = Annotated[
     Annotated[TextBlock, Tag("<text>")]

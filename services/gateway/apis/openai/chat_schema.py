@@ -20,7 +20,7 @@ from services.gateway.apis.openai.tool_schema import (
     ToolObjects,
 )
 from services.gateway.apis.shared.logprobs import ChatLogprobs
-from services.gateway.apis.shared.parts import MAX_CHAT_PARTS, MAX_PARTS, by_field
+from services.gateway.apis.shared.parts import MAX_CHAT_PARTS, MAX_PARTS, by_field, readable
 from services.gateway.apis.shared.request_model import CountOrAll, Int64, RequestModel, UInt32, at_most
 from services.gateway.apis.shared.timings import ProgressObject, TimingsObject
 from services.gateway.request.generation_request import MAX_MESSAGES
@@ -70,6 +70,7 @@ Content = Annotated[
                 | Annotated[EmbedsPart, Tag("<prompt_embeds>")]
                 | Annotated[ImagePart, Tag("<image_url>")],
                 by_field("type", "text, image_url or prompt_embeds"),
+                readable,
                 pydantic.BeforeValidator(_as_part),
             ]
         ],

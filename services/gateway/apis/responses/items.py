@@ -9,7 +9,7 @@ import pydantic
 from pydantic import Field, Tag
 from pydantic_core import PydanticCustomError
 
-from services.gateway.apis.shared.parts import MAX_PARTS, CallId, ToolName, by_field, by_shape, check_parts
+from services.gateway.apis.shared.parts import MAX_PARTS, CallId, ToolName, by_field, by_shape, check_parts, readable
 from services.gateway.apis.shared.request_model import RequestModel, at_most
 from services.gateway.request.generation_request import MAX_MESSAGES
 
@@ -48,6 +48,7 @@ _MessagePart = Annotated[
     | Annotated[RefusalPart, Tag("<refusal>")]
     | Annotated[ImagePart, Tag("<input_image>")],
     by_field("type", "input_text, input_image, output_text or refusal"),
+    readable,
 ]
 _MessageParts = Annotated[list[_MessagePart], Field(fail_fast=True), at_most(MAX_PARTS)]
 _Part = Annotated[
@@ -56,6 +57,7 @@ _Part = Annotated[
     | Annotated[TextPart, Tag("<text>")]
     | Annotated[RefusalPart, Tag("<refusal>")],
     by_field("type", "input_text, output_text or refusal"),
+    readable,
 ]
 _Parts = Annotated[list[_Part], Field(fail_fast=True), at_most(MAX_PARTS)]
 Texts = Annotated[Annotated[str, Tag("<text>")] | Annotated[_Parts, Tag("<texts>")], by_shape()]

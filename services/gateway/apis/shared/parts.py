@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
+import pydantic
 from pydantic import Discriminator, Field
 from pydantic_core import PydanticCustomError
 
@@ -14,6 +15,17 @@ from services.gateway.text.tools.tool import MAX_DESCRIPTION_CHARACTERS, NAME
 MAX_PARTS = 1024  # of one message
 MAX_CHAT_PARTS = 4096  # of all messages of a chat
 LISTS = ("content", "output", "summary", "tools")  # fields of a message, item or block that may be lists of parts
+
+_FILMS = "there are no films in chats, send pictures of them"
+_SOUND = "there is no sound in chats, /v1/audio/transcriptions of a speech model takes it"
+_FILES = "there are no files in chats, send their text, or pictures of their pages"
+_VECTORS = "pictures are sent as files, not as vectors"
+UNREAD: Mapping[str, str] = {  # kinds of parts that other servers know
+    **dict.fromkeys(("input_video", "video", "video_url"), _FILMS),
+    **dict.fromkeys(("audio", "audio_embeds", "audio_url", "input_audio"), _SOUND),
+    **dict.fromkeys(("container_upload", "document", "file", "input_file"), _FILES),
+    "image_embeds": _VECTORS,
+}
 
 CallId = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)]
 ToolName = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
@@ -38,6 +50,17 @@ def by_field(field: str, kinds: str, default: str = "") -> Discriminator:
     return Discriminator(
         tag, custom_error_type="kind", custom_error_message=f"{field} must be {kinds}; others are not supported"
     )
+
+
+def _readable(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind in UNREAD:
+        context = {"kind": kind, "reason": UNREAD[kind]}
+        raise PydanticCustomError("kind", "type is {kind}: {reason}", context)
+    return part
+
+
+readable = pydantic.BeforeValidator(_readable)  # of a part, before its kind is looked up
 
 
 def by_shape() -> Discriminator:

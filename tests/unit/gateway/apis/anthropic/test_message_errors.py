@@ -58,6 +58,9 @@ def results(*blocks: Any) -> list[Any]:
 
 WRONG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"max_tokens": None}, ("max_tokens",)),
+    (user({"type": "document", "source": {}}), ("messages[0].content[0]", "document", "no files in chats")),
+    (user({"type": "video", "source": {}}), ("messages[0].content[0]", "no films in chats")),
+    (user({**RESULT, "content": [{"type": "audio"}]}), ("messages[0].content[0].content[0]", "no sound in chats")),
     ({"max_tokens": 0}, ("max_tokens is 0",)),
     ({"chat_template_kwargs": {"a": 1}}, ("chat_template_kwargs", "not supported")),
     ({"max_tokens": "5"}, ("max_tokens is '5'",)),
@@ -70,7 +73,7 @@ WRONG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"messages": HI * 4097}, ("messages", "4097", "4096")),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1025}]}, ("1025", "1024")),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1000}] * 5}, ("5000", "4096")),
-    (user({"type": "document"}), ("messages[0].content[0]", "'document'", "text, image or tool_result")),
+    (user({"type": "film"}), ("messages[0].content[0]", "'film'", "text, image or tool_result")),
     (user(IMAGE), ("sees no pictures",)),
     (user({"type": "no_such_block"}), ("messages[0].content[0]", "'no_such_block'")),
     (user({"text": "no type"}), ("messages[0].content[0]", "type must be")),

@@ -119,7 +119,18 @@ WRONG_BODIES: list[tuple[str, Any, str | None, tuple[str, ...]]] = [
             "messages[0].content[0]",
             ("text, image_url or prompt_embeds",),
         )
-        for part in ({"type": "input_audio"}, {"type": "video_url"}, {"type": ["text"]}, {"text": "a"})
+        for part in ({"type": "film"}, {"type": ["text"]}, {"text": "a"})
+    ),
+    *(
+        (CHATS, {"messages": [*USER, {"role": "user", "content": ["a", {"type": kind, kind: {}}]}]},
+         "messages[1].content[1]", (kind, reason))
+        for kinds, reason in (
+            (("video_url", "input_video", "video"), "no films in chats"),
+            (("input_audio", "audio_url"), "no sound in chats, /v1/audio/transcriptions"),
+            (("file", "input_file"), "no files in chats"),
+            (("image_embeds",), "not as vectors"),
+        )
+        for kind in kinds
     ),
     (
         CHATS,
