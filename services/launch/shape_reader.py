@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,9 +20,9 @@ from services.common.errors import ModelError
 from services.common.process import die_with_parent, end_at_signals, importing
 
 if TYPE_CHECKING:
-    import subprocess
-
     from services.common.config import ModelSection
+
+MAX_READING_S = 40.0  # a start on a busy machine takes ten
 
 
 @contextlib.contextmanager
@@ -31,13 +32,22 @@ def reading_shape(section: ModelSection, path: Path, start: Callable[..., subpro
         fcntl.flock(file, fcntl.LOCK_EX)  # the process keeps it
         arguments = map(str, (section.path, section.num_layers or 0, file.fileno(), os.getpid()))
         process = start("services.launch.shape_reader", [*arguments], files=[file.fileno()])
-    waiter = threading.Thread(target=process.wait, name="shape-reader")  # takes its status
+    waiter = threading.Thread(target=_wait, args=(process,), name="shape-reader")
     waiter.start()
     try:
         yield
     finally:
         process.kill()
         waiter.join()
+
+
+def _wait(process: subprocess.Popen[bytes]) -> None:
+    """Takes its status, and ends a process that hangs: each worker that starts would wait for it."""
+    try:
+        process.wait(MAX_READING_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def main() -> None:

@@ -354,7 +354,10 @@ from services.common.process import importing
 with importing():
     from services.common.errors import ModelError
     from services.common.model_config import load_model_config
+    from services.attn_worker.service import AttentionWorker
+    from services.dense_worker.encoders.text.encoder_worker import EncoderWorker
     from services.dense_worker.service import DenseWorker
+assert "transformers" not in sys.modules, "a worker whose model's shape is ready needs none"
 for path in map(Path, sys.argv[1:]):
     try:
         print(load_model_config(path))
