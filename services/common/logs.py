@@ -13,12 +13,14 @@ import sys
 import threading
 from pathlib import Path
 
-import structlog
-from structlog.typing import EventDict, WrappedLogger
-
 from services.common.config import LogSection
 from services.common.line_writer import LineWriter
+from services.common.process import hiding
 from services.common.terminal import columns_of, terminal_line
+
+with hiding("rich"):  # a hundred modules, for tracebacks that look different from ours
+    import structlog
+    from structlog.typing import EventDict, WrappedLogger
 
 
 def configure_logs(section: LogSection, service: str, error_file: Path | None = None) -> None:

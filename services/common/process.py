@@ -112,6 +112,20 @@ def importing() -> Iterator[None]:
     gc.enable()
 
 
+@contextlib.contextmanager
+def hiding(package: str) -> Iterator[None]:
+    """A context in which a package seems not to be installed, for importing another one that would use it."""
+    module = sys.modules.get(package)
+    sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if module is None:
+            del sys.modules[package]
+        else:
+            sys.modules[package] = module
+
+
 def collect_rarely() -> None:
     """Makes the pauses of the garbage collector short and rare. Call it when what lives as long as the process is made.
 
@@ -153,16 +167,9 @@ class _HidesTorch(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # otherwise it prints advice to install torch
-        torch = sys.modules.get("torch")
-        sys.modules["torch"] = None  # type: ignore[assignment]
-        try:
+        with hiding("torch"):
             self._loader.exec_module(module)
             importlib.import_module("transformers.utils").is_torch_available()  # transformers caches the answer
-        finally:
-            if torch is None:
-                del sys.modules["torch"]
-            else:
-                sys.modules["torch"] = torch
 
 
 def proportional_bytes(pid: int) -> int:
