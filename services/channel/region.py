@@ -21,6 +21,7 @@ from typing import Self
 
 from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
 from services.common.errors import CapacityError, PeerError, StaleEpoch
+from services.common.process import is_ending
 
 HEADER_BYTES = 4096
 # The header consists of 64-bit words. Words that different processes write lie on separate cache lines.
@@ -30,6 +31,7 @@ ABORT_WORD = WORDS_PER_LINE  # not 0 after an abort: waits end
 _DOOMED = ABORT_WORD + 1  # not 0 before a region that is tied to this one is aborted
 _EPOCH, _ATTACHMENT = 0, 1
 _OWNER, _PEER = 2, 3  # see `_process_word`; 0: none yet
+_PID = 2**32 - 1  # its part of such a word
 _TIE = 4  # the same number in all regions that are tied together; 0: it is alone
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _FIRST_FLAG = 2 * WORDS_PER_LINE
@@ -114,6 +116,11 @@ class SharedRegion:
     def is_of_hidden_process(self) -> bool:
         """Whether this process cannot see the creator, which is in a container with process ids of its own."""
         return self.words[_OWNER] >> 32 != _pid_namespace()
+
+    @property
+    def is_owner_ending(self) -> bool:
+        """Whether the creator is being killed, or has ended. Of a hidden process nothing is known."""
+        return not self.is_of_hidden_process and is_ending(self.words[_OWNER] & _PID)
 
     def tie(self, names: Iterable[str]) -> None:
         """Makes this region and the named ones share their fate; called once, before anything waits in them.

@@ -23,6 +23,7 @@ _SPIN_S = 20e-6
 _YIELD_S = 1e-3
 _LONG_YIELD_S = 0.5e-3
 _NAP_S = 50e-6
+_LOOK_S = 2e-3  # between two looks at a peer that is waited for
 
 
 class ShmChannel:
@@ -37,6 +38,7 @@ class ShmChannel:
         self.num_waits = 0
         self.is_waiting = False
         self.waited_s = 0.0
+        self.looks_for_owner = False  # of the other end: a wait ends as soon as the owner is being killed
         self.qkv = self._tensor(HEADER_BYTES, spec, spec.qkv_size)
         self.attn_out = self._tensor(_attn_out_offset(spec), spec, spec.attn_size)
 
@@ -80,7 +82,7 @@ class ShmChannel:
         """Blocks the calling thread until the flag is set, then clears it."""
         words, index = self._region.words, flag_word(flag)
         start = time.perf_counter()
-        waited, yields = 0.0, True
+        waited, looked, yields = 0.0, 0.0, True
         self.is_waiting = True
         try:
             while not words[index]:
@@ -94,6 +96,10 @@ class ShmChannel:
                     continue
                 if waited > self.wait_timeout_s:
                     raise ChannelTimeout(f"no {flag.name} from the peer within {self.wait_timeout_s} s")
+                if self.looks_for_owner and waited - looked > _LOOK_S:
+                    looked = waited
+                    if self._region.is_owner_ending:
+                        raise ChannelAborted("the peer is being killed")
                 time.sleep(_NAP_S)
             self.check()
         finally:

@@ -28,6 +28,7 @@ LOW_PRIORITY = 10  # added to the nice value: a tenth of a core beside a thread 
 CGROUPS = Path("/sys/fs/cgroup")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
+_PF_EXITING = 4  # among the flags of a process in Linux's include/linux/sched.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # see mallopt(3)
 LARGE_BYTES = 2**20
 
@@ -93,6 +94,21 @@ def die_with_parent(parent_pid: int) -> None:
     signal.signal(signal.SIGCONT, end_if_orphaned)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     end_if_orphaned()  # the parent may have ended already
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process is being killed, or has ended.
+
+    Its sockets and files end later: the kernel first takes apart its memory, which takes tens of milliseconds, on busy
+    cores hundreds.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            stat = file.read()
+    except OSError:
+        return True
+    state, *rest = stat[stat.rindex(b")") + 2 :].split()
+    return state in (b"Z", b"X") or bool(int(rest[5]) & _PF_EXITING)
 
 
 @contextlib.contextmanager

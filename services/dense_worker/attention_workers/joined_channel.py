@@ -17,6 +17,7 @@ import torch
 
 from services.channel import Channel, ChannelAborted, ChannelSpec, Flag, qkv_flag, rows_of_layer
 from services.channel.log_sums import log_sums_of
+from services.channel.shm import ShmChannel
 from services.common.errors import PeerError
 from services.dense_worker.attention_workers.split_context.shared_rows import SharedRows
 
@@ -35,7 +36,7 @@ class _Part(NamedTuple):
     """One worker's share of a step."""
 
     cache_id: int
-    channel: Channel | None  # None: it has gone before the step
+    channel: ShmChannel | None  # None: it has gone before the step
     rows: torch.Tensor  # int64 [num_rows]
 
 
@@ -119,18 +120,19 @@ class JoinedSeams(Generic[C]):
             channel.close()
 
 
-class JoinedChannel(JoinedSeams[Channel]):
+class JoinedChannel(JoinedSeams[ShmChannel]):
     """On CPUs: it copies rows, and counts its waits."""
 
     def __init__(
         self,
         spec: ChannelSpec,
         layers: Sequence[LayerSizes],
-        members: Mapping[int, Channel],
+        members: Mapping[int, ShmChannel],
         on_lost: Callable[[int, str], None],
     ) -> None:
         super().__init__(spec, layers, on_lost)
-        self._members.update(members)
+        for cache_id, channel in members.items():
+            self.add(cache_id, channel)
         self.waited_s: float | None = 0.0
         self.num_waits: int | None = 0
         self.is_waiting = False
@@ -143,8 +145,9 @@ class JoinedChannel(JoinedSeams[Channel]):
         """Workers that have gone, by cache_id."""
         return tuple(self._lost)
 
-    def add(self, cache_id: int, channel: Channel) -> None:
-        """A further worker has rows of later steps."""
+    def add(self, cache_id: int, channel: ShmChannel) -> None:
+        """A further worker has rows of later steps. The others go on without it as soon as it is killed."""
+        channel.looks_for_owner = True
         self._members[cache_id] = channel
 
     def begin_step(self, step_id: int, num_rows: int) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,6 +16,7 @@ import torch
 
 from services.channel import ChannelAborted, ChannelSpec, Flag, qkv_flag, rows_of_layer
 from services.channel.shm import ShmChannel
+from services.channel.shm_cleanup import SHM_DIR
 from services.dense_worker.attention_workers.joined_channel import JoinedChannel, LayerSizes
 
 SPEC = ChannelSpec(max_tokens=8, qkv_size=6, attn_size=4, dtype=torch.float32)
@@ -72,6 +76,29 @@ def test_each_worker_gets_its_rows_in_each_layer(owners: dict[int, ShmChannel]) 
         thread.join(TIMEOUT_S)
     assert (joined.num_waits, joined.lost_caches) == (3, ())
     joined.close()
+
+
+def test_a_worker_that_is_killed_in_a_step_is_noticed_before_anybody_has_been_told() -> None:
+    """Nothing sets the abort mark of its region, as long as the kernel takes its memory apart."""
+    code = "import time; from tests.unit.dense_worker.attention_workers.test_joined_channel import *\n"
+    code += "own = ShmChannel.create(SPEC, EPOCH, 9, 0, TIMEOUT_S); print(EPOCH, own.handle.decode(), flush=True)\n"
+    code += "own.wait(Flag.QKV_READY); print('in a step', flush=True); time.sleep(TIMEOUT_S)"
+    lost: list[tuple[int, str]] = []
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        epoch, name = worker.stdout.readline().split()
+        member = ShmChannel.map(name.encode(), SPEC, int(epoch), 9, 3 * TIMEOUT_S)
+        joined = JoinedChannel(SPEC, LAYERS, {9: member}, lambda cache_id, reason: lost.append((cache_id, reason)))
+        joined.expect(1, {9: np.array([0])})
+        joined.begin_step(1, 1)
+        joined.begin_layers(1)
+        joined.signal(Flag.QKV_READY)
+        assert worker.stdout.readline() == "in a step\n"
+        os.kill(worker.pid, signal.SIGKILL)
+        joined.wait(Flag.ATTENTION_READY)
+        joined.close()
+    (SHM_DIR / name).unlink()
+    assert lost == [(9, "the peer is being killed")]
 
 
 def test_a_worker_that_goes_in_a_step_leaves_the_rows_of_the_others(owners: dict[int, ShmChannel]) -> None:
