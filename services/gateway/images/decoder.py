@@ -6,6 +6,7 @@ started after a picture has ended it. The first one starts with the first pictur
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -61,8 +62,9 @@ class Decoder:
         self._turns = ClientTurns(num_processes, MAX_WAIT_S, "a picture")
         self._processes = DecodingProcesses(_MODULE, json.dumps(describe(layout)), num_processes, kind="pictures")
 
-    async def decode(self, encoded: Encoding, client: Client, held: HeldMemory) -> Picture:
-        """The pixels for the tower, whose memory `held` counts.
+    async def decode(self, encoded: Encoding, client: Client, held: HeldMemory, waiting: asyncio.Lock) -> Picture:
+        """The pixels for the tower, whose memory `held` counts. `waiting`: of the pictures of a request, which wait for
+        memory one after another.
 
         Raises `InvalidRequest` for what is no picture, or too large, and `CapacityError` if it takes too long here, or
         if there is no memory for too long.
@@ -70,7 +72,7 @@ class Decoder:
         key = _hash_of(encoded)
         if (kept := self._kept.get(key)) is not None:
             self._kept.move_to_end(key)
-            await _reserve(held, len(kept.pixels))
+            await _reserve(held, len(kept.pixels), waiting)
             return kept
         async with self._turns.turn(client):
             picture = await self._decode(encoded, key)
@@ -79,7 +81,7 @@ class Decoder:
             is_held = held.try_reserve(num_bytes, "pictures") is None
         if not is_held:  # it comes again when there is room
             del picture
-            await _reserve(held, num_bytes)
+            await _reserve(held, num_bytes, waiting)
             async with self._turns.turn(client):
                 picture = await self._decode(encoded, key)
         self._keep(key, picture)
@@ -164,8 +166,9 @@ def _why_ended(process: subprocess.Popen[bytes]) -> Exception:
     return InvalidRequest("a picture cannot be decoded: it ended the process that reads it", "messages")
 
 
-async def _reserve(held: HeldMemory, num_bytes: int) -> None:
-    await held.reserve(num_bytes, "pictures", "messages", "send fewer or smaller ones")
+async def _reserve(held: HeldMemory, num_bytes: int, waiting: asyncio.Lock) -> None:
+    async with waiting:
+        await held.reserve(num_bytes, "pictures", "messages", "send fewer or smaller ones")
 
 
 def _hash_of(encoded: Encoding) -> bytes:

@@ -20,6 +20,7 @@ from services.gateway.text.tokenizer import Tokenizer
 from services.pb import gateway_pb2
 from services.step.prompt_span import PromptSpan
 
+MAX_AT_ONCE = 4  # pictures of one message that are decoded beside each other
 Request: TypeAlias = gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest
 
 DETAILS = ("", "auto", "low", "high")
@@ -68,31 +69,35 @@ class PictureReader:
     async def reading(
         self, message: Request, client: Client, held: HeldMemory, *, worker_resizes: bool = False
     ) -> AsyncIterator[Awaitable[list[Picture]]]:
-        """Decodes a message's pictures, whose bytes it takes out of it: the last one within the context.
+        """Decodes a message's pictures, whose bytes it takes out of it, a few beside each other: the last ones within
+        the context.
 
-        What is given there waits for it. Reserves the memory for their pixels.
+        What is given there waits for all. Reserves the memory for their pixels; equal files are decoded once.
         worker_resizes: the dense worker does it faster than Pillow.
         Raises `InvalidRequest` for a picture that cannot be read.
         """
-        found = []
-        *others, last = _pictures_of(message)
-        for each in others:
-            encoded = await self._take(each, worker_resizes)
-            found.append(await self._decoder.decode(encoded, client, held))
-        encoded = await self._take(last, worker_resizes)
-
-        async def decode_last() -> list[Picture]:
-            return [*found, await self._decoder.decode(encoded, client, held)]
-
-        task = asyncio.create_task(decode_last())
+        tasks: list[asyncio.Task[Picture]] = []
+        waiting = asyncio.Lock()
+        found = dict[tuple[bytes, bool], asyncio.Task[Picture]]()
+        all_tasks: asyncio.Future[list[Picture]] | None = None
         try:
-            await asyncio.sleep(0)  # it begins now: what is within may keep the event loop busy for some milliseconds
-            yield task
+            for each in _pictures_of(message):
+                if len(found) >= MAX_AT_ONCE:
+                    await list(found.values())[-MAX_AT_ONCE]
+                encoded = await self._take(each, worker_resizes)
+                key = encoded.file.hash, encoded.is_low
+                if key not in found:
+                    found[key] = asyncio.create_task(self._decoder.decode(encoded, client, held, waiting))
+                tasks.append(found[key])
+            await asyncio.sleep(0)  # they begin now: what is within may keep the event loop busy for some milliseconds
+            all_tasks = asyncio.gather(*tasks)
+            yield all_tasks
         except asyncio.CancelledError:
-            task.cancel()
+            for task in tasks:
+                task.cancel()
             raise
-        finally:  # also if the text is refused: to cancel it would end the process that decodes
-            await asyncio.gather(task, return_exceptions=True)
+        finally:  # also if the text is refused: to cancel them would end the processes that decode
+            await asyncio.gather(*tasks, *([all_tasks] if all_tasks else []), return_exceptions=True)
 
     async def _take(self, picture: gateway_pb2.MessagePicture, worker_resizes: bool) -> Encoding:
         """The bytes of a picture, which its message has no more."""

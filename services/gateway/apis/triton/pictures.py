@@ -23,6 +23,7 @@ async def pictures_of(row: Row, service: RequestService) -> list[gateway_pb2.Mes
         if not pixels.size:
             raise InvalidRequest(f"image_bytes_input has pictures of {pixels.shape[1:]}", "image_bytes_input")
         files = await service.heavy_work.in_thread(lambda: [_bitmap(each) for each in pixels])
+        await service.heavy_work.turn()  # messages copy them: a millisecond for each megabyte or two
     return [
         *(gateway_pb2.MessagePicture(data=each) for each in files),
         *(gateway_pb2.MessagePicture(url=each) for each in urls),

@@ -52,12 +52,13 @@ class Runner:
 
     def decode_together(self, files: list[bytes]) -> list[Picture]:
         async def main() -> list[Picture]:
-            return await asyncio.gather(*(self.decoder.decode(encoding(data), CLIENT, HELD) for data in files))
+            decode, waiting = self.decoder.decode, asyncio.Lock()
+            return await asyncio.gather(*(decode(encoding(data), CLIENT, HELD, waiting) for data in files))
 
         return self.loop.run_until_complete(main())
 
     def decode(self, data: bytes, *, is_low: bool = False) -> Picture:
-        return self.loop.run_until_complete(self.decoder.decode(encoding(data, is_low), CLIENT, HELD))
+        return self.loop.run_until_complete(self.decoder.decode(encoding(data, is_low), CLIENT, HELD, asyncio.Lock()))
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +234,7 @@ def test_large_pictures_are_in_files_of_which_there_are_few(monkeypatch: pytest.
     def decode(*seeds: int) -> list[Picture]:
         async def main() -> list[Picture]:
             encoded = [encoding(encode(noise(160, 152, seed))) for seed in seeds]
-            return await asyncio.gather(*(large.decode(each, CLIENT, HELD) for each in encoded))
+            return await asyncio.gather(*(large.decode(each, CLIENT, HELD, asyncio.Lock()) for each in encoded))
 
         return loop.run_until_complete(main())
 
@@ -253,7 +254,7 @@ def test_large_pictures_are_in_files_of_which_there_are_few(monkeypatch: pytest.
             assert each.pixels[:] == noise(160, 152, seed).tobytes()
         del found, each
         assert count(decode(7)) == 1
-        small = large.decode(encoding(PNG), CLIENT, HELD)
+        small = large.decode(encoding(PNG), CLIENT, HELD, asyncio.Lock())
         assert isinstance(loop.run_until_complete(small).pixels, bytes)
     finally:
         loop.run_until_complete(large.close())
@@ -294,7 +295,7 @@ def test_pictures_for_which_there_is_no_memory_are_not_kept(runner: Runner) -> N
 
     async def decode(data: bytes) -> Picture:
         held = HeldMemory(budget, NOBODY)
-        picture = await runner.decoder.decode(encoding(data), NOBODY, held)
+        picture = await runner.decoder.decode(encoding(data), NOBODY, held, asyncio.Lock())
         assert held.num_bytes == len(picture.pixels)
         held.release()
         return picture
@@ -322,7 +323,8 @@ def test_a_process_that_cannot_open_the_file_sends_the_pixels(monkeypatch: pytes
     monkeypatch.setattr(MemoryFile, "path", "/proc/self/fd/of another process")
     loop, large = asyncio.new_event_loop(), Decoder(QwenLayout(8, 64, 2**20, 3), 2**20)
     try:
-        found = loop.run_until_complete(large.decode(encoding(encode(noise(160, 152, 1))), CLIENT, HELD))
+        data = encode(noise(160, 152, 1))
+        found = loop.run_until_complete(large.decode(encoding(data), CLIENT, HELD, asyncio.Lock()))
         assert found.pixels == noise(160, 152, 1).tobytes()
     finally:
         loop.run_until_complete(large.close())
@@ -337,7 +339,7 @@ def test_the_next_picture_takes_the_memory_of_the_last() -> None:
     try:
         num_faults = []
         for data in files:
-            loop.run_until_complete(large.decode(encoding(data, worker_resizes=True), CLIENT, HELD))
+            loop.run_until_complete(large.decode(encoding(data, worker_resizes=True), CLIENT, HELD, asyncio.Lock()))
             [process] = large._processes.idle
             num_faults.append(int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[7]))
         assert num_faults[-1] - num_faults[3] < 4 * 250, "its pixels alone have 1,700 pages"

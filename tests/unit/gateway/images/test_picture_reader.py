@@ -13,7 +13,7 @@ from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
 from services.common.vision.vision_config import load_vision_config
 from services.gateway.images.decoder import Encoding
-from services.gateway.images.picture_reader import PictureReader
+from services.gateway.images.picture_reader import MAX_AT_ONCE, PictureReader
 from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
 from services.pb import gateway_pb2
 from tests.support.dense.vision_models import make_vision_model
@@ -27,7 +27,7 @@ class Decoder:
         self.begun, self.ended = list[bytes](), list[bytes]()
         self.was_cancelled = False
 
-    async def decode(self, encoded: Encoding, client: object, held: object) -> bytes:
+    async def decode(self, encoded: Encoding, client: object, held: object, waiting: object) -> bytes:
         self.begun.append(encoded.file.data)
         try:
             if len(self.begun) == 2:
@@ -111,3 +111,58 @@ def test_a_request_that_is_cancelled_cancels_its_picture(tmp_path: Path) -> None
     with pytest.raises(asyncio.CancelledError):
         run(tmp_path, b"second", within)
     assert found[0].was_cancelled
+
+
+class SlowDecoder(Decoder):
+    """Ends what it has begun when all may go on; `most`: as many were under way at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_running = self.most = 0
+
+    async def decode(self, encoded: Encoding, client: object, held: object, waiting: object) -> bytes:
+        self.begun.append(encoded.file.data)
+        self.num_running += 1
+        self.most = max(self.most, self.num_running)
+        for _ in range(50):  # iterations of the loop, in which others begin if they may
+            await asyncio.sleep(0.001)
+        self.num_running -= 1
+        if encoded.file.data == b"broken":
+            raise InvalidRequest("broken", "messages")
+        self.ended.append(encoded.file.data)
+        return encoded.file.data
+
+
+def read_all(tmp_path: Path, files: list[bytes]) -> tuple[SlowDecoder, list[bytes] | InvalidRequest]:
+    vision = load_vision_config(make_vision_model(tmp_path, "qwen2_5_vl"))
+    assert vision is not None
+
+    async def read() -> tuple[SlowDecoder, list[bytes] | InvalidRequest]:
+        reader, decoder = PictureReader(replace(vision, tower=None), GatewaySection(), None), SlowDecoder()  # type: ignore[arg-type]
+        reader._decoder = decoder  # type: ignore[assignment]
+        message = gateway_pb2.GenerateRequest()
+        for data in files:
+            message.pictures.add(data=data)
+        try:
+            async with reader.reading(message, 0, HeldMemory(MemoryBudget(2**20), 0)) as reading:  # type: ignore[arg-type]
+                return decoder, await reading  # type: ignore[return-value]
+        except InvalidRequest as error:
+            assert not decoder.num_running, "those beside it have ended"
+            return decoder, error
+
+    return asyncio.run(asyncio.wait_for(read(), 60))
+
+
+def test_a_few_pictures_are_decoded_beside_each_other_and_equal_ones_once(tmp_path: Path) -> None:
+    files = [b"%d" % (index % 9) for index in range(16)]
+    decoder, found = read_all(tmp_path, files)
+    assert found == files, "in their order"
+    assert decoder.most == MAX_AT_ONCE and sorted(decoder.begun) == sorted(set(files))
+
+
+@pytest.mark.parametrize("place", [0, 6])
+def test_after_a_picture_that_is_refused_no_others_begin(tmp_path: Path, place: int) -> None:
+    files = [b"%d" % index for index in range(12)]
+    files[place] = b"broken"
+    decoder, found = read_all(tmp_path, files)
+    assert isinstance(found, InvalidRequest) and len(decoder.begun) <= place + MAX_AT_ONCE

@@ -73,7 +73,7 @@ def test_a_tower_reads_the_same_numbers(kind: str, layout: Layout) -> None:
         decoder, held = Decoder(layout, 10**6), HeldMemory(MemoryBudget(2**30), CLIENT)
         try:
             encoded = [Encoding(PictureFile.of(data), False, worker_resizes) for data in files]
-            return [await decoder.decode(each, CLIENT, held) for each in encoded]
+            return [await decoder.decode(each, CLIENT, held, asyncio.Lock()) for each in encoded]
         finally:
             await decoder.close()
 
