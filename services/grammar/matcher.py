@@ -7,10 +7,12 @@ for the others. Each of these then makes a lexer of its own, once (`remake`).
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_ERROR_CHARACTERS = 300
+AHEAD_S = 0.0002  # what the masks of a step would take one thread; for less, no other one finds them ahead
 PARALLEL_S = 0.002  # what the masks of a step would take one thread; for less, waking other threads takes longer
 TOKEN_S = 0.005  # what a sequence may take of its steps for each token, in the mean
 CREDIT_S = 0.25  # what it may take beyond that
@@ -72,12 +75,21 @@ def describe_error(matcher: LLMatcher) -> str:
     return " ".join(message.split())[:MAX_ERROR_CHARACTERS]
 
 
-@dataclass(frozen=True, slots=True)
 class MaskThreads:
-    """Threads that find the masks of a step together, without the interpreter lock."""
+    """Threads that find the masks of a step together: those of `executor` without the interpreter lock.
 
-    executor: LLExecutor
-    num_threads: int
+    Those of `timing` time each mask. `ahead` waits for the others, while the engine thread goes on.
+    """
+
+    def __init__(self, executor: LLExecutor, num_threads: int) -> None:
+        self.executor, self.num_threads = executor, num_threads
+        self.timing = ThreadPoolExecutor(num_threads, "timed-masks")
+        self.ahead = ThreadPoolExecutor(1, "masks-ahead")
+
+    def close(self) -> None:
+        """Ends the threads of Python; those of `executor` end with it."""
+        for each in (self.ahead, self.timing):
+            each.shutdown(wait=False, cancel_futures=True)
 
 
 class GrammarMatcher:
@@ -104,6 +116,8 @@ class GrammarMatcher:
         self._is_slow = False  # perhaps: one of a step whose masks took longer than they would have
         self._forced: list[int] | None = None  # see `forced_tokens`; None: not looked up
         self._after_forced = self._matcher  # another one, which has followed these; valid while `_forced` is
+        self._has_looked = False  # whether `forced_tokens` has been asked for since the last token
+        self._ahead: _MasksAhead | None = None  # has its next mask, or will
         self._finds_forced = True  # until its lexer fails: what is found uses up the states of one
 
     @property
@@ -114,11 +128,13 @@ class GrammarMatcher:
     @property
     def is_complete(self) -> bool:
         """Whether the text is complete and nothing can follow."""
+        self._await_mask()
         return self.error is None and self._matcher.is_stopped()
 
     @property
     def is_running(self) -> bool:
         """Whether there are further tokens to choose."""
+        self._await_mask()
         return self.error is None and not self._matcher.is_stopped()
 
     @property
@@ -128,12 +144,17 @@ class GrammarMatcher:
         The mask of each allows only this token. The last token of a text is never among them: it is sampled, as the one
         after these is. Looked up when those found before have been consumed; the sequence is charged for it.
         """
+        self._has_looked = True
         if self._forced is None:
-            begin_s = time.thread_time()
-            self._forced = self._find_forced() if self.is_running and self._finds_forced else []
-            self._forced_s = time.thread_time() - begin_s
-            self._charge_token(self._forced_s)
+            self._forced = self._look_up_forced()
         return self._forced
+
+    def _look_up_forced(self) -> list[int]:
+        begin_s = time.thread_time()
+        forced = self._find_forced() if self.is_running and self._finds_forced else []
+        self._forced_s = time.thread_time() - begin_s
+        self._charge_token(self._forced_s)
+        return forced
 
     def _find_forced(self) -> list[int]:
         forced = self._matcher.compute_ff_tokens()[:MAX_FORCED_AT_ONCE]
@@ -150,10 +171,11 @@ class GrammarMatcher:
 
     def sync(self, output_token_ids: Sequence[int]) -> None:
         """Makes it follow exactly these tokens. Costs time for tokens that it has not consumed, as after a crash."""
+        self._await_mask()
         token_ids = list(output_token_ids)
         if self._consumed != token_ids[: len(self._consumed)]:
             self._matcher, self._consumed, self.error = self._start.deep_copy(), [], None
-            self._forced = None
+            self._forced = self._ahead = None
         missing = token_ids[len(self._consumed) :]
         if missing and self.is_running:
             self._matcher.consume_tokens(missing)
@@ -169,8 +191,15 @@ class GrammarMatcher:
             if self.forced_tokens:
                 self._credit_s, self._is_slow = CREDIT_S, False  # no step has waited
 
+    def _await_mask(self) -> None:
+        """While its mask is being found, llguidance's matcher can be used for nothing else."""
+        if self._ahead is not None:
+            self._ahead.wait()
+
     def _note(self, token_ids: Sequence[int]) -> None:
         self._consumed += token_ids
+        if token_ids:
+            self._ahead = None
         if self._forced is not None and token_ids:
             num_tokens = len(token_ids)
             is_as_forced = len(self._forced) > num_tokens and self._forced[:num_tokens] == list(token_ids)
@@ -199,6 +228,7 @@ class GrammarMatcher:
             self.error = str(error)
             return
         self._matcher, self._forced, self._finds_forced = self._start.deep_copy(), None, False
+        self._ahead = None
         for first in range(0, len(self._consumed), FOLLOWED_AT_ONCE):
             self._matcher.consume_tokens(self._consumed[first : first + FOLLOWED_AT_ONCE])
             if time.thread_time() - begin > CREDIT_S:
@@ -257,6 +287,27 @@ class GrammarMatcher:
                 matcher._charge_token(matcher._token_s)
 
     @staticmethod
+    def find_ahead(matchers: Sequence[GrammarMatcher]) -> None:
+        """Begins to find the masks of the next tokens in other threads, if that takes long. `fill_masks` uses them.
+
+        What drafting looks at each time is looked up before, so that it need not wait for them.
+        """
+        running = [each for each in matchers if each.is_running]
+        if not running or (threads := running[0]._threads) is None:
+            return
+        if sum(each._mask_s for each in running) < AHEAD_S:
+            return
+        for each in running:
+            if each._has_looked and each._forced is None:
+                each._forced = each._look_up_forced()
+            each._has_looked = False
+        rows = [each for each in running if each.error is None]
+        if len(rows) > 1:
+            ahead = _MasksAhead(rows, threads)
+            for each in rows:
+                each._ahead = ahead
+
+    @staticmethod
     def fill_masks(matchers: Sequence[GrammarMatcher], masks: np.ndarray) -> None:
         """Sets the bit of every token that may come next. A matcher that does not run allows all.
 
@@ -278,7 +329,7 @@ class GrammarMatcher:
                     rows.append(_Row(last, matcher, matcher._state_after(num_forced)))
                 assert num_forced >= len(more), "drafts of a form are its forced tokens"
             first = last + 1
-        _find_masks(rows, masks)
+        _find_masks(_without_found(rows, masks), masks)
         _recover_all([row for row in rows if row.state.is_error()], masks)
         for row in rows:
             if row.matcher.error is not None:
@@ -293,6 +344,48 @@ class _Row(NamedTuple):
     index: int
     matcher: GrammarMatcher
     state: LLMatcher  # the matcher's own, or that after its forced tokens
+
+
+class _MasksAhead:
+    """The next masks of matchers, found by other threads.
+
+    `masks`: uint32 [len(matchers), num_words]; None when a step has taken them: those that were not in that step find
+    theirs again, so that no sequence that pauses holds the masks of all.
+    """
+
+    def __init__(self, matchers: Sequence[GrammarMatcher], threads: MaskThreads) -> None:
+        import numpy as np
+
+        self.rows = {id(each): row for row, each in enumerate(matchers)}
+        shape = len(matchers), max(each.num_words for each in matchers)
+        self.masks: np.ndarray | None = np.full(shape, _ALL, dtype=np.uint32)
+        rows = [_Row(row, each, each._matcher) for row, each in enumerate(matchers)]
+        self._found: Future[None] | None = threads.ahead.submit(_find_masks, rows, self.masks, is_ahead=True)
+
+    def wait(self) -> None:
+        if self._found is not None:
+            self._found.result()
+            self._found = None
+
+
+def _without_found(rows: list[_Row], masks: np.ndarray) -> list[_Row]:
+    """Writes the masks that have been found ahead, each into its row of `masks`; returns the other rows."""
+    used, others = dict[int, _MasksAhead](), list[_Row]()
+    for row in rows:
+        ahead = row.matcher._ahead
+        if ahead is None or ahead.masks is None:
+            others.append(row)
+            continue
+        used[id(ahead)] = ahead
+        if row.state is not row.matcher._matcher:  # the mask after its forced tokens is another one
+            others.append(row)
+            continue
+        ahead.wait()
+        found = ahead.masks[ahead.rows[id(row.matcher)]]
+        masks[row.index, : len(found)] = found
+    for ahead in used.values():
+        ahead.masks = None
+    return others
 
 
 def _recover_all(failed: list[_Row], masks: np.ndarray) -> None:
@@ -313,24 +406,51 @@ def _recover_all(failed: list[_Row], masks: np.ndarray) -> None:
                 each._recover(again.state)
 
 
-def _find_masks(rows: list[_Row], masks: np.ndarray) -> None:
-    """Has llguidance write the masks of matchers, each into its row of `masks`, and charges them for the time."""
-    alone, threads = rows, rows[0].matcher._threads if rows else None
-    together = [row for row in rows if not row.matcher._is_slow]
-    if threads is not None and len(together) > 1 and sum(row.matcher._mask_s for row in together) > PARALLEL_S:
-        alone = [row for row in rows if row.matcher._is_slow]
-        _find_together(together, masks, threads)
-    for index, matcher, state in alone:
+def _find_masks(rows: list[_Row], masks: np.ndarray, *, is_ahead: bool = False) -> None:
+    """Has llguidance write the masks of matchers, each into its row of `masks`, and charges them for the time.
+
+    Where they take one thread longer than `PARALLEL_S`, several find what is left. `is_ahead`: nobody waits for them
+    yet, so several find all.
+    """
+    threads = rows[0].matcher._threads if len(rows) > 1 else None
+    if threads is None:
+        _find_alone(masks, rows)
+        return
+    slow, left = ([row for row in rows if row.matcher._is_slow is is_slow] for is_slow in (True, False))
+    if slow:
+        of_lexers = groupby(sorted(slow, key=_lexer_of), key=_lexer_of)
+        list(threads.timing.map(partial(_find_alone, masks), [list(group) for _, group in of_lexers]))
+    if not is_ahead and sum(row.matcher._mask_s for row in left) <= PARALLEL_S:
+        left = _find_alone(masks, left, PARALLEL_S)
+    if len(left) > 1:
+        _find_together(left, masks, threads)
+    else:
+        _find_alone(masks, left)
+
+
+def _find_alone(masks: np.ndarray, rows: list[_Row], limit_s: float = math.inf) -> list[_Row]:
+    """One call for each mask, which is charged for its own time. Returns the rows that are left after `limit_s`."""
+    total_s = 0.0
+    for number, (index, matcher, state) in enumerate(rows):
+        if total_s > limit_s:
+            return rows[number:]
         begin = time.thread_time()
         state.unsafe_compute_mask_ptr(masks.ctypes.data + index * masks.strides[0], masks.strides[0])
-        matcher._charge(time.thread_time() - begin)
+        took_s = time.thread_time() - begin
+        total_s += took_s
+        matcher._charge(took_s)
+    return []
+
+
+def _lexer_of(row: _Row) -> int:
+    return id(row.matcher._start)
 
 
 def _find_together(rows: list[_Row], masks: np.ndarray, threads: MaskThreads) -> None:
     """One call for many masks, whose own times stay unknown. If it takes too long, each is timed in the next step."""
     expected_s = sum(row.matcher._mask_s for row in rows) / threads.num_threads
     # Each thread begins with a part of the list, so those that share a lexer stand together.
-    states = [(row.state, row.index) for row in sorted(rows, key=lambda row: id(row.matcher._start))]
+    states = [(row.state, row.index) for row in sorted(rows, key=_lexer_of)]
     begin = time.monotonic()
     threads.executor.unsafe_compute_mask_ptr(states, masks.ctypes.data, masks.strides[0], len(masks))
     took_s = time.monotonic() - begin

@@ -225,6 +225,95 @@ def test_one_call_without_the_interpreter_lock_finds_masks_that_take_long(forms:
     assert with_eos.tolist() == [0, 1, 5, 6, 13], "of those that run, a* where EOS ends the sequence"
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_masks_that_are_found_ahead_are_those_that_are_found_when_they_are_needed(
+    forms: Forms, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Whoever pauses, ends, fails, is asked for forced tokens meanwhile, has drafts, or is slow."""
+    monkeypatch.setattr(matcher_module, "AHEAD_S", -1.0)
+    generator = random.Random(seed)
+    value = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 5}}, "required": ["name"]}
+    patterns = [StructuredOutput(Constraint.REGEX, each) for each in ("[ab]{2,9}c?", "a*", "(left|lift)ing{2}")]
+    ahead, others = ([forms.matcher(each) for each in (*patterns, schema(value)) * 4] for _ in range(2))
+    num_slow = num_drafted = 0
+    for step in range(40):
+        taking_part = [row for row in range(16) if generator.random() < 0.8]
+        if step % 5 == 4:
+            for row in taking_part:
+                ahead[row]._is_slow = True
+            num_slow += len(taking_part) >= 2
+        GrammarMatcher.find_ahead([ahead[row] for row in taking_part])
+        forced = {row: others[row].forced_tokens for row in taking_part if generator.random() < 0.3}
+        for row in forced:
+            assert ahead[row].forced_tokens == forced[row]
+        sampled = [row for row in taking_part if generator.random() < 0.9]
+        rows = [row for row in sampled for _ in range(1 + len(forced.get(row, ())))]  # its forced tokens are drafts
+        masks, expected = (np.empty((len(rows), others[0].num_words), dtype=np.uint32) for _ in range(2))
+        GrammarMatcher.fill_masks([ahead[row] for row in rows], masks)
+        GrammarMatcher.fill_masks([others[row] for row in rows], expected)
+        assert (masks == expected).all()
+        num_drafted += len(rows) > len(sampled)
+        for row, mask in zip(rows, masks, strict=True):
+            choices = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:300])
+            token_id = 7 if generator.random() < 0.02 else int(generator.choice(choices))  # 7 fits nowhere
+            for each in (ahead[row], others[row]):
+                consume(each, token_id)
+            assert ahead[row].is_running == others[row].is_running
+            if not others[row].is_running:
+                ahead[row], others[row] = (forms.matcher(patterns[row % 3]) for _ in range(2))
+    assert num_slow and num_drafted, "many were timed by several threads, and some had forced tokens"
+
+
+def test_values_that_masks_found_ahead_let_through_are_valid(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`jsonschema` judges the values of sequences that run together, among them some that explode."""
+    monkeypatch.setattr(matcher_module, "AHEAD_S", -1.0)
+    generator = random.Random(4)
+    value = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 9}, "ages": {"type": "array", "items": {"minimum": 3}}},
+        "required": ["name"],
+        "additionalProperties": False,
+    }
+    value["properties"]["ages"]["items"]["type"] = "integer"
+    late = StructuredOutput(Constraint.GRAMMAR, "start: A B\nA: /[xy]{40}/\nB: /((a{100}){100}){100}/")
+    matchers = [forms.matcher(schema(value)) for _ in range(8)] + [forms.matcher(late) for _ in range(3)]
+    outputs: list[list[int]] = [[] for _ in matchers]
+    masks = np.empty((len(matchers), matchers[0].num_words), dtype=np.uint32)
+    for _ in range(400):
+        running = [row for row, each in enumerate(matchers) if each.is_running]
+        if not running:
+            break
+        GrammarMatcher.find_ahead([matchers[row] for row in running])
+        GrammarMatcher.fill_masks([matchers[row] for row in running], masks[: len(running)])
+        sampled = []
+        for row, mask in zip(running, masks, strict=False):
+            choices = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:300]).tolist()
+            closing = [each for each in choices if each == EOS or chr(each & 127) in '"]}']
+            outputs[row].append(generator.choice(closing if closing and generator.random() < 0.3 else choices))
+            sampled.append((matchers[row], outputs[row][-1]))
+        GrammarMatcher.consume(sampled)
+    for each, output in zip(matchers[:8], outputs, strict=False):
+        assert each.error is None
+        jsonschema.validate(json.loads(forms.text(output)), value)
+    assert all(each.error is not None for each in matchers[8:])
+
+
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_a_mask_that_no_step_has_used_is_forgotten_with_the_next_token(
+    forms: Forms, monkeypatch: pytest.MonkeyPatch, is_restored: bool
+) -> None:
+    monkeypatch.setattr(matcher_module, "AHEAD_S", -1.0)
+    a, b, _ = forms.tokens("abc")
+    matchers = [forms.matcher(SPELLED) for _ in range(2)]
+    GrammarMatcher.find_ahead(matchers)
+    for each in matchers:
+        if is_restored:
+            each.sync([a])
+        else:
+            consume(each, a)
+        assert set(np.flatnonzero(allowed(each))) == {b}
+
+
 def test_threads_find_masks_only_if_those_of_the_step_before_took_long(
     forms: Forms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,13 +325,29 @@ def test_threads_find_masks_only_if_those_of_the_step_before_took_long(
     clocks = SimpleNamespace(thread_time=lambda: next(cpu), monotonic=lambda: next(wall))
     executor, matchers = CountingExecutor(forms), [forms.matcher(SPELLED) for _ in range(2)]
     for each in matchers:
-        each._threads = MaskThreads(executor, 2)
+        each._threads, each._start = MaskThreads(executor, 2), matchers[0]._start  # one thread times those of a lexer
     monkeypatch.setattr(matcher_module, "time", clocks)
     masks, num_calls = np.zeros((2, matchers[0].num_words), dtype=np.uint32), []
     for _ in range(7):
         GrammarMatcher.fill_masks(matchers, masks)
         num_calls.append(len(executor.calls))
     assert num_calls == [0, 0, 1, 2, 2, 3, 3]
+
+
+def test_threads_find_the_masks_that_are_left_where_one_takes_longer_than_before(
+    forms: Forms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock takes the place of the masks' times: 1.2 ms each, after masks that took nothing."""
+    executor, matchers = CountingExecutor(forms), [forms.matcher(SPELLED) for _ in range(5)]
+    for each in matchers:
+        each._threads = MaskThreads(executor, 2)
+    expected = allowed(matchers[0])
+    clocks = SimpleNamespace(thread_time=itertools.count(0.0, 1.2e-3).__next__, monotonic=lambda: 0.0)
+    monkeypatch.setattr(matcher_module, "time", clocks)
+    masks = np.zeros((5, matchers[0].num_words), dtype=np.uint32)
+    GrammarMatcher.fill_masks(matchers, masks)
+    assert [sorted(call) for call in executor.calls] == [[2, 3, 4]]
+    assert (np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")[:, :300] == expected).all()
 
 
 def test_a_form_whose_tokens_take_too_long_to_follow_ends_alone(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,7 @@ class GrammarRows(StepPart):
                 result.ended[self.entries.seq_ids.item(index)] = error and InvalidRequest(
                     f"the form of the output cannot be followed: {error}", grammar.field_name
                 )
+        GrammarMatcher.find_ahead([grammar.matcher for _, grammar in with_tokens])
 
 
 class GrammarFeature(Feature):

@@ -90,6 +90,8 @@ class Grammars:
     def close(self) -> None:
         """Ends the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._mask_threads is not None:
+            self._mask_threads.close()
 
     def _make(
         self, spec: SequenceSpec, output_token_ids: SequenceOf[int], mask_threads: MaskThreads | None

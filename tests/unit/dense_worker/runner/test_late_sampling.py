@@ -22,6 +22,7 @@ from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
 from services.dense_worker.runner.model_runner import ModelRunner, RunningStep
 from services.dense_worker.sampling.editors import EDITORS
 from services.dense_worker.sampling.sampler import Sampler
+from services.grammar import matcher as matcher_module
 from services.grammar.matcher import GrammarMatcher
 from services.step import PlanEntry, StepPlan, StepResult
 from tests.support.dense.forms import Forms, make_vocabulary
@@ -111,9 +112,15 @@ def run_ahead(runner: ModelRunner, steps: list[StepPlan]) -> list[StepResult]:
     [{1: FORM}, {1: FORM, 2: None, 3: FORM, 4: None}, {1: None, 2: None}],
     ids=["with a form", "mixed", "without"],
 )
+@pytest.mark.parametrize("ahead_s", [-1.0, 60.0], ids=["masks ahead", "masks when they are needed"])
 def test_tokens_are_those_of_steps_one_after_the_other(
-    cuda_runner: CudaModelRunner, forms: Forms, forms_of: dict[int, StructuredOutput | None]
+    cuda_runner: CudaModelRunner,
+    forms: Forms,
+    forms_of: dict[int, StructuredOutput | None],
+    ahead_s: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(matcher_module, "AHEAD_S", ahead_s)
     start(cuda_runner, forms, forms_of)
     found = run_ahead(cuda_runner, plans(list(forms_of)))
     expected_runner = plain_runner()
