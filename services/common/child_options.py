@@ -23,6 +23,7 @@ class ChildOptions(pydantic.BaseModel):
     # loaded: the weights, too; auto: the most for which there is memory. None: it serves at once
     standby: Standby | None = None
     has_predecessor: bool = False  # of a worker: one that it replaces may still have the metrics' address
+    opens_gpu: bool = False  # of a worker: it has a GPU, which it needs as soon as its modules are imported
     is_restarted: bool = False  # of a worker: streams wait for it
     rank: int = 0  # of a worker, if there are several ranks: which one it is
     attention_index: int = 0  # of an attention worker, if there are several: which one it is

@@ -16,9 +16,10 @@ from pathlib import Path
 import structlog
 
 from services.common.child_options import ChildOptions
-from services.common.config import Config, dump_config
+from services.common.config import AttentionSection, Config, DenseSection, dump_config
 from services.common.errors import PeerError
 from services.common.process import holding_back_signals
+from services.launch.gpus import is_on_gpu
 from services.launch.lifelines import Lifelines
 from services.rpc.client import PeerTls, read_peer_tls
 
@@ -77,7 +78,9 @@ class Child:
         self._environment = environment
         self.config_file = run_dir / f"{name}.toml"
         self._error_file = run_dir / f"{name}.error"
-        own = {"launcher_pid": os.getpid(), "error_file": self._error_file, "shape_file": run_dir / SHAPE_FILE}
+        own: dict[str, object] = {"launcher_pid": os.getpid(), "error_file": self._error_file}
+        if role in SECTIONS:
+            own["shape_file"] = run_dir / SHAPE_FILE
         self.options = options.model_copy(update=own)
         self._section = config.launch
         self.config = config
@@ -117,7 +120,8 @@ class Child:
         own_end, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener = self.options.http_listener
         with its_end:
-            options = self.options.model_copy(update={"lifeline": its_end.fileno()})
+            opens_gpu = self.role in SECTIONS and self.options.standby is None and is_on_gpu(self._own_section.device)
+            options = self.options.model_copy(update={"lifeline": its_end.fileno(), "opens_gpu": opens_gpu})
             self._process = start_process(
                 self.module,
                 ["--config", str(self.config_file), "--child", options.model_dump_json()],
@@ -143,7 +147,12 @@ class Child:
         if self.role == "gateway":
             assert self.config.gateway.local_address is not None, "the launcher has given it one"
             return self.config.gateway.local_address
-        return getattr(self.config, SECTIONS[self.role]).address
+        return self._own_section.address
+
+    @property
+    def _own_section(self) -> DenseSection | AttentionSection:
+        """A worker's section of the config."""
+        return getattr(self.config, SECTIONS[self.role])
 
     @property
     def tls(self) -> PeerTls | None:
