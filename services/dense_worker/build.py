@@ -406,6 +406,7 @@ def _build_runner(
         features=features,
         hook=hook,
         num_lanes=scheduler.num_lanes,
+        before_capture=selected.before_capture,
     )
     if takes_over:
         cuda_runner.warm_up()

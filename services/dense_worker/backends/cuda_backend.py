@@ -42,7 +42,7 @@ class CudaBackend:
     """A DenseBackend for CUDA in float32, bfloat16 or float16, for one thread and one stream.
 
     The constructor compiles the kernels and measures which are faster (`LinearChoice`), which takes seconds and waits
-    for the device. No method waits for the device afterwards.
+    for the device. No method but `choose_products` waits for the device afterwards.
 
     Workspaces have room for `max_num_tokens` tokens and keep their addresses. `first` allocates the residual, which
     `middle` overwrites; `last` allocates the logits and its rows. During a capture this memory comes from the graph's
@@ -67,7 +67,7 @@ class CudaBackend:
     ) -> None:
         """`is_deterministic`: the bits of a row do not depend on the other rows of a step.
 
-        `operations`: others than the plain ones. `rows_of_graphs`: numbers of rows for which products are chosen.
+        `operations`: others than the plain ones. `rows_of_graphs`: numbers of rows for which products may be chosen.
         """
         self._config, self._max_num_tokens = config, max_num_tokens
         self._dtype, self._device = weights.dtype, weights.device
@@ -89,13 +89,11 @@ class CudaBackend:
             if lora is not None:
                 with lora.activated():
                     self._random_step(num_tokens)()
-        if (matmuls := self._operations.products.matmuls) is not None and rows_of_graphs:
-            with matmuls.choosing():
-                for num_tokens in filter(has_choice, rows_of_graphs):
-                    self._random_step(num_tokens)()
-        for experts in parts_of_type(RoutedExperts, weights.layers):
-            if experts.loads is not None:
-                experts.loads.zero_()  # those were no tokens of requests
+        self._loads = [e.loads for e in parts_of_type(RoutedExperts, weights.layers) if e.loads is not None]
+        for loads in self._loads:
+            loads.zero_()  # those were no tokens of requests
+        has_products = self._operations.products.matmuls is not None
+        self._rows_to_choose = set(filter(has_choice, rows_of_graphs)) if has_products else set()
 
     def begin_step(
         self, plan: StepPlan, num_tokens: int, num_sampled: int = 0, input_embeds: InputEmbeds | None = None
@@ -144,6 +142,20 @@ class CudaBackend:
     ) -> None:
         """Enqueues the last segment for the selected rows, without logits."""
         self._segments.last.hidden(self._operations, attn_out, residual, rows, hidden_out)
+
+    def choose_products(self, num_rows: int) -> None:
+        """Measures once which products of so many rows are fastest, where there is a choice. Waits for the device."""
+        if num_rows not in self._rows_to_choose:
+            return
+        self._rows_to_choose.remove(num_rows)
+        before = [loads.clone() for loads in self._loads]
+        try:
+            with self._operations.products.matmuls.choosing():
+                self._random_step(num_rows)()
+        except torch.OutOfMemoryError as error:
+            log.warning("no room to measure products", num_rows=num_rows, reason=str(error))
+        for loads, counted in zip(self._loads, before, strict=True):
+            loads.copy_(counted)  # those were no tokens of requests
 
     def _choose_kernels(self, linears: list[Linear]) -> None:
         """Measures whole steps. `linears` has one of each kind of layer, in the order of a step."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 import torch
@@ -45,8 +46,10 @@ from services.dense_worker.tensorrt.measure import (
 from services.dense_worker.tensorrt.optional_packages import require
 from services.dense_worker.tensorrt.profiles import Limits, Profile, check_cover, parse_profiles
 
-log = structlog.get_logger()
+if TYPE_CHECKING:
+    from services.dense_worker.backends.cuda_backend import CudaBackend
 
+log = structlog.get_logger()
 
 # What keeps TensorRT from running. With `dense.backend` "auto" the worker runs torch then.
 _FAILURES = (TwostrokeError, torch.OutOfMemoryError, OSError)
@@ -58,6 +61,7 @@ class SelectedBackend:
 
     name: str
     backend: DenseBackend
+    before_capture: Callable[[int], None] | None = None  # to be called for a number of rows before a graph is captured
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,7 @@ class PreparedBackend:
             is_deterministic=self.section.deterministic,
             rows_of_graphs=token_buckets(self.limits.num_rows, self.limits.num_tokens),
         )
-        return SelectedBackend("torch", backend)
+        return SelectedBackend("torch", backend, backend.choose_products)
 
     def _load_tensorrt(self, found: TensorRTPlans, weights: ModelWeights) -> TensorRTBackend:
         section, model, limits = self.section, self.model, self.limits
@@ -243,7 +247,7 @@ def torch_backend(
     *,
     is_deterministic: bool = False,
     rows_of_graphs: Sequence[int] = (),
-) -> DenseBackend:
+) -> TorchBackend | CudaBackend:
     """The fastest backend without TensorRT on the device of `weights`; if `is_deterministic`, a batch-invariant one."""
     if weights.device.type == "cpu":
         return TorchBackend(weights, lora, BatchInvariantTorchOperations(lora) if is_deterministic else None)

@@ -69,8 +69,12 @@ class CudaModelRunner(ModelRunner):
         features: Iterable[Feature] = (),
         hook: StepHook | None = None,
         num_lanes: int = 1,
+        before_capture: Callable[[int], None] | None = None,
     ) -> None:
-        """`num_lanes`: to which `max_num_seqs` sequences are dealt, of which this runner has those of one lane."""
+        """`num_lanes`: to which `max_num_seqs` sequences are dealt, of which this runner has those of one lane.
+
+        `before_capture` is called for each number of rows before its first graph is captured, and may measure kernels.
+        """
         super().__init__(backend, sampler, config.num_layers, max_num_seqs, features, hook)
         self._num_kinds = config.num_middle_kinds
         self._buckets = token_buckets(max_num_seqs, max_num_tokens)
@@ -78,6 +82,7 @@ class CudaModelRunner(ModelRunner):
         self._stream = torch.cuda.Stream()
         self._dtype, self._seam_sizes = dtype, (config.qkv_size, config.attn_size)
         self._captures_lazily, self._num_lanes = captures_lazily, num_lanes
+        self._before_capture = before_capture
         self._has_ranks = False
         self._without_graph = set[_Size]()  # since memory had no room
         self._graphs: dict[Channel, StepGraphs[_Size]] = {}
@@ -115,6 +120,7 @@ class CudaModelRunner(ModelRunner):
         """
         with torch.cuda.stream(self._stream):
             for num_rows in reversed(self._buckets):
+                self._prepare(num_rows)
                 qkv, attn_out = (
                     torch.zeros(num_rows, size, dtype=self._dtype, device="cuda") for size in self._seam_sizes
                 )
@@ -162,10 +168,15 @@ class CudaModelRunner(ModelRunner):
                     self._find_hidden(channel.attn_out[: size.num_rows], residual, size.num_hidden)
 
         def warm_up(size: _Size) -> None:
+            self._prepare(size.num_rows)
             with self._activated(size.active):
                 self._warm_up(channel, size)
 
         return StepGraphs(self._stream, warm_up, run)
+
+    def _prepare(self, num_rows: int) -> None:
+        if self._before_capture is not None:
+            self._before_capture(num_rows)
 
     def _sizes(self, buckets: Iterable[int]) -> list[_Size]:
         """The graphs of these numbers of rows: plain steps pay nothing for those with features' kernels."""

@@ -48,11 +48,11 @@ class MatmulChoice:
             yield
         finally:
             self._flushed = None
-        log.info(
+        log.debug(
             "matrix products chosen",
             num_kinds=len(self._chosen),
             num_not_torchs=sum(candidate is not None for candidate in self._chosen.values()),
-            seconds=round(time.monotonic() - begin_s, 2),
+            seconds=round(time.monotonic() - begin_s, 3),
         )
 
     def multiply(self, x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> bool:

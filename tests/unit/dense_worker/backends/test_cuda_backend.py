@@ -214,7 +214,7 @@ def test_a_step_beyond_the_workspaces_is_refused_before_it_runs(launches: Launch
         backend.begin_step(StepPlan(2), MAX_NUM_TOKENS + 1)
 
 
-def test_products_of_graphs_with_prompts_are_chosen_at_the_start_and_no_others(
+def test_products_are_chosen_once_for_each_graph_with_prompts_and_for_no_others(
     launches: LaunchRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from services.dense_worker.backends.cuda_backend import CudaBackend
@@ -232,9 +232,13 @@ def test_products_of_graphs_with_prompts_are_chosen_at_the_start_and_no_others(
     monkeypatch.setattr(matmul_choice, "_ALIGNMENT", 1)
     config, weights = make("llama")
     backend = CudaBackend(weights, config, MAX_NUM_TOKENS, rows_of_graphs=(8, 64, 72, 96))
+    assert not measured, "the worker serves first"
+    for num_rows in (8, 64, 72, 80, 96):
+        backend.choose_products(num_rows)
     sizes = {config.qkv_size, config.hidden_size, 2 * config.intermediate_size}
     assert measured >= {(num_rows, size) for num_rows in (72, 96) for size in sizes}
-    assert not {(num_rows, size) for num_rows, size in measured if num_rows <= 64}
+    assert {num_rows for num_rows, _ in measured} == {65, 72, 96}, "65: the head, of longer steps too"
     measured.clear()
+    backend.choose_products(96)
     run_step(backend, config, torch.float16, [*range(90)], [0])
     assert not measured, "no step waits for a measurement"

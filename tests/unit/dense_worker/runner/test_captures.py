@@ -62,6 +62,38 @@ def test_no_attachment_waits_for_graphs_but_the_first_one_of_ranks_or_lanes(
     assert CountedGraphs.later == ([] if has_others or captures_lazily else 3 * [every])
 
 
+def test_products_are_chosen_before_a_number_of_rows_is_captured_or_runs_for_a_standby(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a graph has captured does not change any more."""
+    warm_ups: list[Callable[[Any], None]] = []
+    seen: list[object] = []
+
+    def make_graphs(stream: object, warm_up: Callable[[Any], None], run: object) -> Any:
+        warm_ups.append(warm_up)
+        return SimpleNamespace(capture_later=lambda sizes: None)
+
+    monkeypatch.setattr(cuda_model_runner, "torch", TorchWithoutCuda())
+    monkeypatch.setattr(cuda_model_runner, "StepGraphs", make_graphs)
+    monkeypatch.setattr(cuda_model_runner.ModelRunner, "attach", lambda *_: None)
+    monkeypatch.setattr(CudaModelRunner, "_warm_up", lambda self, channel, size: seen.append(f"run {size.num_rows}"))
+    monkeypatch.setattr(CudaModelRunner, "_run_segments", lambda self, qkv, *_: seen.append(f"run {len(qkv)}"))
+    config: Any = SimpleNamespace(num_layers=1, vocab_size=10, qkv_size=1, attn_size=1, num_middle_kinds=1)
+    backend: Any = SimpleNamespace()
+    sampler, sizes = Sampler(MAX_NUM_SEQS, config.vocab_size, "cpu"), (MAX_NUM_SEQS, MAX_NUM_TOKENS)
+    options: Any = {"captures_lazily": False, "before_capture": seen.append}
+    runner = CudaModelRunner(backend, sampler, config, torch.float32, *sizes, **options)
+    runner.attach([FakeChannel()])  # type: ignore[list-item]
+    [warm_up] = warm_ups
+    [size] = runner._sizes([4])[:1]
+    warm_up(size)
+    assert seen == [4, "run 4"]
+    seen.clear()
+    runner.warm_up()
+    firsts = [seen.index(each) < seen.index(f"run {each}") for each in token_buckets(*sizes)]
+    assert all(firsts)
+
+
 class OneSizeAtATime(StepGraphs[int]):
     """Captures nothing, but notes what it would; there is room for `room` graphs."""
 
