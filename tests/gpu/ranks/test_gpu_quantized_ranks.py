@@ -23,9 +23,9 @@ pytestmark = [
 PROMPTS = random_prompts(4, longest=150, seed=6)
 NUM_TOKENS = 60
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
-# How far below the largest logit that of a token may be, as a part of the largest one: float16 through two layers. A
-# token of weights that were cut wrongly is anywhere.
-BOUND = 0.02
+# How far below the largest logit that of a token may be, as a part of the largest one: float16 through two layers, and
+# inputs that are rounded to FP8 (2.7 % on an H200). Tokens of weights that are cut wrongly are anywhere.
+BOUND = 0.05
 
 
 # One of each kind of slices: scales of blocks, rows and groups, and words of eight codes along columns or rows.
