@@ -150,6 +150,19 @@ def measure(cluster: Cluster, lengths: Sequence[int], repeats: int) -> dict[int,
     return {length: 1000 * statistics.median(each) for length, each in pauses_s.items()}
 
 
+def print_pauses_of_moves(settings: Sequence[str], lengths: Sequence[int], repeats: int) -> None:
+    """A line for each length: the medians, with blocks copied and computed again."""
+    rows = {}
+    for name, prefix_cache in (("copied", "true"), ("computed again", "false")):
+        own = ["attention.elastic=true", f"attention.enable_prefix_cache={prefix_cache}", *settings]
+        with tempfile.TemporaryDirectory() as directory, running_cluster(Path(directory), *own) as cluster:
+            rows[name] = measure(cluster, lengths, repeats)
+    print("| tokens of the prompt |", " | ".join(f"{each} ms" for each in rows), "|")
+    print("|---|" + "---|" * len(rows))
+    for length in lengths:
+        print(f"| {length} |", " | ".join(f"{row[length]:.0f}" for row in rows.values()), "|")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt-lens", type=int, nargs="+", default=[64, 256, 1000, 4000])
@@ -159,27 +172,18 @@ def main() -> int:
     parser.add_argument("--kill", action="store_true", help="a worker, beside a stream on another one")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the cluster's config")
     arguments = parser.parse_args()
-    if arguments.kill:
-        model = [] if arguments.model is None else [f"model.path={arguments.model}"]
-        print_pauses_of_others([*model, *arguments.set], arguments.prompt_lens, arguments.repeats)
-        return 0
-    rows = {}
-    for name, prefix_cache in (("copied", "true"), ("computed again", "false")):
-        with tempfile.TemporaryDirectory() as directory:
-            path = Path(directory)
-            settings = ["attention.elastic=true", f"attention.enable_prefix_cache={prefix_cache}", *arguments.set]
-            if arguments.shape is not None:
-                model = write_model(path / "model", arguments.shape, "stored")
-                write_vocabulary(model)
-                settings += [f"model.path={model}", "model.load_format=dummy"]
-            if arguments.model is not None:
-                settings.append(f"model.path={arguments.model}")
-            with running_cluster(path, *settings) as cluster:
-                rows[name] = measure(cluster, arguments.prompt_lens, arguments.repeats)
-    print("| tokens of the prompt |", " | ".join(f"{each} ms" for each in rows), "|")
-    print("|---|" + "---|" * len(rows))
-    for length in arguments.prompt_lens:
-        print(f"| {length} |", " | ".join(f"{row[length]:.0f}" for row in rows.values()), "|")
+    with tempfile.TemporaryDirectory() as directory:
+        settings = list(arguments.set)
+        if arguments.shape is not None:
+            model = write_model(Path(directory) / "model", arguments.shape, "stored")
+            write_vocabulary(model)
+            settings += [f"model.path={model}", "model.load_format=dummy"]
+        if arguments.model is not None:
+            settings.append(f"model.path={arguments.model}")
+        if arguments.kill:
+            print_pauses_of_others(settings, arguments.prompt_lens, arguments.repeats)
+        else:
+            print_pauses_of_moves(settings, arguments.prompt_lens, arguments.repeats)
     return 0
 
 
