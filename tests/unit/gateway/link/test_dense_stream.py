@@ -25,10 +25,11 @@ Serve = Callable[[MessageStream, grpc.aio.ServicerContext], Awaitable[None]]
 
 
 class Worker(dense_pb2_grpc.DenseWorkerServicer):
-    """Takes the socket, then does what `serve` says; the call ends with it."""
+    """Takes the socket, then does what `serve` says as soon as the stream has begun; the call ends with it."""
 
     def __init__(self, serve: Serve) -> None:
         self._serve = serve
+        self.has_begun = asyncio.Event()  # gRPC forgets the metadata of a call that ends before somebody asks for them
         self.num_by_grpc = 0
 
     async def Connect(
@@ -44,6 +45,7 @@ class Worker(dense_pb2_grpc.DenseWorkerServicer):
 
         counting = asyncio.create_task(count())
         try:
+            await self.has_begun.wait()
             await self._serve(messages, context)
         finally:
             messages.close()
@@ -64,6 +66,7 @@ async def connected(directory: Path, worker: Worker) -> AsyncIterator[DenseStrea
             with DenseStream.opening(dense_pb2_grpc.DenseWorkerStub(channel), MAX_BYTES, offers_socket=True) as stream:
                 info = await stream.begin(TIMEOUT_S)
                 assert info.epoch == 5
+                worker.has_begun.set()
                 yield stream
     finally:
         await server.stop(None)
@@ -207,7 +210,10 @@ def test_without_a_socket_messages_go_by_grpc(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(dense_stream, "StreamOffer", fail)
 
-    class Plain(dense_pb2_grpc.DenseWorkerServicer):
+    async def serve(messages: MessageStream, context: grpc.aio.ServicerContext) -> None:
+        raise AssertionError("there is no socket")
+
+    class Plain(Worker):
         async def Connect(
             self, requests: AsyncIterator[dense_pb2.GatewayMessage], context: grpc.aio.ServicerContext
         ) -> AsyncIterator[dense_pb2.StepOutput]:
@@ -217,7 +223,7 @@ def test_without_a_socket_messages_go_by_grpc(tmp_path: Path, monkeypatch: pytes
                 yield dense_pb2.StepOutput(step_id=request.cancel.seq_id)
 
     async def test() -> None:
-        async with connected(tmp_path, Plain()) as stream:
+        async with connected(tmp_path, Plain(serve)) as stream:
             await stream.write(dense_pb2.GatewayMessage(cancel=dense_pb2.Cancel(seq_id=3)))
             assert (await anext(stream.outputs())).step_id == 3
 
