@@ -6,6 +6,7 @@ The graphs include the handoffs. The host never waits between layers: the stream
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -156,6 +157,7 @@ def load_kernels(backend: CapturableAttention, model: ResolvedModel, max_num_seq
     torch.cuda.synchronize()
 
 
+@functools.cache
 def _captured_rows(shape: StepShape, max_num_seqs: int, max_num_tokens: int) -> list[int]:
     """The numbers of rows of which there are graphs of this shape."""
     if shape == DECODE_ONLY:
