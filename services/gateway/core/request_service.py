@@ -123,12 +123,15 @@ class RequestService:
     @property
     def limits(self) -> ModelLimits:
         """The limits of requests. Raises `PeerError` until a dense worker has answered once."""
+        return self._limits_with(self.names)
+
+    def _limits_with(self, names: ModelNames) -> ModelLimits:
         model = self._dense.model
         return ModelLimits(
             model.vocab_size,
             model.max_model_len,
             self.eos_token_ids,
-            self.names,
+            names,
             self._max_n,
             self._max_logprobs,
             model.max_beam_width,
@@ -226,7 +229,7 @@ class RequestService:
         if num_bytes and self.prompt_embeds is not None:
             advice = "send fewer or half precision"
             await held.reserve(COPIES_OF_EMBEDDINGS * num_bytes, "embeddings", "prompt_embeds", advice)
-        limits = replace(self.limits, names=self.names_for(caller))
+        limits = self._limits_with(self.names_for(caller))
         check_counts(message, self.pictures)
         async with self._reading_pictures(message, caller, held) as reading:
             count = num_pictures(message)

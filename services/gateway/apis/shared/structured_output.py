@@ -66,9 +66,18 @@ class StructuredOutputFields(Protocol):
     grammar: str | None
     structural_tag: str | None
 
+    @property
+    def model_fields_set(self) -> set[str]:
+        """The fields that the client has given."""
+
+
+_FIELDS = frozenset(StructuredOutputFields.__annotations__)
+
 
 def structured_output_of(body: StructuredOutputFields) -> sampling_pb2.StructuredOutput | None:
     """What a body asks for. Raises `PydanticCustomError` if it asks for several, or names none."""
+    if _FIELDS.isdisjoint(body.model_fields_set):
+        return None
     structures = dict(_structures(body))
     if len(structures) > 1:
         raise PydanticCustomError(
