@@ -33,7 +33,7 @@ _SECRET_BYTES = 32
 _BACKLOG = 4
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _LENGTH_BYTES = 4
-_RECEIVED_BYTES = 2**18  # at once, at most
+_RECEIVED_BYTES = 2**16  # at once, at most
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
