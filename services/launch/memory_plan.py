@@ -29,6 +29,7 @@ from services.common.process import GPU_STANDBY_BYTES, STANDBY_BYTES, available_
 from services.common.rank import Rank
 from services.common.several_attention_workers import devices_of_workers
 from services.common.shorten import shorten
+from services.common.vision.vision_config import VisionConfig, load_vision_config
 from services.launch.child import ATTENTION_ROLE, DENSE_ROLE
 from services.launch.gpus import find_gpu, is_on_gpu, list_gpus
 from services.launch.mps import share_gpu
@@ -45,6 +46,12 @@ DRAFT_BLOCK_SIZE = 64  # tokens of a block of the KV cache of drafts
 RANK_STEP = 16  # slots for adapters have room for ranks that are multiples of it
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as in its library
 _ALL_WINDOWS = {"mistral", "mixtral"}  # families in which every layer has the window of config.json
+# Tensors of towers for pictures, and of what is between them and the text; not of heads and norms that some leave out.
+_TOWER = re.compile(
+    r"(?:model\.)?(?:multi_modal_projector|qformer|query_tokens|language_projection|image_newline"
+    r"|(?:visual|vision_tower|vision_model)\.(?!(?:vision_model\.)?(?:head\.|post_layernorm))"
+    r"(?:(?:[a-z_]+\.)*(?:blocks|layers?)\.(?P<layer>\d+)\.)?)"
+)
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # by the name in a header
 _ADAPTED_DTYPES = {*_FLOAT_BYTES, "F8_E4M3", "I8"}  # whose matrices have the shapes of their products
 _ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}  # by torch's name
@@ -95,7 +102,7 @@ def plan_memory(config: Config) -> list[Place]:
     has_dense, has_attention = DENSE_ROLE in services, ATTENTION_ROLE in services
     is_dense_on_gpu, is_attention_on_gpu = is_on_gpu(config.dense.device), is_on_gpu(config.attention.device)
     weights = list(_weights(config, on_gpu=is_dense_on_gpu)) if has_dense else []
-    drafts = list(_drafts(config, on_gpu=is_dense_on_gpu)) if has_dense else []
+    of_first = [*_drafts(config, on_gpu=is_dense_on_gpu), *_tower(config, on_gpu=is_dense_on_gpu)] if has_dense else []
     tier_bytes, is_tier_in_memory = config.attention.host_kv_bytes, _is_tier_in_memory(config)
     tier = Need("the host tier", _missing_bytes(config), _lower("attention.host_kv_bytes", tier_bytes, 1))
     num_workers, num_ranks = config.attention.workers, config.dense.num_ranks
@@ -108,7 +115,7 @@ def plan_memory(config: Config) -> list[Place]:
         mend = _lower("attention.kv_cache_bytes", num_bytes, LEAST_CACHE_BYTES, num_ranks)
         host.append(_of_each(_blocks(config, on_gpu=False) or Need("the KV cache", num_bytes, mend), num_workers))
     if not is_dense_on_gpu:
-        host += weights + drafts
+        host += weights + of_first
         host += [_workspaces(config, rank=0, num_parts=1)] if has_dense else []
     num_processes = (has_dense + has_attention * config.attention.workers) * num_ranks + num_gateways(config)
     host.append(Need(f"{num_processes} processes", num_processes * PROCESS_BYTES))
@@ -124,7 +131,7 @@ def plan_memory(config: Config) -> list[Place]:
             free, last = shutil.disk_usage(directory).free, "set attention.host_kv_path to another disk"
             places.append(Place(f"the disk of {directory}", free, (tier,), last))
     for rank in range(num_ranks):
-        of_rank = [*weights, *(drafts if rank == 0 else [])]
+        of_rank = [*weights, *(of_first if rank == 0 else [])]
         places += _gpus(config, rank, of_rank if has_dense and is_dense_on_gpu else None)
     return places
 
@@ -275,6 +282,35 @@ def _drafts(config: Config, *, on_gpu: bool) -> Iterator[Need]:
     cache_bytes = min(scheduler.draft_cache_bytes // block_bytes, most) * block_bytes
     mend = _lower("scheduler.draft_cache_bytes", cache_bytes, 2 * block_bytes)
     yield Need("the KV cache of drafts", cache_bytes, mend)
+
+
+def _tower(config: Config, *, on_gpu: bool) -> Iterator[Need]:
+    """What computes pictures, which the first rank has as a whole."""
+    section = config.model
+    vision = load_vision_config(section.path) if section.images and section.load_format == "safetensors" else None
+    if vision is not None and vision.tower is not None:
+        dtype, to_fp8 = _weights_dtype(config, on_gpu=on_gpu), config.dense.quantization == "fp8"
+        num_bytes = tower_bytes(section.path, vision, dtype, to_fp8=to_fp8)
+        yield Need("the tower for pictures", num_bytes, lambda excess: _no_pictures(num_bytes, excess))
+
+
+def _no_pictures(num_bytes: int, excess: int) -> str | None:
+    return "model.images to false" if num_bytes >= excess else None
+
+
+def tower_bytes(path: Path, vision: VisionConfig, dtype: str, *, to_fp8: bool = False) -> int:
+    """Bytes of a tower's weights in memory, as `weight_bytes` of the text; with `to_fp8` Qwen's layers are FP8."""
+    assert vision.tower is not None, "the model has a tower"
+    num_bytes = 0
+    for tensor in _tensors(path):
+        name = _TOWER.match(tensor.name)
+        layer = name and name["layer"]
+        if name is None or (layer is not None and int(layer) >= vision.tower.num_layers):
+            continue
+        is_fp8 = to_fp8 and layer is not None and len(tensor.shape) > 1 and vision.family.startswith("qwen")
+        item_bytes = 1 if is_fp8 else _ITEM_BYTES.get(dtype, _FLOAT_BYTES.get(tensor.dtype, 0))
+        num_bytes += math.prod(tensor.shape) * item_bytes
+    return num_bytes
 
 
 def _head_bytes(config: Config, path: Path, dtype: str) -> int:

@@ -46,6 +46,11 @@ class TowerWithPatches:
     patches: PatchTower
     width: int  # numbers in a row of the output
 
+    @property
+    def num_layers(self) -> int:
+        """That are computed."""
+        return self.patches.num_layers
+
     def num_patches(self, shape: PictureShape) -> int:
         """How many rows the tower computes for a picture."""
         return self.patches.num_patches(shape)

@@ -18,21 +18,25 @@ from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
 from services.common.config import EMBEDDED_MODEL, Config, load_config
 from services.common.errors import CapacityError, ConfigError, ModelError
 from services.common.model_config import load_model_config
+from services.common.quantization.schemes import fp8_towers
 from services.common.rank import Rank
 from services.common.resolve import resolve_model
+from services.common.vision.vision_config import load_vision_config
 from services.dense_worker import standby
 from services.dense_worker.build import resolve_dense_model
+from services.dense_worker.encoders.vision.load import StoredTower
 from services.dense_worker.features.drafting.eagle.load_eagle import find_eagle_head, make_eagle_model
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.model.weights import empty_weights, whole_embedding
 from services.dense_worker.parameters import parts_of_type
 from services.launch import memory_plan
 from services.launch.gpus import Gpu
-from services.launch.memory_plan import Need, check_memory, plan_memory, weight_bytes
+from services.launch.memory_plan import Need, check_memory, plan_memory, tower_bytes, weight_bytes
 from tests.support.cluster import REPOSITORY
 from tests.support.dense import medusa_heads
 from tests.support.dense.eagle_head import config_of, in_layout_of_vllm, random_head, write_head
 from tests.support.dense.family_models import load_true_model, make_family_model
+from tests.support.dense.vision_models import make_vision_model
 from tests.support.models import make_model_dir
 from tests.support.quantized.checkpoints import FORMATS, quantize_model_dir
 from tests.support.warm_process import run_warm
@@ -55,6 +59,34 @@ def test_quantized_weights_are_those_of_the_worker(name: str, tmp_path: Path) ->
     config = load_config(None, [f"model.path={path}", "model.dtype=bfloat16", *CPU])
     exact, planned = standby.weight_bytes(resolve_dense_model(config)), weight_bytes(path, "bfloat16")
     assert exact * 0.95 < planned <= exact
+
+
+@pytest.mark.parametrize("variant", ["blip2", "gemma3", "internvl_6b", "llava", "llava_siglip", "mistral3", "qwen3_vl"])
+@pytest.mark.parametrize("to_fp8", [False, True], ids=["plain", "fp8"])
+def test_the_tower_is_that_of_the_worker(variant: str, to_fp8: bool, tmp_path: Path) -> None:
+    path = make_vision_model(tmp_path, variant)
+    vision = load_vision_config(path)
+    assert vision is not None
+    asked = fp8_towers() if to_fp8 and variant == "qwen3_vl" else None
+    exact = StoredTower(vision, path, torch.bfloat16, torch.device("cpu"), None, asked).num_bytes
+    planned = tower_bytes(path, vision, "bfloat16", to_fp8=to_fp8)
+    assert 0.95 * exact < planned <= exact
+
+
+def _host_needs(settings: list[str]) -> list[Need]:
+    return list(plan_memory(load_config(None, settings))[0].needs)
+
+
+def test_a_tower_is_counted_once_and_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_vision_model(tmp_path, "qwen2_5_vl")
+    settings = [f"model.path={path}", "model.dtype=float32", "attention.num_blocks=10", *CPU]
+    [needed] = [need.num_bytes for need in _host_needs(settings) if need.what == "the tower for pictures"]
+    assert needed > 0
+    assert "the tower for pictures" not in [need.what for need in _host_needs([*settings, "model.images=false"])]
+    whole = sum(need.num_bytes for need in _host_needs(settings))
+    monkeypatch.setattr(memory_plan, "available_bytes", lambda: whole - needed)
+    with pytest.raises(CapacityError, match=r"model\.images to false"):
+        check_memory(load_config(None, settings))
 
 
 def test_layers_that_do_not_run_and_parts_of_no_text_do_not_count(tmp_path: Path) -> None:
