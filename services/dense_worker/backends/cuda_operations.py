@@ -25,7 +25,7 @@ from services.dense_worker.kernels.norm.triton_gate import apply_gate
 from services.dense_worker.kernels.norm.triton_latent import place_latent
 from services.dense_worker.kernels.norm.triton_norm import add_norm, normalize_heads
 from services.dense_worker.kernels.triton_launch import KernelLauncher
-from services.dense_worker.model.operations import MlpInput, Residual, Unactivated
+from services.dense_worker.model.operations import ActivatedExperts, MlpInput, Residual, Unactivated
 from services.dense_worker.parameters import Parameter
 
 if TYPE_CHECKING:
@@ -178,6 +178,40 @@ class CudaOperations:
         """The kernels of `CudaExperts` -> a new tensor."""
         assert self.experts is not None, "the model has no experts"
         return self.experts.mix(x, experts, shared, routed_by)
+
+    def activate_experts(
+        self, residual: Residual, norm: Norm | None, experts: RoutedExperts
+    ) -> tuple[Residual, torch.Tensor | ActivatedExperts]:
+        """The sum of few tokens is left to the kernel that adds it to the residual."""
+        hidden = residual.hidden
+        assert self.experts is not None, "the model has no experts"
+        if not self.experts.has_few(experts, len(hidden)):
+            residual, x = self.normalize(residual, norm)
+            return residual, self.mix_experts(x, experts, None)
+        if residual.delta is not None:  # the norm's kernel adds it
+            residual, hidden = self.normalize(residual, norm)
+            norm = None
+        self.experts.activate_few(hidden, norm, experts, self._hidden[: len(hidden)])
+        return residual, ActivatedExperts(experts)
+
+    def add_experts(
+        self,
+        residual: Residual,
+        activated: torch.Tensor | ActivatedExperts,
+        norm: Norm | None = None,
+        multiplier: float = 1.0,
+    ) -> Residual:
+        """In place in the residual, or as its delta."""
+        if isinstance(activated, torch.Tensor):
+            return self.add(residual, activated, norm, multiplier)
+        assert self.experts is not None, "the model has no experts"
+        hidden = self.settle(residual)
+        if norm is None and multiplier == 1.0:
+            self.experts.add_few(activated.experts, hidden, hidden)
+            return Residual(hidden)
+        change = torch.empty_like(hidden)
+        self.experts.add_few(activated.experts, None, change)
+        return self.add(Residual(hidden), change, norm, multiplier)
 
     def add(
         self, residual: Residual, change: torch.Tensor, norm: Norm | None = None, multiplier: float = 1.0

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.model.mlp import GatedMlp
-from services.dense_worker.model.operations import Operations, Residual
+from services.dense_worker.model.operations import ActivatedExperts, Operations, Residual
 from services.dense_worker.parameters import Parameter
 
 
@@ -36,22 +36,25 @@ class ExpertMlp:
     routed: RoutedExperts
     shared: SharedExpert | None
 
-    def activate(self, operations: Operations, residual: Residual) -> tuple[Residual, torch.Tensor]:
-        """Returns the residual, and the sum, [n, hidden] in its dtype. It is added up in float32 and rounded once."""
+    def activate(
+        self, operations: Operations, residual: Residual
+    ) -> tuple[Residual, torch.Tensor | ActivatedExperts]:
+        """Returns the residual, and what `add` takes: of the sum, [n, hidden], added up in float32 and rounded once."""
+        if self.shared is None:
+            return operations.activate_experts(residual, self.norm, self.routed)
         residual, x = operations.normalize(residual, self.norm)
-        shared = None if self.shared is None else self.shared.forward(operations, x)
-        return residual, operations.mix_experts(x, self.routed, shared)
+        return residual, operations.mix_experts(x, self.routed, self.shared.forward(operations, x))
 
     def add(
         self,
         operations: Operations,
         residual: Residual,
-        activation: torch.Tensor,
+        activation: torch.Tensor | ActivatedExperts,
         norm: Norm | None = None,
         multiplier: float = 1.0,
     ) -> Residual:
         """Adds the sum to the residual, normalised if there is a norm, times multiplier."""
-        return operations.add(residual, activation, norm, multiplier)
+        return operations.add_experts(residual, activation, norm, multiplier)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,12 @@ class Unactivated(NamedTuple):
     activation: MlpActivation
 
 
+class ActivatedExperts(NamedTuple):
+    """Experts whose last products are not computed yet: an operation keeps what they read until the sum is added."""
+
+    experts: RoutedExperts
+
+
 MlpInput = torch.Tensor | Unactivated  # of an MLP's last product
 
 
@@ -87,6 +93,20 @@ class Operations(Protocol):
 
         `shared` (float32 [n, hidden]) may be overwritten. The router reads `routed_by` [n, hidden], or x.
         """
+
+    def activate_experts(
+        self, residual: Residual, norm: Norm | None, experts: RoutedExperts
+    ) -> tuple[Residual, torch.Tensor | ActivatedExperts]:
+        """Norm, then `mix_experts` -> the residual, and the sum, which may not be computed before `add_experts`."""
+
+    def add_experts(
+        self,
+        residual: Residual,
+        activated: torch.Tensor | ActivatedExperts,
+        norm: Norm | None = None,
+        multiplier: float = 1.0,
+    ) -> Residual:
+        """Adds what `activate_experts` returned last, as `add` does."""
 
     def add(
         self, residual: Residual, change: torch.Tensor, norm: Norm | None = None, multiplier: float = 1.0

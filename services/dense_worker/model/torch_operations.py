@@ -87,6 +87,23 @@ class TorchOperations:
         total = experts.mix(x, routed_by)
         return (total if shared is None else total.add_(shared)).to(x.dtype)
 
+    def activate_experts(
+        self, residual: Residual, norm: Norm | None, experts: RoutedExperts
+    ) -> tuple[Residual, torch.Tensor]:
+        """The sum."""
+        residual, x = self.normalize(residual, norm)
+        return residual, self.mix_experts(x, experts, None)
+
+    def add_experts(
+        self,
+        residual: Residual,
+        activated: torch.Tensor,
+        norm: Norm | None = None,
+        multiplier: float = 1.0,
+    ) -> Residual:
+        """A new tensor."""
+        return self.add(residual, activated, norm, multiplier)
+
     def add(
         self, residual: Residual, change: torch.Tensor, norm: Norm | None = None, multiplier: float = 1.0
     ) -> Residual:

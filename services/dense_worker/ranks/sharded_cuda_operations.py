@@ -99,6 +99,13 @@ class ShardedCudaOperations(CudaOperations):
         self._add_up(total)
         return total if shared is None else total.add_(shared)
 
+    def activate_experts(
+        self, residual: Residual, norm: Norm | None, experts: RoutedExperts
+    ) -> tuple[Residual, torch.Tensor]:
+        """The sum: it is added to the residual when that of all ranks is known."""
+        residual, x = self.normalize(residual, norm)
+        return residual, self.mix_experts(x, experts, None)
+
     def logits(
         self, residual: Residual, norm: Norm | None, lm_head: Linear, hidden_out: torch.Tensor | None = None
     ) -> torch.Tensor:

@@ -20,7 +20,7 @@ from services.dense_worker.kernels.experts.router import (
     SparseMixer,
 )
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
-from services.dense_worker.kernels.norm.norm import UnweightedRmsNorm
+from services.dense_worker.kernels.norm.norm import LayerNorm, Norm, RmsNorm, UnweightedRmsNorm
 from services.dense_worker.parameters import Parameter, tensors_by_name, with_tensors
 from tests.support.model_configs import small_config
 
@@ -103,8 +103,7 @@ class Pair:
         self, device: torch.device, options: ExpertOptions, hidden: int, dtype: torch.dtype, **more: Any
     ) -> None:
         self.reference = make_experts(options, hidden, dtype, **more)
-        moved = {name: tensor.to(device) for name, tensor in tensors_by_name(self.reference).items()}
-        self.experts = with_tensors(self.reference, moved)
+        self.experts = with_tensors(self.reference, moved(tensors_by_name(self.reference), device))
         self.device, self.dtype, self.hidden, self.options = device, dtype, hidden, options
         config = replace(small_config("llama"), hidden_size=hidden)
         self.kernels = CudaExperts(make_launcher(device), config, options, 300, dtype, device)
@@ -143,6 +142,10 @@ class Pair:
     def mix(self, x: torch.Tensor, shared: torch.Tensor | None = None) -> torch.Tensor:
         self.kernels.set_num_tokens(len(x))
         return self.kernels.mix(x.to(self.device), self.experts, None if shared is None else shared.to(self.device))
+
+
+def moved(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def make_launcher(device: torch.device) -> KernelLauncher:
@@ -275,6 +278,54 @@ def test_padding_chooses_no_expert_and_becomes_zero(kernel_device: torch.device)
         assert not found[num_tokens:].any()
         if num_rows > 1:
             assert int(pair.kernels._blocks.counts.sum()) == 2 * num_tokens
+
+
+@pytest.mark.parametrize(("shape", "num_tokens"), [("8x2", 1), ("12x3 odd", 1), ("64x8", 2)])
+def test_few_tokens_have_the_norm_before_and_the_addition_after_in_the_kernels(
+    kernel_device: torch.device, shape: str, num_tokens: int, dtype: torch.dtype
+) -> None:
+    pair = Pair(kernel_device, *make_options(shape), dtype, has_bias=True)
+    kernels, experts, hidden = pair.kernels, pair.experts, pair.hidden
+    assert kernels.has_few(experts, num_tokens) and not kernels.has_few(experts, num_tokens + 1)
+    residual = torch.randn(num_tokens, hidden).to(dtype)
+    gain, bias = (Parameter(name, (1 + torch.randn(hidden) / 4).to(dtype)) for name in ("gain", "bias"))
+    norms: tuple[Norm | None, ...] = (RmsNorm(gain, 1e-5), LayerNorm(gain, bias, 1e-5), None)
+    for norm in norms:
+        x = residual if norm is None else norm.normalize(residual)
+        on_device = None if norm is None else with_tensors(norm, moved(tensors_by_name(norm), kernel_device))
+        before = residual.to(kernel_device)
+        workspace, change = torch.empty_like(before), torch.empty_like(before)
+        kernels.set_num_tokens(num_tokens)
+        kernels.activate_few(before, on_device, experts, workspace)
+        kernels.add_few(experts, None, change)
+        pair.check(change, x)
+        after = before.clone()
+        kernels.add_few(experts, after, after)
+        assert torch.equal(after, before + change)
+
+
+def test_padding_of_few_tokens_leaves_the_residual_and_reads_nothing(kernel_device: torch.device) -> None:
+    pair = Pair(kernel_device, *make_options("64x8"), torch.float32)
+    pair.kernels._activation.fill_(torch.nan)
+    pair.kernels._weights.fill_(torch.nan)
+    x = torch.randn(2, pair.hidden)
+    residual = torch.randn(2, pair.hidden).to(kernel_device)
+    pair.kernels.set_num_tokens(1)
+    pair.kernels.activate_few(x.to(kernel_device), None, pair.experts, torch.empty(0, device=kernel_device))
+    after = residual.clone()
+    pair.kernels.add_few(pair.experts, after, after)
+    pair.check((after - residual)[:1], x[:1])
+    assert torch.equal(after[1], residual[1])
+
+
+def test_experts_of_few_tokens_are_counted_once(kernel_device: torch.device) -> None:
+    pair = Pair(kernel_device, *make_options("64x8"), torch.float32)
+    loads = torch.full((64,), 5, dtype=torch.int64, device=kernel_device)
+    experts = replace(pair.experts, loads=loads)
+    pair.kernels.set_num_tokens(1)
+    for _ in range(2):
+        pair.kernels.mix(torch.randn(2, pair.hidden).to(kernel_device), experts, None)
+    assert int(loads.sum()) == 5 * 64 + 2 * 8
 
 
 @pytest.mark.gpu

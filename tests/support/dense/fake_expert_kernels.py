@@ -13,6 +13,7 @@ from services.common.families.shape import Activation, ClampedSwiglu
 from services.dense_worker.kernels.experts.router import GroupedRouter, SoftmaxRouter, SparseMixer
 from services.dense_worker.kernels.linear.activation import ACTIVATIONS, clamped_swiglu
 from services.dense_worker.kernels.linear.quantized.operands import PreparedInput, QuantizedMatrix
+from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.parameters import Parameter
 from tests.support.dense.fake_quantized_kernels import dequantized
 
@@ -32,7 +33,7 @@ class Routing:
     """Replaces the real one."""
 
     def __init__(self, num_per_token: int, renormalizes: bool, grouped: Any, mixer_jitter: float | None) -> None:
-        self.options = num_per_token, renormalizes, grouped
+        self.options, self.grouped = (num_per_token, renormalizes, grouped), grouped
         self.mixer_jitter = mixer_jitter
 
 
@@ -43,7 +44,7 @@ def expert_kernels(own: Own) -> dict[str, dict[str, object]]:
     router |= {"router_tiles": lambda *_: (16, 16), "PairBlocks": PairBlocks, "Routing": Routing}
     grouped = {"grouped_linear": kernels.grouped_linear, "sum_pairs": kernels.sum_pairs, "MAX_BLOCK_ROWS": 128}
     grouped |= {"choose_block_rows": lambda *_: BLOCK_ROWS}
-    few = {"few_gate_up": kernels.few_gate_up, "few_down": kernels.few_down}
+    few = {"few_router": kernels.few_router, "few_gate_up": kernels.few_gate_up, "few_down": kernels.few_down}
     quantized = {"grouped_quantized": kernels.grouped_quantized, "MAX_BLOCK_ROWS": 64}
     return {
         "services.dense_worker.kernels.experts.triton_router": router,
@@ -82,27 +83,16 @@ class _Kernels:
         experts: Tensor,
         weights: Tensor,
         loads: Tensor | None,
-        blocks: PairBlocks | None,
+        blocks: PairBlocks,
         block_rows: int,
         factors: Tensor | None = None,
     ) -> None:
         with self._own("choose_experts", experts, sorted=blocks):
-            num_per_token, renormalizes, grouped = routing.options
-            identity = Parameter("", torch.eye(logits.shape[1], device=logits.device))
-            router: Any = SoftmaxRouter(identity, num_per_token, renormalizes)
-            if grouped is not None:
-                score_bias = None if bias is None else Parameter("", bias)
-                router = GroupedRouter(identity, score_bias, num_per_token, renormalizes, grouped)
-            if routing.mixer_jitter is not None:
-                router = SparseMixer(identity, num_per_token, routing.mixer_jitter)
-            chosen, its_weights = router.choose(logits)
-            experts.copy_(chosen)
-            weights.copy_(its_weights if factors is None else its_weights * factors[chosen])
+            _choose(logits, bias, routing, factors, experts, weights)
             num_rows = _num_valid(num_valid, len(logits))
             if loads is not None:
-                loads += torch.bincount(chosen[:num_rows].flatten(), minlength=len(loads))
-            if blocks is not None:
-                blocks.choices = chosen.clone()
+                loads += torch.bincount(experts[:num_rows].flatten(), minlength=len(loads))
+            blocks.choices = experts.clone()
 
     def grouped_linear(
         self,
@@ -163,6 +153,36 @@ class _Kernels:
             out.copy_(total if shared is None else total + shared)
             out[_num_valid(num_valid, len(out)) :] = 0
 
+    def few_router(
+        self,
+        launcher: object,
+        x: Tensor,
+        norm: Norm | None,
+        normed: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        logits: Tensor,
+        num_done: Tensor,
+        score_bias: Tensor | None,
+        routing: Routing,
+        num_valid: Tensor | None,
+        experts: Tensor,
+        weights: Tensor,
+        loads: Tensor | None,
+        factors: Tensor | None,
+        *,
+        is_rounded: bool,
+    ) -> None:
+        with self._own("few_router", experts, norm=norm, rounded=is_rounded):
+            if norm is not None:
+                assert normed is not None
+                x = normed.copy_(norm.normalize(x))
+            logits.copy_(F.linear(x, weight, bias) if is_rounded else F.linear(x.float(), weight.float()))
+            _choose(logits, score_bias, routing, factors, experts, weights)
+            if loads is not None:
+                num_rows = _num_valid(num_valid, len(experts))
+                loads += torch.bincount(experts[:num_rows].flatten(), minlength=len(loads))
+
     def few_gate_up(
         self,
         launcher: object,
@@ -188,14 +208,32 @@ class _Kernels:
         weight: Tensor,
         bias: Tensor | None,
         shared: Tensor | None,
+        residual: Tensor | None,
         num_valid: Tensor | None,
         out: Tensor,
     ) -> None:
-        with self._own("few_down", out, shared=shared):
+        with self._own("few_down", out, shared=shared, residual=residual):
             pairs = _products(activation, experts.flatten(), weight, bias, out.shape[1], is_gated=False)
             total = (pairs.float().view(len(out), -1, out.shape[1]) * weights[:, :, None]).sum(1)
-            out.copy_(total if shared is None else total + shared)
-            out[_num_valid(num_valid, len(out)) :] = 0
+            total = (total if shared is None else total + shared).to(out.dtype)
+            total[_num_valid(num_valid, len(out)) :] = 0
+            out.copy_(total if residual is None else residual + total)
+
+
+def _choose(
+    logits: Tensor, bias: Tensor | None, routing: Routing, factors: Tensor | None, experts: Tensor, weights: Tensor
+) -> None:
+    num_per_token, renormalizes, grouped = routing.options
+    identity = Parameter("", torch.eye(logits.shape[1], device=logits.device))
+    router: Any = SoftmaxRouter(identity, num_per_token, renormalizes)
+    if grouped is not None:
+        score_bias = None if bias is None else Parameter("", bias)
+        router = GroupedRouter(identity, score_bias, num_per_token, renormalizes, grouped)
+    if routing.mixer_jitter is not None:
+        router = SparseMixer(identity, num_per_token, routing.mixer_jitter)
+    chosen, its_weights = router.choose(logits)
+    experts.copy_(chosen)
+    weights.copy_(its_weights if factors is None else its_weights * factors[chosen])
 
 
 def _num_valid(num_valid: Tensor | None, num_rows: int) -> int:

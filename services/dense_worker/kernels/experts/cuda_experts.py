@@ -12,7 +12,7 @@ from services.common.model_config import ModelConfig
 from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.experts.router import GroupedRouter, Router, ScaledRouter, SparseMixer
-from services.dense_worker.kernels.experts.triton_few import few_down, few_gate_up
+from services.dense_worker.kernels.experts.triton_few import few_down, few_gate_up, few_router
 from services.dense_worker.kernels.experts.triton_grouped import choose_block_rows, grouped_linear, sum_pairs
 from services.dense_worker.kernels.experts.triton_grouped_quantized import MAX_BLOCK_ROWS as MAX_QUANTIZED_BLOCK_ROWS
 from services.dense_worker.kernels.experts.triton_grouped_quantized import grouped_quantized
@@ -27,7 +27,7 @@ from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.linear.quantized.operands import PreparedInput
 from services.dense_worker.kernels.linear.quantized.quantized_gemv import OPERANDS
 from services.dense_worker.kernels.linear.quantized.triton_prepare import prepare_input
-from services.dense_worker.kernels.norm.norm import RmsNorm
+from services.dense_worker.kernels.norm.norm import Norm, RmsNorm
 from services.dense_worker.kernels.norm.triton_norm import add_norm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 from services.dense_worker.sampling.upload import upload
@@ -70,6 +70,8 @@ class CudaExperts:
         self._weights = workspace(max_num_tokens, num_per_token, torch.float32)
         self._activation = workspace(max_num_pairs, options.intermediate_size, dtype)
         self._products = workspace(max_num_pairs, config.hidden_size, dtype)
+        # Programs of the router that have ended, for each of few tokens.
+        self._num_done = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
         self._num_valid = torch.full((1,), max_num_tokens, dtype=torch.int32, device=device)  # of the step's rows
         self.skips_padding = True  # whether the rows are those of the step, with its padding at the end
 
@@ -97,32 +99,86 @@ class CudaExperts:
 
         Rows of padding become zero, where they are known: their experts would be read for nothing.
         """
-        num_tokens, num_valid = len(x), self._num_valid if self.skips_padding else None
-        logits, chosen, weights = self._logits[:num_tokens], self._chosen[:num_tokens], self._weights[:num_tokens]
-        num_pairs = num_tokens * self._options.num_per_token
-        activation, out = self._activation[:num_pairs], torch.empty_like(x)
-        gate_up, down = experts.gate_up, experts.down
-        is_plain = isinstance(gate_up.weight, PlainWeight) and isinstance(down.weight, PlainWeight)
-        is_few = is_plain and self._is_few(num_tokens)
-        block_rows = self._block_rows(num_pairs)
-        if not is_plain:
-            block_rows = min(block_rows, MAX_QUANTIZED_BLOCK_ROWS)
+        num_tokens, out = len(x), torch.empty_like(x)
         read = self._scaled(x if routed_by is None else routed_by, experts.router)
-        self._route(read, experts, num_valid, None if is_few else block_rows, (logits, chosen, weights))
-        launcher = self._launcher
-        if is_few:
-            matrices = gate_up.weight.matrix.data, down.weight.matrix.data
-            biases = gate_up.bias_data, down.bias_data
-            gate = experts.activation, experts.clamped
-            few_gate_up(launcher, x, chosen, matrices[0], biases[0], num_valid, activation, *gate)
-            few_down(launcher, activation, chosen, weights, matrices[1], biases[1], shared, num_valid, out)
+        if self.has_few(experts, num_tokens):
+            self._activate_few(experts, read, None, None, x)
+            self._sum_few(experts, shared, None, out)
             return out
-        products = self._products[:num_pairs]
+        weights = self._weights[:num_tokens]
+        num_pairs = num_tokens * self._options.num_per_token
+        activation, products = self._activation[:num_pairs], self._products[:num_pairs]
+        gate_up, down = experts.gate_up, experts.down
+        block_rows = self._block_rows(num_pairs)
+        if not _are_plain(experts):
+            block_rows = min(block_rows, MAX_QUANTIZED_BLOCK_ROWS)
+        self._route(read, experts, block_rows)
         gate = {"is_gated": True, "activation": experts.activation, "clamped": experts.clamped}
         self._multiply(gate_up, x, self._options.num_per_token, activation, block_rows, **gate)
         self._multiply(down, activation, 1, products, block_rows, is_gated=False)
-        sum_pairs(launcher, products, weights, shared, num_valid, out)
+        sum_pairs(self._launcher, products, weights, shared, self._valid, out)
         return out
+
+    def has_few(self, experts: RoutedExperts, num_tokens: int) -> bool:
+        """Whether so many tokens have kernels that fuse what comes before and after, see `activate_few`."""
+        return _are_plain(experts) and self._is_few(num_tokens)
+
+    def activate_few(self, x: torch.Tensor, norm: Norm | None, experts: RoutedExperts, normed: torch.Tensor) -> None:
+        """Of norm(x), x [n, hidden]: chooses and activates the experts, for `add_few`. Only where `has_few`.
+
+        normed: a workspace [n, hidden].
+        """
+        is_scaled = isinstance(experts.router, ScaledRouter)
+        if norm is None or is_scaled:
+            if norm is not None:
+                add_norm(self._launcher, x, None, norm, normed)
+                x = normed
+            self._activate_few(experts, self._scaled(x, experts.router), None, None, x)
+        else:
+            self._activate_few(experts, x, norm, normed, normed)
+
+    def add_few(self, experts: RoutedExperts, residual: torch.Tensor | None, out: torch.Tensor) -> None:
+        """out = the sum of the experts that `activate_few` was given last, plus the residual [n, hidden]."""
+        self._sum_few(experts, None, residual, out)
+
+    def _activate_few(
+        self,
+        experts: RoutedExperts,
+        routed_by: torch.Tensor,
+        norm: Norm | None,  # of `routed_by`, before the router
+        normed: torch.Tensor | None,  # written, if there is a norm
+        x: torch.Tensor,
+    ) -> None:
+        router, gate_up, num_tokens = experts.router, experts.gate_up, len(x)
+        routing, logit_bias, score_bias, factors = _choice_of(router)
+        chosen, weights = self._chosen[:num_tokens], self._weights[:num_tokens]
+        few_router(
+            self._launcher, routed_by, norm, normed, router.weight.data, logit_bias, self._logits[:num_tokens],
+            self._num_done[:num_tokens], score_bias, routing, self._valid, chosen, weights, experts.loads, factors,
+            is_rounded=routing.grouped is None,
+        )  # fmt: skip
+        few_gate_up(
+            self._launcher, x, chosen, gate_up.weight.matrix.data, gate_up.bias_data, self._valid,
+            self._activation[: num_tokens * self._options.num_per_token], experts.activation, experts.clamped,
+        )  # fmt: skip
+
+    def _sum_few(
+        self,
+        experts: RoutedExperts,
+        shared: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        down, num_tokens = experts.down, len(out)
+        activation = self._activation[: num_tokens * self._options.num_per_token]
+        few_down(
+            self._launcher, activation, self._chosen[:num_tokens], self._weights[:num_tokens], down.weight.matrix.data,
+            down.bias_data, shared, residual, self._valid, out,
+        )  # fmt: skip
+
+    @property
+    def _valid(self) -> torch.Tensor | None:
+        return self._num_valid if self.skips_padding else None
 
     def _multiply(
         self,
@@ -153,29 +209,16 @@ class CudaExperts:
         add_norm(self._launcher, x, None, RmsNorm(router.scale, router.norm.eps), scaled)
         return scaled.mul_(x.shape[1] ** -0.5)
 
-    def _route(
-        self,
-        x: torch.Tensor,
-        experts: RoutedExperts,
-        num_valid: torch.Tensor | None,
-        block_rows: int | None,  # None: pairs are not sorted
-        out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # logits, choices and weights, of the step's rows
-    ) -> None:
-        router, loads = experts.router, experts.loads
-        bias = None if router.bias is None else router.bias.data
-        grouped, logit_bias, score_bias = None, bias, None
-        if isinstance(router, GroupedRouter):
-            grouped, logit_bias, score_bias = router.routing, None, bias
-        jitter = router.jitter if isinstance(router, SparseMixer) else None
-        routing = Routing(router.num_per_token, router.renormalizes, grouped, jitter)
-        factors = router.expert_scale.data if isinstance(router, ScaledRouter) else None
-        logits, chosen, weights = out
-        tiles = self._router_tiles(len(x))
-        router_logits(self._launcher, x, router.weight.data, logit_bias, logits, tiles, is_rounded=grouped is None)
-        sorting = (None, 0) if block_rows is None else (self._blocks, block_rows)
+    def _route(self, x: torch.Tensor, experts: RoutedExperts, block_rows: int) -> None:
+        router, num_tokens = experts.router, len(x)
+        routing, logit_bias, score_bias, factors = _choice_of(router)
+        logits, tiles = self._logits[:num_tokens], self._router_tiles(num_tokens)
+        is_rounded = routing.grouped is None
+        router_logits(self._launcher, x, router.weight.data, logit_bias, logits, tiles, is_rounded=is_rounded)
         choose_experts(
-            self._launcher, logits, score_bias, routing, num_valid, chosen, weights, loads, *sorting, factors
-        )
+            self._launcher, logits, score_bias, routing, self._valid, self._chosen[:num_tokens],
+            self._weights[:num_tokens], experts.loads, self._blocks, block_rows, factors,
+        )  # fmt: skip
 
     def _block_rows(self, num_pairs: int) -> int:
         return _SAME_BLOCK_ROWS if self._is_deterministic else choose_block_rows(num_pairs, self._options.num_experts)
@@ -190,3 +233,19 @@ class CudaExperts:
         num_pairs = num_tokens * self._options.num_per_token
         has_room = self._launcher.shared_memory_bytes >= _SHARED_BYTES
         return has_room and (num_tokens == 1 or num_pairs * _FEW_SHARE <= self._options.num_experts)
+
+
+def _are_plain(experts: RoutedExperts) -> bool:
+    return isinstance(experts.gate_up.weight, PlainWeight) and isinstance(experts.down.weight, PlainWeight)
+
+
+def _choice_of(router: Router) -> tuple[Routing, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """How a router chooses, what it adds to logits and to scores, and the factors of its weights."""
+    bias = None if router.bias is None else router.bias.data
+    grouped, logit_bias, score_bias = None, bias, None
+    if isinstance(router, GroupedRouter):
+        grouped, logit_bias, score_bias = router.routing, None, bias
+    jitter = router.jitter if isinstance(router, SparseMixer) else None
+    routing = Routing(router.num_per_token, router.renormalizes, grouped, jitter)
+    factors = router.expert_scale.data if isinstance(router, ScaledRouter) else None
+    return routing, logit_bias, score_bias, factors

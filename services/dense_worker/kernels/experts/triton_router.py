@@ -7,6 +7,7 @@ slot among those of its expert, and the program that ends last lists the blocks 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -46,6 +47,29 @@ class Routing:
     renormalizes: bool
     grouped: GroupedRouting | None  # None: a softmax of all experts
     mixer_jitter: float | None = None  # of a `SparseMixer`
+
+    @property
+    def multiplier(self) -> float:
+        """Of the weights."""
+        return 1.0 if self.grouped is None else self.grouped.multiplier
+
+    def constants(self, num_experts: int) -> dict[str, Any]:
+        """What kernels that choose are compiled for."""
+        grouped = self.grouped
+        num_groups = 1 if grouped is None else grouped.num_groups
+        return {
+            "NUM_EXPERTS": num_experts,
+            "NUM_GROUPS": num_groups,
+            "NUM_GROUPS_PER_TOKEN": 1 if grouped is None else grouped.num_groups_per_token,
+            "NUM_PER_TOKEN": self.num_per_token,
+            "IS_SIGMOID": grouped is not None and grouped.is_sigmoid,
+            "HAS_MULTIPLIER": grouped is not None,
+            "IS_MIXER": self.mixer_jitter is not None,
+            "RENORMALIZES": self.renormalizes,
+            "BLOCK_GROUPS": triton.next_power_of_2(num_groups),
+            "BLOCK_MEMBERS": triton.next_power_of_2(num_experts // num_groups),
+            "BLOCK_CHOICES": triton.next_power_of_2(self.num_per_token),
+        }
 
 
 def router_tiles(num_rows: int) -> tuple[int, int]:
@@ -103,14 +127,12 @@ def choose_experts(
     experts: torch.Tensor,  # int32 [n, num_per_token]: the choices
     weights: torch.Tensor,  # float32 [n, num_per_token]
     loads: torch.Tensor | None,  # int64 [num_experts]: increased by the number of tokens of each expert
-    blocks: PairBlocks | None,  # written; None: the products need no sorted pairs
+    blocks: PairBlocks,  # written
     block_rows: int,  # rows of a block
     factors: torch.Tensor | None = None,  # [num_experts]: each expert's weight is multiplied by its factor in the end
 ) -> None:
     """Chooses the experts of each token."""
     num_rows, num_experts = logits.shape
-    grouped = routing.grouped
-    num_groups = 1 if grouped is None else grouped.num_groups
     launcher(
         _choose_kernel,
         (num_rows,),
@@ -121,32 +143,21 @@ def choose_experts(
         experts,
         weights,
         loads,
-        *((None,) * 7 if blocks is None else _addresses(blocks)),
-        0 if blocks is None else blocks.slots.stride(0),
-        1.0 if grouped is None else grouped.multiplier,
+        blocks.slots,
+        blocks.counts,
+        blocks.num_blocks,
+        blocks.experts,
+        blocks.first_slots,
+        blocks.unsorted_counts,
+        blocks.num_done,
+        blocks.slots.stride(0),
+        routing.multiplier,
         routing.mixer_jitter or 0.0,
-        NUM_EXPERTS=num_experts,
-        NUM_GROUPS=num_groups,
-        NUM_GROUPS_PER_TOKEN=1 if grouped is None else grouped.num_groups_per_token,
-        NUM_PER_TOKEN=routing.num_per_token,
-        IS_SIGMOID=grouped is not None and grouped.is_sigmoid,
-        HAS_MULTIPLIER=grouped is not None,
-        IS_MIXER=routing.mixer_jitter is not None,
-        RENORMALIZES=routing.renormalizes,
+        **routing.constants(num_experts),
         BLOCK_ROWS=block_rows,
-        BLOCK_GROUPS=triton.next_power_of_2(num_groups),
-        BLOCK_MEMBERS=triton.next_power_of_2(num_experts // num_groups),
         BLOCK_EXPERTS=triton.next_power_of_2(num_experts),
-        BLOCK_CHOICES=triton.next_power_of_2(routing.num_per_token),
         num_warps=1,
     )
-
-
-def _addresses(blocks: PairBlocks) -> tuple[torch.Tensor, ...]:
-    return (
-        blocks.slots, blocks.counts, blocks.num_blocks, blocks.experts, blocks.first_slots,
-        blocks.unsorted_counts, blocks.num_done,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -229,74 +240,102 @@ def _choose_kernel(
     if num_valid is not None:
         is_valid = row < tl.load(num_valid)
     if is_valid:
-        # [groups, members of a group]: padding makes both powers of two.
-        groups, members = tl.arange(0, BLOCK_GROUPS)[:, None], tl.arange(0, BLOCK_MEMBERS)[None, :]
-        each_id = groups * (NUM_EXPERTS // NUM_GROUPS) + members
-        is_expert = (groups < NUM_GROUPS) & (members < NUM_EXPERTS // NUM_GROUPS)
-        logit = tl.load(logits + row.to(tl.int64) * NUM_EXPERTS + each_id, mask=is_expert, other=float("-inf"))
-        if IS_MIXER:
-            score = logit
-        elif IS_SIGMOID:
-            score = 1.0 / (1.0 + tl.exp(-logit))
-        else:
-            score = tl.exp(logit - tl.max(tl.max(logit, 1), 0))
-            score = score / tl.sum(tl.sum(score, 1), 0)
-        key = score
-        if bias is not None:
-            key += tl.load(bias + each_id, mask=is_expert, other=0.0)
-        key = tl.where(key > _LEAST_KEY, key, _LEAST_KEY)  # also for NaN, so that a token's choices always differ
-        key = tl.where(is_expert, key, float("-inf"))
-        if NUM_GROUPS_PER_TOKEN < NUM_GROUPS:
-            key = _keep_best_groups(key, IS_SIGMOID, NUM_GROUPS, NUM_GROUPS_PER_TOKEN, BLOCK_GROUPS, BLOCK_MEMBERS)
-        key = tl.reshape(key, [BLOCK_GROUPS * BLOCK_MEMBERS])
-        score = tl.reshape(score, [BLOCK_GROUPS * BLOCK_MEMBERS])
-        places = tl.arange(0, BLOCK_GROUPS * BLOCK_MEMBERS)
+        chosen, weight = choose_for_token(
+            logits, bias, factors, row, multiplier, mixer_jitter, NUM_EXPERTS, NUM_GROUPS, NUM_GROUPS_PER_TOKEN,
+            NUM_PER_TOKEN, IS_SIGMOID, HAS_MULTIPLIER, IS_MIXER, RENORMALIZES, BLOCK_GROUPS, BLOCK_MEMBERS,
+            BLOCK_CHOICES,
+        )  # fmt: skip
         choices = tl.arange(0, BLOCK_CHOICES)
-        chosen = tl.zeros([BLOCK_CHOICES], tl.int32)
-        weight = tl.zeros([BLOCK_CHOICES], tl.float32)
-        for i in range(NUM_PER_TOKEN):
-            place = tl.argmax(key, 0)
-            its_score = tl.sum(tl.where(places == place, score, 0.0), 0)
-            if IS_MIXER:  # the softmax of it among those that are left and near
-                is_near = its_score - score <= 2 * mixer_jitter * tl.maximum(tl.abs(score), its_score)
-                its_score = 1.0 / tl.sum(tl.where(is_near, tl.exp(key - its_score), 0.0), 0)
-            expert = (place // BLOCK_MEMBERS) * (NUM_EXPERTS // NUM_GROUPS) + place % BLOCK_MEMBERS
-            chosen = tl.where(choices == i, expert, chosen)
-            weight = tl.where(choices == i, its_score, weight)
-            key = tl.where(places == place, float("-inf"), key)
-        if RENORMALIZES:
-            weight = weight / (tl.sum(weight, 0) + (1e-20 if HAS_MULTIPLIER else 0.0))
-        if HAS_MULTIPLIER:
-            weight *= multiplier
-        pairs = row * NUM_PER_TOKEN + choices
         is_choice = choices < NUM_PER_TOKEN
-        if factors is not None:
-            weight *= tl.load(factors + chosen, mask=is_choice, other=0.0).to(tl.float32)
+        pairs = row * NUM_PER_TOKEN + choices
         tl.store(experts + pairs, chosen, mask=is_choice)
         tl.store(weights + pairs, weight, mask=is_choice)
-        if slots is not None:
-            rank = tl.atomic_add(unsorted_counts + chosen, 1, mask=is_choice)
-            tl.store(slots + chosen.to(tl.int64) * capacity + rank, pairs, mask=is_choice)
-        elif loads is not None:
-            tl.atomic_add(loads + chosen, tl.full([BLOCK_CHOICES], 1, tl.int64), mask=is_choice)
-    if slots is not None:
-        tl.debug_barrier()  # all threads count their pairs before one of them counts the program
-        if tl.atomic_add(num_done, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-            tl.store(num_done, 0)
-            ids = tl.arange(0, BLOCK_EXPERTS)
-            exists = ids < NUM_EXPERTS
-            count = tl.atomic_xchg(unsorted_counts + ids, tl.zeros([BLOCK_EXPERTS], tl.int32), mask=exists)
-            count = tl.where(exists, count, 0)
-            tl.store(counts + ids, count, mask=exists)
-            its_blocks = tl.cdiv(count, BLOCK_ROWS)
-            start = tl.cumsum(its_blocks, 0) - its_blocks
-            tl.store(num_blocks, tl.sum(its_blocks, 0))
-            for i in range(tl.max(its_blocks, 0)):
-                tl.store(block_experts + start + i, ids, mask=i < its_blocks)
-                tl.store(block_first_slots + start + i, tl.zeros_like(ids) + i * BLOCK_ROWS, mask=i < its_blocks)
-            if loads is not None:
-                total = tl.load(loads + ids, mask=exists, other=0) + count
-                tl.store(loads + ids, total, mask=exists)
+        rank = tl.atomic_add(unsorted_counts + chosen, 1, mask=is_choice)
+        tl.store(slots + chosen.to(tl.int64) * capacity + rank, pairs, mask=is_choice)
+    tl.debug_barrier()  # all threads count their pairs before one of them counts the program
+    if tl.atomic_add(num_done, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(num_done, 0)
+        ids = tl.arange(0, BLOCK_EXPERTS)
+        exists = ids < NUM_EXPERTS
+        count = tl.atomic_xchg(unsorted_counts + ids, tl.zeros([BLOCK_EXPERTS], tl.int32), mask=exists)
+        count = tl.where(exists, count, 0)
+        tl.store(counts + ids, count, mask=exists)
+        its_blocks = tl.cdiv(count, BLOCK_ROWS)
+        start = tl.cumsum(its_blocks, 0) - its_blocks
+        tl.store(num_blocks, tl.sum(its_blocks, 0))
+        for i in range(tl.max(its_blocks, 0)):
+            tl.store(block_experts + start + i, ids, mask=i < its_blocks)
+            tl.store(block_first_slots + start + i, tl.zeros_like(ids) + i * BLOCK_ROWS, mask=i < its_blocks)
+        if loads is not None:
+            total = tl.load(loads + ids, mask=exists, other=0) + count
+            tl.store(loads + ids, total, mask=exists)
+
+
+@triton.jit
+def choose_for_token(
+    logits,
+    bias,
+    factors,
+    row,
+    multiplier,
+    mixer_jitter,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    NUM_GROUPS_PER_TOKEN: tl.constexpr,
+    NUM_PER_TOKEN: tl.constexpr,
+    IS_SIGMOID: tl.constexpr,
+    HAS_MULTIPLIER: tl.constexpr,
+    IS_MIXER: tl.constexpr,
+    RENORMALIZES: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    BLOCK_MEMBERS: tl.constexpr,
+    BLOCK_CHOICES: tl.constexpr,
+):
+    """The experts of a token and their weights, [BLOCK_CHOICES]."""
+    # [groups, members of a group]: padding makes both powers of two.
+    groups, members = tl.arange(0, BLOCK_GROUPS)[:, None], tl.arange(0, BLOCK_MEMBERS)[None, :]
+    each_id = groups * (NUM_EXPERTS // NUM_GROUPS) + members
+    is_expert = (groups < NUM_GROUPS) & (members < NUM_EXPERTS // NUM_GROUPS)
+    at = logits + row.to(tl.int64) * NUM_EXPERTS + each_id
+    # Programs of the same kernel may have written them: not from the first-level cache.
+    logit = tl.load(at, mask=is_expert, other=float("-inf"), cache_modifier=".cg")
+    if IS_MIXER:
+        score = logit
+    elif IS_SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-logit))
+    else:
+        score = tl.exp(logit - tl.max(tl.max(logit, 1), 0))
+        score = score / tl.sum(tl.sum(score, 1), 0)
+    key = score
+    if bias is not None:
+        key += tl.load(bias + each_id, mask=is_expert, other=0.0)
+    key = tl.where(key > _LEAST_KEY, key, _LEAST_KEY)  # also for NaN, so that a token's choices always differ
+    key = tl.where(is_expert, key, float("-inf"))
+    if NUM_GROUPS_PER_TOKEN < NUM_GROUPS:
+        key = _keep_best_groups(key, IS_SIGMOID, NUM_GROUPS, NUM_GROUPS_PER_TOKEN, BLOCK_GROUPS, BLOCK_MEMBERS)
+    key = tl.reshape(key, [BLOCK_GROUPS * BLOCK_MEMBERS])
+    score = tl.reshape(score, [BLOCK_GROUPS * BLOCK_MEMBERS])
+    places = tl.arange(0, BLOCK_GROUPS * BLOCK_MEMBERS)
+    choices = tl.arange(0, BLOCK_CHOICES)
+    chosen = tl.zeros([BLOCK_CHOICES], tl.int32)
+    weight = tl.zeros([BLOCK_CHOICES], tl.float32)
+    for i in range(NUM_PER_TOKEN):
+        place = tl.argmax(key, 0)
+        its_score = tl.sum(tl.where(places == place, score, 0.0), 0)
+        if IS_MIXER:  # the softmax of it among those that are left and near
+            is_near = its_score - score <= 2 * mixer_jitter * tl.maximum(tl.abs(score), its_score)
+            its_score = 1.0 / tl.sum(tl.where(is_near, tl.exp(key - its_score), 0.0), 0)
+        expert = (place // BLOCK_MEMBERS) * (NUM_EXPERTS // NUM_GROUPS) + place % BLOCK_MEMBERS
+        chosen = tl.where(choices == i, expert, chosen)
+        weight = tl.where(choices == i, its_score, weight)
+        key = tl.where(places == place, float("-inf"), key)
+    if RENORMALIZES:
+        weight = weight / (tl.sum(weight, 0) + (1e-20 if HAS_MULTIPLIER else 0.0))
+    if HAS_MULTIPLIER:
+        weight *= multiplier
+    if factors is not None:
+        weight *= tl.load(factors + chosen, mask=choices < NUM_PER_TOKEN, other=0.0).to(tl.float32)
+    return chosen, weight
 
 
 @triton.jit

@@ -69,12 +69,19 @@ def test_logits_are_those_of_the_torch_backend(tmp_path: Path, variant: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "kernels"),
+    ("num_tokens", "products", "kernels"),
     [
-        (1, ("choose_experts {n}x2", "few_gate_up {p}x{i}", "few_down {n}x{h}")),
+        (
+            1,
+            LinearKernel.STREAMED,
+            ("few_router norm rounded {n}x2", "few_gate_up {p}x{i}", "few_down residual {n}x{h}"),
+        ),
+        (1, LinearKernel.CUBLAS, ("few_router rounded {n}x2", "few_gate_up {p}x{i}", "few_down residual {n}x{h}")),
         (
             9,
+            LinearKernel.CUBLAS,
             (
+                "router_logits rounded {n}x4",
                 "choose_experts sorted {n}x2",
                 "grouped_linear gated {p}x{i}",
                 "grouped_linear {p}x{h}",
@@ -84,18 +91,25 @@ def test_logits_are_those_of_the_torch_backend(tmp_path: Path, variant: str) -> 
     ],
 )
 def test_few_tokens_are_not_sorted_and_no_kernel_depends_on_the_choices(
-    tmp_path: Path, num_tokens: int, kernels: tuple[str, ...]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_tokens: int,
+    products: LinearKernel,
+    kernels: tuple[str, ...],
 ) -> None:
+    """The norm before the router is that kernel's, unless it has to add what a product has left."""
     config = make(tmp_path, "mixtral")
     assert config.parts.experts is not None
-    weights = load_weights(tmp_path, config, torch.float32, CPU)
-    sizes = {"n": num_tokens, "p": 2 * num_tokens, "h": config.hidden_size, "i": config.parts.experts.intermediate_size}
-    expected = [f"router_logits rounded {num_tokens}x4", *(kernel.format(**sizes) for kernel in kernels)]
+    weights = load_weights(tmp_path, config, torch.bfloat16, CPU)
+    names = {"n": num_tokens, "p": 2 * num_tokens, "h": config.hidden_size, "i": config.parts.experts.intermediate_size}
+    monkeypatch.setattr(LinearChoice, "measure", lambda choice, linears, *_: choice.set_all(linears, products))
+    expected = [kernel.format(**names) for kernel in kernels]
     with fake_triton_kernels() as recorder:
         from services.dense_worker.backends.cuda_backend import CudaBackend
 
         backend = CudaBackend(weights, config, MAX_NUM_TOKENS)
-        qkv, attn_out = (torch.zeros(num_tokens, size) for size in (config.qkv_size, config.attn_size))
+        sizes = (config.qkv_size, config.attn_size)
+        qkv, attn_out = (torch.zeros(num_tokens, size, dtype=torch.bfloat16) for size in sizes)
         residual = backend.first(torch.arange(num_tokens), qkv)
         assert launches_of_experts(recorder, lambda: backend.middle(0, attn_out, residual, qkv)) == expected
 
