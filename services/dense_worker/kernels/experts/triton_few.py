@@ -21,9 +21,9 @@ from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.kernels.norm.triton_norm import normalize_as, operands_of
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
-_DOWN_AHEAD = 8  # experts of a token whose weights `down` reads into registers before its inputs are there
+_DOWN_AHEAD = 2  # experts of a token whose weights `down` reads into registers before its inputs are there
 _DOWN_COLUMNS = 1024  # features in a step of the loop of `down`
-_DOWN_ROWS = 4  # of weights in a program
+_DOWN_ROWS = 8  # of weights in a program
 
 
 def few_router(
