@@ -24,6 +24,7 @@ from services.dense_worker.kernels.triton_launch import KernelLauncher
 _DOWN_AHEAD = 2  # experts of a token whose weights `down` reads into registers before its inputs are there
 _DOWN_COLUMNS = 1024  # features in a step of the loop of `down`
 _DOWN_ROWS = 8  # of weights in a program
+_MAX_AT_ONCE = 128  # experts of which each is compared with all others
 
 
 def few_router(
@@ -74,6 +75,7 @@ def few_router(
         of_norm.eps,
         NORM=of_norm.kind,
         IS_ROUNDED=is_rounded,
+        IS_AT_ONCE=num_experts <= _MAX_AT_ONCE,
         BLOCK_IN=block_in,
         **routing.constants(num_experts),
         num_warps=4,
@@ -186,6 +188,7 @@ def _few_router_kernel(
     eps,
     NORM: tl.constexpr,
     IS_ROUNDED: tl.constexpr,
+    IS_AT_ONCE: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -234,8 +237,8 @@ def _few_router_kernel(
         if is_valid:
             chosen, its_weights = choose_for_token(
                 logits, score_bias, factors, row, multiplier, mixer_jitter, NUM_EXPERTS, NUM_GROUPS,
-                NUM_GROUPS_PER_TOKEN, NUM_PER_TOKEN, IS_SIGMOID, HAS_MULTIPLIER, IS_MIXER, RENORMALIZES, BLOCK_GROUPS,
-                BLOCK_MEMBERS, BLOCK_CHOICES,
+                NUM_GROUPS_PER_TOKEN, NUM_PER_TOKEN, IS_SIGMOID, HAS_MULTIPLIER, IS_MIXER, RENORMALIZES,
+                IS_AT_ONCE, BLOCK_GROUPS, BLOCK_MEMBERS, BLOCK_CHOICES,
             )  # fmt: skip
             choices = tl.arange(0, BLOCK_CHOICES)
             is_choice = choices < NUM_PER_TOKEN

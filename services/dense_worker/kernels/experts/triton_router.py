@@ -242,7 +242,7 @@ def _choose_kernel(
     if is_valid:
         chosen, weight = choose_for_token(
             logits, bias, factors, row, multiplier, mixer_jitter, NUM_EXPERTS, NUM_GROUPS, NUM_GROUPS_PER_TOKEN,
-            NUM_PER_TOKEN, IS_SIGMOID, HAS_MULTIPLIER, IS_MIXER, RENORMALIZES, BLOCK_GROUPS, BLOCK_MEMBERS,
+            NUM_PER_TOKEN, IS_SIGMOID, HAS_MULTIPLIER, IS_MIXER, RENORMALIZES, False, BLOCK_GROUPS, BLOCK_MEMBERS,
             BLOCK_CHOICES,
         )  # fmt: skip
         choices = tl.arange(0, BLOCK_CHOICES)
@@ -287,11 +287,15 @@ def choose_for_token(
     HAS_MULTIPLIER: tl.constexpr,
     IS_MIXER: tl.constexpr,
     RENORMALIZES: tl.constexpr,
+    IS_AT_ONCE: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
     BLOCK_MEMBERS: tl.constexpr,
     BLOCK_CHOICES: tl.constexpr,
 ):
-    """The experts of a token and their weights, [BLOCK_CHOICES]."""
+    """The experts of a token and their weights, [BLOCK_CHOICES].
+
+    IS_AT_ONCE: by each one's place among all, not one after the other, which takes several warps longer.
+    """
     # [groups, members of a group]: padding makes both powers of two.
     groups, members = tl.arange(0, BLOCK_GROUPS)[:, None], tl.arange(0, BLOCK_MEMBERS)[None, :]
     each_id = groups * (NUM_EXPERTS // NUM_GROUPS) + members
@@ -319,16 +323,24 @@ def choose_for_token(
     choices = tl.arange(0, BLOCK_CHOICES)
     chosen = tl.zeros([BLOCK_CHOICES], tl.int32)
     weight = tl.zeros([BLOCK_CHOICES], tl.float32)
-    for i in range(NUM_PER_TOKEN):
-        place = tl.argmax(key, 0)
-        its_score = tl.sum(tl.where(places == place, score, 0.0), 0)
-        if IS_MIXER:  # the softmax of it among those that are left and near
-            is_near = its_score - score <= 2 * mixer_jitter * tl.maximum(tl.abs(score), its_score)
-            its_score = 1.0 / tl.sum(tl.where(is_near, tl.exp(key - its_score), 0.0), 0)
-        expert = (place // BLOCK_MEMBERS) * (NUM_EXPERTS // NUM_GROUPS) + place % BLOCK_MEMBERS
-        chosen = tl.where(choices == i, expert, chosen)
-        weight = tl.where(choices == i, its_score, weight)
-        key = tl.where(places == place, float("-inf"), key)
+    if IS_AT_ONCE and not IS_MIXER:
+        is_before = key[:, None] > key[None, :]
+        is_before |= (key[:, None] == key[None, :]) & (places[:, None] < places[None, :])
+        its_place = tl.sum(is_before.to(tl.int32), 0)
+        is_choice = (its_place[None, :] == choices[:, None]) & (choices < NUM_PER_TOKEN)[:, None]
+        chosen = tl.sum(tl.where(is_choice, tl.reshape(each_id, [BLOCK_GROUPS * BLOCK_MEMBERS])[None, :], 0), 1)
+        weight = tl.sum(tl.where(is_choice, score[None, :], 0.0), 1)
+    else:
+        for i in range(NUM_PER_TOKEN):
+            place = tl.argmax(key, 0)
+            its_score = tl.sum(tl.where(places == place, score, 0.0), 0)
+            if IS_MIXER:  # the softmax of it among those that are left and near
+                is_near = its_score - score <= 2 * mixer_jitter * tl.maximum(tl.abs(score), its_score)
+                its_score = 1.0 / tl.sum(tl.where(is_near, tl.exp(key - its_score), 0.0), 0)
+            expert = (place // BLOCK_MEMBERS) * (NUM_EXPERTS // NUM_GROUPS) + place % BLOCK_MEMBERS
+            chosen = tl.where(choices == i, expert, chosen)
+            weight = tl.where(choices == i, its_score, weight)
+            key = tl.where(places == place, float("-inf"), key)
     if RENORMALIZES:
         weight = weight / (tl.sum(weight, 0) + (1e-20 if HAS_MULTIPLIER else 0.0))
     if HAS_MULTIPLIER:
