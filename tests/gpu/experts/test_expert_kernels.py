@@ -27,6 +27,7 @@ from tests.support.model_configs import small_config
 pytest.importorskip("triton", reason="needs triton")
 
 from services.dense_worker.kernels.experts.cuda_experts import CudaExperts
+from services.dense_worker.kernels.experts.triton_few import few_router
 from services.dense_worker.kernels.experts.triton_router import PairBlocks, Routing, choose_experts
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
@@ -326,6 +327,41 @@ def test_experts_of_few_tokens_are_counted_once(kernel_device: torch.device) -> 
     for _ in range(2):
         pair.kernels.mix(torch.randn(2, pair.hidden).to(kernel_device), experts, None)
     assert int(loads.sum()) == 5 * 64 + 2 * 8
+
+
+@pytest.mark.parametrize("num_experts", [12, 128, 144])
+@pytest.mark.parametrize("grouped", [None, replace(DEEPSEEK, is_sigmoid=False), DEEPSEEK])
+def test_few_tokens_choose_by_the_same_rule_as_many(
+    kernel_device: torch.device, num_experts: int, grouped: GroupedRouting | None
+) -> None:
+    """The first of equal experts, and others if logits are NaN or infinite. The logits are a column of the weights."""
+    num_tokens, num_per_token, hidden = 6, 5, 16
+    logits = torch.randn(num_tokens, num_experts)
+    logits[1] = torch.arange(num_experts) // 3 % 3
+    logits[2] = 0.0
+    logits[3] = float("nan")
+    logits[4, ::2] = float("-inf")
+    logits[5, 7] = float("nan")
+    launcher, routing = make_launcher(kernel_device), Routing(num_per_token, True, grouped)
+    blocks = PairBlocks(num_experts, num_tokens, num_experts + 8, kernel_device)
+    expected = torch.empty(num_tokens, num_per_token, dtype=torch.int32, device=kernel_device)
+    expected_weights = torch.empty(num_tokens, num_per_token, device=kernel_device)
+    on_device = logits.to(kernel_device)
+    choose_experts(launcher, on_device, None, routing, None, expected, expected_weights, None, blocks, 16)
+    x = torch.zeros(1, hidden, device=kernel_device)
+    x[0, 0] = 1.0
+    for row in range(num_tokens):
+        weight = torch.zeros(num_experts, hidden, device=kernel_device)
+        weight[:, 0] = on_device[row]
+        found, weights = torch.full_like(expected[:1], -1), torch.empty_like(expected_weights[:1])
+        workspace, num_done = torch.empty(1, num_experts, device=kernel_device), torch.zeros_like(found[0, :1])
+        few_router(
+            launcher, x, None, None, weight, None, workspace, num_done, None, routing, None, found, weights, None,
+            None, is_rounded=False,
+        )  # fmt: skip
+        assert len(set(found[0].tolist())) == num_per_token and int(num_done) == 0
+        assert torch.equal(found[0], expected[row])
+        torch.testing.assert_close(weights[0], expected_weights[row], rtol=1e-6, atol=0.0, equal_nan=True)
 
 
 @pytest.mark.gpu
