@@ -21,9 +21,11 @@ from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.kernels.norm.triton_norm import normalize_as, operands_of
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
-_DOWN_AHEAD = 2  # experts of a token whose weights `down` reads into registers before its inputs are there
 _DOWN_COLUMNS = 1024  # features in a step of the loop of `down`
-_DOWN_ROWS = 8  # of weights in a program
+_DOWN_ROWS = 4  # of weights in a program of `down`
+# Without a loop, if the experts of a token times the bytes of a number are at most so many: registers hold more rows,
+# and the weights of some experts, which are read before the inputs are there.
+_HELD_BYTES, _HELD_ROWS, _HELD_AHEAD = 16, 8, 2
 _MAX_AT_ONCE = 128  # experts of which each is compared with all others
 
 
@@ -141,9 +143,12 @@ def few_down(
     num_rows, out_features = out.shape
     in_features = activation.shape[1]
     block_in = min(triton.next_power_of_2(in_features), _DOWN_COLUMNS)
+    is_loop, num_per_token = in_features > block_in, experts.shape[1]
+    is_held = not is_loop and num_per_token * weight.element_size() <= _HELD_BYTES
+    block_out = _HELD_ROWS if is_held else _DOWN_ROWS
     launcher(
         _few_down_kernel,
-        (triton.cdiv(out_features, _DOWN_ROWS), num_rows),
+        (triton.cdiv(out_features, block_out), num_rows),
         out,
         activation,
         experts,
@@ -155,11 +160,11 @@ def few_down(
         num_valid,
         out_features,
         in_features,
-        NUM_PER_TOKEN=experts.shape[1],
-        NUM_AHEAD=0 if in_features > block_in else min(_DOWN_AHEAD, experts.shape[1]),
-        IS_LOOP=in_features > block_in,
+        NUM_PER_TOKEN=num_per_token,
+        NUM_AHEAD=min(_HELD_AHEAD, num_per_token) if is_held else 0,
+        IS_LOOP=is_loop,
         BLOCK_IN=block_in,
-        BLOCK_OUT=_DOWN_ROWS,
+        BLOCK_OUT=block_out,
         num_warps=4,
     )
 
