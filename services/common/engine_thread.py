@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 R = TypeVar("R")
+_Call: TypeAlias = tuple[Future[Any] | None, Callable[..., Any], tuple[Any, ...]]
 
 
 class EngineThread:
@@ -21,8 +25,7 @@ class EngineThread:
     def __init__(self, work: Callable[[], float | None] = lambda: None) -> None:
         self.failure: Future[NoReturn] = Future()  # the error that ended the thread, if one did
         self._work = work
-        self._calls: queue.SimpleQueue[tuple[Future[Any] | None, Callable[..., Any], tuple[Any, ...]]]
-        self._calls = queue.SimpleQueue()
+        self._calls = _Calls()
         self._is_stopping = False
         self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -56,7 +59,7 @@ class EngineThread:
     def make_call(self, timeout_s: float | None) -> bool:
         """Waits for the next call and makes it; returns False if none arrived. For this thread, also within `work`."""
         try:
-            future, function, arguments = self._calls.get(timeout=timeout_s)
+            future, function, arguments = self._calls.get(timeout_s)
         except queue.Empty:
             return False
         if future is None:
@@ -80,13 +83,45 @@ class EngineThread:
             self._cancel_calls()
 
     def _cancel_calls(self) -> None:
-        while True:
-            try:
-                future, *_ = self._calls.get_nowait()
-            except queue.Empty:
-                return
+        for future, *_ in self._calls.take_all():
             if future is not None:
                 future.cancel()
+
+
+class _Calls:
+    """A queue whose reader may wait for microseconds.
+
+    With `queue.SimpleQueue` of CPython 3.11 and 3.12 it would sometimes wait until the next call comes, however long
+    that takes: if the time is over before its `get` has looked twice, what is left of it is negative, which means for
+    ever.
+    """
+
+    def __init__(self) -> None:
+        self._calls = deque[_Call]()
+        self._has_come = threading.Lock()  # free if a call may have come since the reader has looked
+        self._has_come.acquire()
+
+    def put(self, call: _Call) -> None:
+        """Never blocks. For any thread."""
+        self._calls.append(call)
+        if self._has_come.locked():
+            with contextlib.suppress(RuntimeError):  # another thread has just done it
+                self._has_come.release()
+
+    def get(self, timeout_s: float | None) -> _Call:
+        """The oldest call. Raises `queue.Empty` if none comes in time; None: waits until one comes. For one thread."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._calls:
+            left_s = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._has_come.acquire(timeout=left_s):
+                raise queue.Empty
+        return self._calls.popleft()
+
+    def take_all(self) -> Iterator[_Call]:
+        """What is left when nobody calls `get` any more. For any thread."""
+        with contextlib.suppress(IndexError):
+            while True:
+                yield self._calls.popleft()
 
 
 def _fulfil(future: Future[R], function: Callable[..., R], arguments: tuple[Any, ...]) -> None:

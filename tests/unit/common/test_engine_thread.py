@@ -50,6 +50,44 @@ def test_work_runs_after_the_calls_and_repeats_until_it_can_wait() -> None:
     assert thread.stop(TIMEOUT_S)
 
 
+def test_a_short_wait_ends_although_a_call_came_before() -> None:
+    """`queue.SimpleQueue` of CPython 3.11 and 3.12 then waits for the next call, however long that takes."""
+    num_waits, has_made, has_ended = 2000, list[bool](), threading.Event()
+
+    def work() -> None:
+        for _ in range(num_waits):
+            thread.post(lambda: None)
+            has_made.append(thread.make_call(0.0))
+            has_made.append(thread.make_call(1e-6))
+        has_ended.set()
+
+    thread = EngineThread(work)
+    thread.start()
+    assert has_ended.wait(TIMEOUT_S)
+    assert has_made == [True, False] * num_waits
+    assert thread.stop(TIMEOUT_S)
+
+
+def test_no_call_is_lost_between_threads() -> None:
+    thread, made, num_calls = EngineThread(lambda: 20e-6), list[int](), 2000
+    thread.start()
+
+    def post(first: int) -> None:
+        for number in range(first, first + num_calls):
+            thread.post(made.append, number)
+
+    posting = [threading.Thread(target=post, args=(poster * num_calls,)) for poster in range(3)]
+    for each in posting:
+        each.start()
+    for each in posting:
+        each.join(TIMEOUT_S)
+    assert thread.submit(len, made).result(TIMEOUT_S) == 3 * num_calls
+    for poster in range(3):
+        own = [each for each in made if each // num_calls == poster]
+        assert own == list(range(poster * num_calls, (poster + 1) * num_calls))
+    assert thread.stop(TIMEOUT_S)
+
+
 def test_work_that_asks_for_a_delay_runs_again_without_a_call() -> None:
     actions: queue.Queue[None] = queue.Queue()
 
