@@ -112,6 +112,35 @@ def test_workers_come_and_go_under_streams(
     workers.wait_idle()
 
 
+def test_several_changes_at_once_beside_a_kill_change_no_token(
+    workers: Cluster, messages: list[gateway_pb2.GenerateRequest], of_one_worker: list[Collected]
+) -> None:
+    leaves = ctl(workers, "add-attention").stdout.split()[1].rstrip(",")
+    changes = [("add-attention",)] * 3 + [("drain-attention", each) for each in (leaves, "attn_worker")]
+    answers = dict[tuple[str, ...], list[str]]()
+
+    def change() -> None:
+        with ThreadPoolExecutor(len(changes)) as threads:
+            calls = [threads.submit(ctl, workers, *each) for each in changes]
+            os.kill(pid_of(workers, "attn_worker"), signal.SIGKILL)
+            for each, call in zip(changes, calls, strict=True):
+                answers.setdefault(each, []).append(call.result().stdout + call.result().stderr)
+
+    for collected, expected in zip(collect_all(workers.gateway, messages, change), of_one_worker, strict=True):
+        collected.assert_equals(expected)
+    added = [re.fullmatch(r"added (attn_worker-\d+), process \d+\n", each) for each in answers["add-attention",]]
+    assert all(added), answers
+    assert "attn_worker stays as long as the launcher" in answers["drain-attention", "attn_worker"][0]
+    assert "has no sequence any more, and has been stopped" in answers["drain-attention", leaves][0]
+    workers.wait_idle()
+    for name in [each[1] for each in added if each is not None]:
+        assert ctl(workers, "drain-attention", name).returncode == 0
+    deadline = time.monotonic() + 60.0
+    while len(workers.dense_status().attention_workers) != 2:  # one that was killed comes back
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_a_process_that_dies_in_a_drain_changes_no_token(
     workers: Cluster,
     messages: list[gateway_pb2.GenerateRequest],
