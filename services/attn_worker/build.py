@@ -172,7 +172,7 @@ def _load_kernels(
     section: AttentionSection, model: ResolvedModel, limits: StepLimits, *, is_deterministic: bool, decode_only: bool
 ) -> None:
     """Makes the GPU's context, and loads kernels: of steps that only decode, or of all."""
-    from services.attn_worker.runner.cuda_layer_runner import load_kernels
+    from services.attn_worker.runner.cuda_layer_runner import compiling_together, load_kernels
 
     try:
         with naming_what_needs_memory("the context and the kernels of an attention worker"):
@@ -182,9 +182,15 @@ def _load_kernels(
             spec = _one_block(section, model)
             arguments = (model.config, spec, model.dtype, model.device, model.max_model_len)
             most = {"max_num_seqs": limits.max_num_seqs, "max_num_tokens": limits.max_num_tokens}
-            backend = _capturable_backend(spec, is_deterministic)(*arguments, **most)
-            load_kernels(backend, model, limits.max_num_seqs, 0 if decode_only else limits.max_num_tokens)
-            del backend
+            make_backend = _capturable_backend(spec, is_deterministic)
+
+            def load() -> None:
+                backend = make_backend(*arguments, **most)
+                load_kernels(backend, model, limits.max_num_seqs, 0 if decode_only else limits.max_num_tokens)
+
+            with compiling_together():
+                load()
+            load()
     finally:
         torch.cuda.empty_cache()  # the cache of the worker that serves may need the memory
 
@@ -433,7 +439,13 @@ def _build_runner(
 
     def make_runner(backend: CapturableAttention) -> CudaLayerRunner:
         sizes = (spec.num_layers, limits.max_num_seqs)
-        return CudaLayerRunner(backend, *sizes, _extra_rows_of(backend), captures_lazily=section.captures_lazily)
+        return CudaLayerRunner(
+            backend,
+            *sizes,
+            _extra_rows_of(backend),
+            captures_lazily=section.captures_lazily,
+            has_other_lanes=limits.num_lanes > 1,
+        )
 
     backend = make_backend(*arguments, **most)
     if limits.num_lanes == 1:

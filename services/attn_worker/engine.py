@@ -177,10 +177,15 @@ class AttentionEngine:
             attachment.launching = None
 
     def _work(self) -> float | None:
-        """Goes on with the steps of several lanes. Returns how long to wait for a call; None: until one comes."""
+        """Goes on with the steps of several lanes, or uses an idle moment. Returns how long to wait for a call; None:
+        until one comes.
+        """
         attachment = self._attachment
-        if attachment is None or len(attachment.channels) == 1:
+        if attachment is None:
             return None
+        if len(attachment.channels) == 1:
+            is_idle = not attachment.request_ids  # nobody has a sequence, which would wait
+            return 0.0 if is_idle and self._runner.capture_ahead() else None
         try:
             is_any_left = self._runner.advance()
             self._commit_done(attachment)

@@ -73,7 +73,8 @@ class AttentionWorker:
         backend = select_backend(section, model, is_deterministic=is_deterministic)
         check_host_tier(section, model)
         use_device(model.device, section.num_threads)
-        if options.standby is not None or options.is_restarted:  # streams wait, and would wait for all graphs
+        has_streams = options.standby is not None or options.is_restarted
+        if has_streams and config.scheduler.num_lanes > 1:  # they would wait for all graphs
             section = section.model_copy(update={"captures_lazily": True})
         pinned_tier, loading = None, None
         limits = StepLimits(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)

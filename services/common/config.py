@@ -305,7 +305,8 @@ class AttentionSection(Section):
     kv_events: ZmqEndpoint | None = None
     kv_events_replay: ZmqEndpoint | None = None  # where it can be asked for what it told before; usually tcp://*:5558
     kv_events_topic: str = ""  # of these messages; llm-d expects "kv@POD@MODEL"
-    # true: capture each CUDA graph when a step first needs it, which delays that step; false: capture all at start
+    # true: capture each CUDA graph when a step first needs it, which delays that step; false: also whenever nobody
+    # has a request, so that soon after the start there are all; lanes: all at start
     captures_lazily: bool = False
     metrics_address: TcpAddress | None = None  # address of /metrics for Prometheus; usually 127.0.0.1:9102
 

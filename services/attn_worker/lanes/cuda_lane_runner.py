@@ -45,3 +45,7 @@ class CudaLaneRunner:
     def advance(self) -> bool:
         """The device runs all that is launched."""
         return False
+
+    def capture_ahead(self) -> bool:
+        """Nothing is to be prepared: lanes, for whose steps a capture would wait, have captured all graphs."""
+        return False

@@ -59,6 +59,10 @@ class TurnLayerRunner:
             self._turns.pause()
         return self._turns.has_any
 
+    def capture_ahead(self) -> bool:
+        """Nothing is to be prepared."""
+        return False
+
     def _run(
         self, step: StepMetadata, channel: TurnChannel, copies: Iterable[tuple[Sequence[tuple[int, int]], int]]
     ) -> Iterator[Flag]:

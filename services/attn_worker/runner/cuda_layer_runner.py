@@ -7,11 +7,15 @@ The graphs include the handoffs. The host never waits between layers: the stream
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Sequence
+import os
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import structlog
 import torch
 
 from services.attn_worker.layers import DECODE_ONLY, CapturableAttention, StepShape, use_learned
@@ -21,7 +25,10 @@ from services.channel import Channel
 from services.common.attention.learned import Learned
 from services.common.batch_buckets import batch_buckets, bucket_for, chunk_buckets, prompt_buckets
 from services.common.cuda_graphs import StepGraphs
+from services.common.errors import CapacityError
 from services.common.resolve import ResolvedModel
+
+log = structlog.get_logger()
 
 
 class _Size(NamedTuple):
@@ -42,9 +49,12 @@ class CudaLayerRunner:
         take_extra_rows: TakeExtraRows | None = None,
         *,
         captures_lazily: bool,
+        has_other_lanes: bool = False,
     ) -> None:
+        """`has_other_lanes`: for whose steps a capture would wait."""
         self._take_extra_rows = take_extra_rows
-        self._captures_lazily = captures_lazily
+        self._captures_lazily, self._has_other_lanes = captures_lazily, has_other_lanes
+        self._without_graph = set[_Size]()  # since memory had no room
         self._backend = backend
         self._num_layers = num_layers
         self._max_num_seqs = max_num_seqs
@@ -52,18 +62,23 @@ class CudaLayerRunner:
         self._graphs: dict[Channel, StepGraphs[_Size]] = {}
 
     def attach(self, channels: Iterable[Channel], learned: Learned) -> None:
-        """Passes the values on, and captures a graph per bucket for each channel, unless
-        `captures_lazily` is on.
+        """Passes the values on, and leaves the graphs to `capture_ahead`, unless `captures_lazily` is on.
 
-        Later attachments capture lazily: streams wait for them, and kernels are compiled already.
+        With other lanes the first attachment captures them now and later ones when steps need them: streams wait for
+        these, and kernels are compiled already.
         """
         torch.cuda.set_device(self._stream.device)  # for the engine thread, which would otherwise use the first GPU
         with torch.cuda.stream(self._stream):
             use_learned(self._backend, learned)
         self._graphs.clear()  # frees their memory before the new graphs need it
+        self._without_graph.clear()
         for channel in channels:
             self._graphs[channel] = self._make_graphs(channel)
-        self._captures_lazily = True
+        self._captures_lazily |= self._has_other_lanes
+
+    def capture_ahead(self) -> bool:
+        """Captures one graph."""
+        return any(graphs.capture_next() for graphs in self._graphs.values())
 
     def _make_graphs(self, channel: Channel) -> StepGraphs[_Size]:
         backend, layers = self._backend, range(self._num_layers)
@@ -79,7 +94,8 @@ class CudaLayerRunner:
         graphs = StepGraphs(self._stream, warm_up, run)
         if not self._captures_lazily:
             shapes = backend.captured_shapes
-            graphs.capture_all(_Size(rows, each) for each in shapes for rows in reversed(self._rows(channel, each)))
+            sizes = (_Size(rows, each) for each in shapes for rows in reversed(self._rows(channel, each)))
+            (graphs.capture_all if self._has_other_lanes else graphs.capture_later)(sizes)
         return graphs
 
     def _rows(self, channel: Channel, shape: StepShape) -> list[int]:
@@ -108,10 +124,12 @@ class CudaLayerRunner:
         with torch.cuda.stream(self._stream):
             if self._take_extra_rows is not None:
                 self._take_extra_rows(step, channel)
+            size = graph = None
             if shape is not None:
-                num_rows = bucket_for(self._rows(channel, shape), len(step.positions))
-                graph = self._graphs[channel].find(_Size(num_rows, shape))
-                self._backend.begin_step(step, num_rows, shape)
+                size = _Size(bucket_for(self._rows(channel, shape), len(step.positions)), shape)
+                graph = self._find_graph(channel, size)
+            if size is not None and graph is not None:
+                self._backend.begin_step(step, size.num_rows, size.shape)
                 graph.replay()
             else:
                 self._backend.begin_step(step)
@@ -119,6 +137,17 @@ class CudaLayerRunner:
             event = torch.cuda.Event()
             event.record()
         return _Launched(event, channel)
+
+    def _find_graph(self, channel: Channel, size: _Size) -> torch.cuda.CUDAGraph | None:
+        """None: memory has no room for it."""
+        if size in self._without_graph:
+            return None
+        try:
+            return self._graphs[channel].find(size)
+        except CapacityError as error:
+            log.warning("no room for the graph of a step", size=str(size), reason=str(error))
+            self._without_graph.add(size)
+            return None
 
     def advance(self) -> bool:
         """The device runs all that is launched."""
@@ -138,6 +167,28 @@ class _Launched:
 
     def drop(self) -> None:
         pass
+
+
+@contextmanager
+def compiling_together() -> Iterator[None]:
+    """A context in which no Triton kernel runs. At its end those that were launched are compiled, several at a time.
+
+    It holds for all threads: use it before others launch kernels.
+    """
+    import triton
+    from triton.runtime import JITFunction
+
+    run = JITFunction.run
+
+    def compile_only(kernel: JITFunction, *arguments: Any, **options: Any) -> Any:
+        return run(kernel, *arguments, **options | {"warmup": True})
+
+    JITFunction.run = compile_only
+    try:
+        with ThreadPoolExecutor(os.cpu_count()) as threads, triton.AsyncCompileMode(threads):
+            yield
+    finally:
+        JITFunction.run = run
 
 
 @torch.inference_mode()

@@ -61,6 +61,10 @@ class LayerRunner(Protocol):
         """
 
 
+    def capture_ahead(self) -> bool:
+        """Prepares one kind of later steps, in a moment in which nobody waits. False: nothing is left to prepare."""
+
+
 class EagerLayerRunner:
     """A `LayerRunner` for backends that act at once, as on a CPU. A launched step has ended."""
 
@@ -98,6 +102,10 @@ class EagerLayerRunner:
 
     def advance(self) -> bool:
         """No step is left."""
+        return False
+
+    def capture_ahead(self) -> bool:
+        """Nothing is to be prepared."""
         return False
 
 

@@ -124,3 +124,35 @@ def test_a_sequence_stored_with_other_scales_is_not_continued() -> None:
         assert open_now(engine, attachment, new).num_cached_tokens == num_cached
         plan = plan_of(1, PlanEntry(1, num_cached, 7 - num_cached, 0))
         engine.run_step(attachment, plan, 0.0, lambda accepted: None)
+
+
+def test_graphs_are_captured_while_nobody_has_a_sequence() -> None:
+    left = [3, 2, 1]
+    runner: Any = SimpleNamespace(
+        attach=lambda channels, learned: None,
+        launch=lambda step, channel, after: FinishedStep(),
+        capture_ahead=lambda: bool(left) and bool(left.pop()),
+    )
+    engine = AttentionEngine(
+        build_cache(8, 4, max_model_len=32), runner, AttentionMetrics(CollectorRegistry(), lambda: None)
+    )
+    assert engine._work() is None, "nothing is attached"
+    attachment = Attachment(1, {0: SimpleNamespace(waited_s=None, close=lambda: None)}, max_num_tokens=16)  # type: ignore
+    engine.attach(attachment, "00", Learned(KVScales.ones(2)))
+    assert engine._work() == 0.0 and left == [3, 2], "one at a time, so that a sequence waits for one at most"
+    open_now(engine, attachment, NewSequence(5, "", (1, 2, 3), 3))
+    assert engine._work() is None and left == [3, 2]
+    engine.run_step(attachment, plan_of(1, PlanEntry(5, 0, 3, 0)), 0.0, lambda accepted: None)
+    assert engine._work() is None and left == [3, 2], "the sequence goes on"
+    engine.run_step(attachment, plan_of(2, close_seq_ids=(5,)), 0.0, lambda accepted: None)
+    assert [engine._work() for _ in range(3)] == [0.0, 0.0, None]
+
+
+def test_other_lanes_wait_for_no_capture() -> None:
+    channels: dict[int, Any] = {lane: SimpleNamespace(close=lambda: None) for lane in (0, 1)}
+    runner: Any = SimpleNamespace(attach=lambda channels, learned: None, advance=lambda: False)  # and no capture_ahead
+    engine = AttentionEngine(
+        build_cache(8, 4, max_model_len=32), runner, AttentionMetrics(CollectorRegistry(), lambda: None)
+    )
+    engine.attach(Attachment(1, channels, max_num_tokens=16), "00", Learned(KVScales.ones(2)))
+    assert engine._work() is None
