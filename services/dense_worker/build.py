@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -62,7 +64,7 @@ from services.dense_worker.parameters import parts_of_type
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.dense_worker.runner.step_hook import StepHook
 from services.dense_worker.sampling.editors import EDITORS
-from services.dense_worker.sampling.sampler import Sampler
+from services.dense_worker.sampling.sampler import Sampler, compile_kernels
 from services.dense_worker.standby import weight_bytes
 from services.dense_worker.tensorrt.profiles import Limits
 from services.grammar.vocabulary import Vocabulary, read_vocabulary
@@ -252,6 +254,9 @@ def prepare_model(
     if model.device.type != "cpu":
         torch.zeros(1, device=model.device)  # makes the context
         import services.dense_worker.runner.cuda_model_runner  # noqa: F401  with triton
+
+        # Meanwhile, because it takes seconds if Triton has them not in its cache. What fails there fails again later.
+        threading.Thread(target=_compile_sampling, args=(model,), name="compile-sampling", daemon=True).start()
     section, scheduler = config.model, config.scheduler
     grammars = Grammars(lambda: _read_vocabulary(section, model))  # begins now: reading it holds the lock
     limits = Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
@@ -263,6 +268,11 @@ def prepare_model(
     drafter = prepare_drafter(config, model, lifeline)
     images = prepare_images(config, model, digest, lifeline, backend.tensorrt, report)
     return PreparedModel(config, model, grammars, backend, digest, lifeline, held, report, drafter, images)
+
+
+def _compile_sampling(model: ResolvedModel) -> None:
+    with contextlib.suppress(RuntimeError):  # includes torch.OutOfMemoryError
+        compile_kernels(model.config.vocab_size, model.device, {torch.float32, model.dtype})
 
 
 def make_expert_loads(weights: ModelWeights) -> ExpertLoads | None:

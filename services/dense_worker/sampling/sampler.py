@@ -8,7 +8,7 @@ border of a filter, are that close.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -48,6 +48,15 @@ class SampledTokens:
     ranked: RankedTokens | None  # one row for each of `num_logprobs`; None if that is empty
 
 
+def compile_kernels(vocab_size: int, device: torch.device, logits_dtypes: Iterable[torch.dtype]) -> None:
+    """Compiles what a `Sampler` on a GPU runs, unless that is in Triton's cache. Waits for the device."""
+    from services.dense_worker.sampling import triton_greedy, triton_gumbel
+
+    torch.cuda.set_device(device)  # of the calling thread
+    for kernels in (triton_gumbel, triton_greedy):
+        kernels.compile_kernels(vocab_size, device, logits_dtypes)
+
+
 class Sampler:
     """Samples for up to `max_num_seqs` running sequences, each in a slot that the caller assigns.
 
@@ -82,8 +91,7 @@ class Sampler:
             from services.dense_worker.sampling import triton_greedy, triton_gumbel
 
             self._draw_tokens, self._find_greatest = triton_gumbel.draw, triton_greedy.find_greatest
-            for kernels in (triton_gumbel, triton_greedy):
-                kernels.compile_kernels(vocab_size, self._device, {torch.float32, logits_dtype})
+            compile_kernels(vocab_size, self._device, {torch.float32, logits_dtype})
 
     def add(
         self,
