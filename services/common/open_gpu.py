@@ -1,23 +1,29 @@
-"""`open_gpu_ahead`: makes the context of a worker's GPU while the worker imports its modules, which takes longer.
+"""`open_gpu_ahead`: what a worker's GPU needs and Python's lock does not, while the worker imports its modules.
 
-The driver needs no torch for it. As a client of MPS the first process also waits until MPS has started its server.
+The driver makes the context without torch; as a client of MPS the first process also waits until MPS has started its
+server. Triton reads all of its own files for the names of its cached kernels.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
 
 
 def open_gpu_ahead(device: str) -> None:
-    """Begins, on a thread of its own. What fails here fails again, with a message, when torch needs the GPU.
+    """Begins, on threads of its own. What fails here fails again, with a message, when torch needs the GPU.
 
     device: a key of the config.
     """
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does, if it comes first
     index = int(device.partition(":")[2] or 0)
     threading.Thread(target=_open, args=(index,), name="open-gpu", daemon=True).start()
+    with contextlib.suppress(ImportError):
+        from triton.runtime.cache import triton_key  # which keeps its result
+
+        threading.Thread(target=triton_key, name="triton-key", daemon=True).start()
 
 
 def _open(index: int) -> None:
