@@ -60,7 +60,6 @@ class LayerRunner(Protocol):
         May raise the errors of `Channel.wait`.
         """
 
-
     def capture_ahead(self) -> bool:
         """Prepares one kind of later steps, in a moment in which nobody waits. False: nothing is left to prepare."""
 
