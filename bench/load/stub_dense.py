@@ -1,8 +1,7 @@
 """A dense worker without a model, to test gateways: it emits one token per stream and step.
 
-It runs in a process of its own, behind the real gRPC API, and sends steps by a socket as the real one does. Steps have
-a fixed pace, or are as fast as clients receive tokens: clients report their receipts, and at most `max_backlog` steps
-are in flight.
+It runs in a process of its own, behind the real gRPC API. Steps have a fixed pace, or are as fast as clients receive
+tokens: clients report their receipts, and at most `max_backlog` steps are in flight.
 """
 
 from __future__ import annotations
@@ -22,24 +21,11 @@ import grpc
 import uvloop
 
 from bench.load.stats import NS_PER_S
-from services.common.dense_info import dense_info_metadata
 from services.pb import dense_pb2, dense_pb2_grpc
-from services.rpc.message_stream import TAKEN, MessageStream, take_offer
 
 MAX_MODEL_LEN = 100_000_000  # no stream ends while it is measured
 RECEIPT = struct.Struct("<q")  # tokens that a client received since its last receipt
 READY_TIMEOUT_S = 30.0
-MAX_MESSAGE_BYTES = 2**26  # of a gateway
-INFO = dense_pb2.DenseInfo(
-    family="llama",
-    dtype="float32",
-    vocab_size=1024,
-    num_layers=1,
-    max_model_len=MAX_MODEL_LEN,
-    weights_hash="c0ffee",
-    backend="stub",
-    device="cpu",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +43,7 @@ class StubSettings:
 class StubReport:
     """The stub's record. Times in ns of the monotonic clock."""
 
-    step_ns: list[int]  # when each step was handed to the stream's writer
+    step_ns: list[int]  # when each step was handed to gRPC
     first_step: dict[int, int]  # by seed: index of the step with a stream's first token
     num_gateways: int  # connected now
 
@@ -143,29 +129,29 @@ class _StubDense(dense_pb2_grpc.DenseWorkerServicer):
     async def GetInfo(
         self, request: dense_pb2.GetInfoRequest, context: grpc.aio.ServicerContext
     ) -> dense_pb2.DenseInfo:
-        return INFO
+        return dense_pb2.DenseInfo(
+            family="llama",
+            dtype="float32",
+            vocab_size=1024,
+            num_layers=1,
+            max_model_len=MAX_MODEL_LEN,
+            weights_hash="c0ffee",
+            backend="stub",
+            device="cpu",
+        )
 
     async def Connect(
         self, requests: AsyncIterator[dense_pb2.GatewayMessage], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[dense_pb2.StepOutput]:
-        messages = take_offer(context.invocation_metadata(), MAX_MESSAGE_BYTES)
         gateway = _Gateway()
         self._gateways.append(gateway)
-        reader = asyncio.create_task(self._read(requests if messages is None else _read_all(messages), gateway))
-        taken = () if messages is None else TAKEN
-        await context.send_initial_metadata((*dense_info_metadata(INFO), *taken))
+        reader = asyncio.create_task(self._read(requests, gateway))
         try:
             while True:
-                output = await gateway.outputs.get()
-                if messages is None:
-                    yield output
-                else:
-                    await messages.write(output.SerializeToString())
+                yield await gateway.outputs.get()
         finally:
             reader.cancel()
             self._gateways.remove(gateway)
-            if messages is not None:
-                messages.close()
 
     async def run_steps(self) -> None:
         """Emits steps, each with the streams of all gateways, until cancelled."""
@@ -215,11 +201,6 @@ class _StubDense(dense_pb2_grpc.DenseWorkerServicer):
             if not self._num_streams():
                 self._num_under_way = 0  # cancelled tokens are never reported
             self._updates.set()
-
-
-async def _read_all(messages: MessageStream) -> AsyncIterator[dense_pb2.GatewayMessage]:
-    while (message := await messages.read()) is not None:
-        yield dense_pb2.GatewayMessage.FromString(message)
 
 
 class _Gateway:

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from functools import partial
@@ -33,7 +33,6 @@ from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.installed import has_progress, prepare_policy
 from services.dense_worker.metrics import DenseMetrics
 from services.pb import dense_pb2, dense_pb2_grpc
-from services.rpc.message_stream import TAKEN, MessageStream, take_offer
 from services.rpc.server import until_over
 from services.rpc.watchdog import Watchdog
 from services.step.sequence_spec import decode_spec
@@ -96,9 +95,7 @@ class GatewayEngine(Protocol):
 class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
     """Serves gateways. It knows which gateway owns which sequence; the engine does not."""
 
-    def __init__(self, metrics: DenseMetrics, tracer: SequenceTracer, max_message_bytes: int) -> None:
-        """`max_message_bytes`: of a gateway's message."""
-        self._max_message_bytes = max_message_bytes
+    def __init__(self, metrics: DenseMetrics, tracer: SequenceTracer) -> None:
         self._metrics = metrics
         self._tracer = tracer
         self._preparing: dict[asyncio.Task[None], _Outbox] = {}  # of sequences that are not ready for the queue
@@ -247,32 +244,15 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
     async def Connect(
         self, requests: AsyncIterator[dense_pb2.GatewayMessage], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[dense_pb2.StepOutput]:
-        _, info = self._require_ready()
-        metadata, peer = dense_info_metadata(info), context.peer()  # reading it after the end of the call would crash
-        messages = take_offer(context.invocation_metadata(), self._max_message_bytes)
-        if messages is None:
-            await context.send_initial_metadata(metadata)
-            async with contextlib.aclosing(self._converse(until_over(requests), peer)) as outputs:
-                async for output in outputs:
-                    yield output
-            return
-        with contextlib.closing(messages):
-            await context.send_initial_metadata((*metadata, *TAKEN))
-            async with contextlib.aclosing(self._converse(_read_all(messages), peer)) as outputs:
-                async for output in outputs:
-                    await messages.write(output.SerializeToString())
-
-    async def _converse(
-        self, requests: AsyncIterator[dense_pb2.GatewayMessage], peer: str
-    ) -> AsyncGenerator[dense_pb2.StepOutput, None]:
-        """Serves a gateway; yields what it gets. Closes its sequences at the end."""
         engine, info = self._require_ready()
+        await context.send_initial_metadata(dense_info_metadata(info))
         outbox: _Outbox = asyncio.Queue()
         number = next(self._stream_numbers)
         self._streams[number] = outbox
         reader = asyncio.create_task(self._read(requests, engine, number, info.vocab_size))
         self._readers.add(reader)
         reader.add_done_callback(self._readers.discard)
+        peer = context.peer()  # reading it after the end of the call would crash
         log.info("gateway connected", peer=peer)
         try:
             is_last = False
@@ -380,7 +360,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
     ) -> None:
         outbox = self._streams[number]
         receivers = {feature.message: feature for feature in self._features if feature.message}
-        async for request in requests:
+        async for request in until_over(requests):
             if number not in self._streams:
                 return
             kind = request.WhichOneof("message")
@@ -455,12 +435,6 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
     def _refuse(self, sequence: Sequence, error: TwostrokeError) -> None:
         output = SequenceOutput(sequence, (), FinishReason.ERROR, error)
         self.deliver(StepReport(0, outputs=StepOutputs(others=[output])))
-
-
-async def _read_all(messages: MessageStream) -> AsyncIterator[dense_pb2.GatewayMessage]:
-    """A gateway's messages until it closes its end, which it does when its call ends."""
-    while (message := await messages.read()) is not None:
-        yield dense_pb2.GatewayMessage.FromString(message)
 
 
 def decode_sequence(submit: dense_pb2.Submit, stream: int) -> Sequence:

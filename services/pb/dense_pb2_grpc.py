@@ -80,10 +80,7 @@ class DenseWorkerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Connect(self, request_iterator, context):
-        """The one multiplexed stream of a gateway. When it breaks, the gateway's sequences are closed. If the metadata name a
-        "message-socket", an abstract Unix socket, the worker may connect to it and send "message-socket-secret": then its
-        initial metadata have the first key, too, and all messages go by the socket, each after its length as a
-        little-endian uint32.
+        """The one multiplexed stream of a gateway. When it breaks, the gateway's sequences are closed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

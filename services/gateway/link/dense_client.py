@@ -7,7 +7,9 @@ client connects again and continues its open sequences; requests see a pause.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
+from collections.abc import Iterator
 from typing import Protocol
 
 import grpc
@@ -17,15 +19,18 @@ from services.common.config import PeerSection
 from services.common.errors import CapacityError, PeerError
 from services.gateway.images.sent_pictures import SentPictures
 from services.gateway.link.crash_record import CrashRecord
-from services.gateway.link.dense_messages import encode_submit, keep_output, keep_reports, table_parts
-from services.gateway.link.dense_stream import DenseStream
+from services.gateway.link.dense_messages import (
+    encode_submit,
+    keep_output,
+    keep_reports,
+    table_parts,
+)
 from services.gateway.link.journal_entry import JournalEntry
 from services.gateway.link.outbox import Item, Outbox
-from services.gateway.link.served_model import ServedModel, ask_info, served_model
+from services.gateway.link.served_model import ServedModel, ask_info, peer_error, served_model, wait_info
 from services.gateway.link.stream_sequences import StreamSequences
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.client import open_channel, read_peer_tls
-from services.rpc.message_stream import OfferLost
 
 log = structlog.get_logger()
 
@@ -137,30 +142,26 @@ class DenseClient:
         old worker.
         """
         loop = asyncio.get_running_loop()
-        timeout_s, max_bytes = self._peers.rpc_timeout_s, self._peers.max_message_bytes
+        timeout_s = self._peers.rpc_timeout_s
         retry_s = FIRST_RETRY_S
-        offers_socket = self._tls is None  # otherwise messages by it would have no encryption and no certificates
         while True:
             start = loop.time()
             try:
                 if shared_channel is not None:
-                    stub = dense_pb2_grpc.DenseWorkerStub(shared_channel)
-                    with DenseStream.opening(stub, max_bytes, offers_socket=offers_socket) as stream:
-                        info = await stream.begin(timeout_s)
+                    call = dense_pb2_grpc.DenseWorkerStub(shared_channel).Connect()
+                    with _cancelling(call):
+                        info = await wait_info(call, timeout_s)
                         self._meet(info)
-                        await self._converse(stream, info)
+                        await self._converse(call, info)
                 else:
-                    async with open_channel(self._address, max_bytes, self._tls) as channel:
+                    async with open_channel(self._address, self._peers.max_message_bytes, self._tls) as channel:
                         stub = dense_pb2_grpc.DenseWorkerStub(channel)
                         info = await ask_info(stub, timeout_s)
                         self._meet(info)
-                        with DenseStream.opening(stub, max_bytes, offers_socket=offers_socket) as stream:
-                            await stream.begin(timeout_s)
-                            await self._converse(stream, info)
+                        await self._converse(stub.Connect(), info)
             except StreamReopened:
                 continue
             except PeerError as error:
-                offers_socket = self._tls is None and not isinstance(error, OfferLost)
                 self._note_absence(str(error))
             if loop.time() - start > MAX_RETRY_S:  # a stream has broken, or a worker was waited for: again at once
                 retry_s = FIRST_RETRY_S
@@ -173,12 +174,12 @@ class DenseClient:
         self.worker = info.epoch
         self._crashes.record_connected(info.epoch)
 
-    async def _converse(self, stream: DenseStream, info: dense_pb2.DenseInfo) -> None:
+    async def _converse(self, call: grpc.aio.StreamStreamCall, info: dense_pb2.DenseInfo) -> None:
         sent_pictures = SentPictures(shares_memory=info.reads_memory_files)
         # No TaskGroup: in Python 3.11 it loses a cancellation if one of its tasks fails at the same time.
-        tasks = [asyncio.create_task(self._read(stream))]
+        tasks = [asyncio.create_task(self._read(call))]
         try:
-            tasks.append(asyncio.create_task(self._write(stream, await self._begin(), sent_pictures)))
+            tasks.append(asyncio.create_task(self._write(call, await self._begin(), sent_pictures)))
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()  # raises the error that ended the stream
@@ -217,7 +218,7 @@ class DenseClient:
             self._limit_wait(entry)
         await self._owner.note_connection(self, False)
 
-    async def _write(self, stream: DenseStream, outbox: Outbox, sent_pictures: SentPictures) -> None:
+    async def _write(self, call: grpc.aio.StreamStreamCall, outbox: Outbox, sent_pictures: SentPictures) -> None:
         """Writes one message per iteration of the event loop: encoding a long prompt takes a millisecond.
 
         A search is encoded in a thread. If what it has found is more than a message may have, it fails alone.
@@ -233,10 +234,10 @@ class DenseClient:
                 table = message.request.prompt_embeds
                 if table is not None and table.hash != table_hash:
                     for part in table_parts(table):
-                        await stream.write(part)
+                        await _write_message(call, part)
                     table_hash = table.hash
                 for part in sent_pictures.parts_for(message.request.pictures):
-                    await stream.write(part)
+                    await _write_message(call, part)
                 if message.search is None:
                     message = encode_submit(message)
                 else:
@@ -244,21 +245,25 @@ class DenseClient:
                     if (error := self._check_size(message)) is not None:
                         entry.fail(error)
                         continue
-            await stream.write(message)
+            await _write_message(call, message)
 
-    async def _read(self, stream: DenseStream) -> None:
-        async for output in stream.outputs():
-            self.num_messages += 1
-            if output.reports:  # before the tokens, whose chunks include them
-                keep_reports(self.sequences, output)
-            if output.HasField("prefix_generation"):
-                self._owner.prefix_generation = max(self._owner.prefix_generation, output.prefix_generation)
-                self._confirm(is_forgotten=True)
-            self._crashes.record_admitted(output.admitted)
-            keep_output(self.sequences, output)
-            if output.HasField("farewell"):
-                self._crashes.record_farewell(output.farewell)
-                raise PeerError(output.farewell.reason)
+    async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
+        try:
+            async for output in call:
+                self.num_messages += 1
+                if output.reports:  # before the tokens, whose chunks include them
+                    keep_reports(self.sequences, output)
+                if output.HasField("prefix_generation"):
+                    self._owner.prefix_generation = max(self._owner.prefix_generation, output.prefix_generation)
+                    self._confirm(is_forgotten=True)
+                self._crashes.record_admitted(output.admitted)
+                keep_output(self.sequences, output)
+                if output.HasField("farewell"):
+                    self._crashes.record_farewell(output.farewell)
+                    raise PeerError(output.farewell.reason)
+        except grpc.aio.AioRpcError as error:
+            raise peer_error(error) from error
+        raise PeerError("the dense worker ended the stream")
 
     def _confirm(self, *, is_forgotten: bool) -> None:
         confirmed = self._forgetting.popleft()
@@ -292,3 +297,21 @@ class DenseClient:
             write = log.info if self.worker is None else log.warning  # expected at the start
             write("no dense worker", address=self._address, reason=reason)
         self._absence_reason = reason
+
+
+async def _write_message(call: grpc.aio.StreamStreamCall, message: dense_pb2.GatewayMessage) -> None:
+    try:
+        await call.write(message)
+    except grpc.aio.AioRpcError as error:
+        raise peer_error(error) from error
+    except asyncio.InvalidStateError as error:
+        raise PeerError("the dense worker ended the stream") from error
+
+
+@contextlib.contextmanager
+def _cancelling(call: grpc.aio.StreamStreamCall) -> Iterator[None]:
+    """A context that cancels the call at its end, since a shared channel stays open."""
+    try:
+        yield
+    finally:
+        call.cancel()

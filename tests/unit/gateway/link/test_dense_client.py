@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
-import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 
 from services.common.config import PeerSection
-from services.common.dense_info import Metadata, dense_info_metadata
 from services.common.errors import (
     CapacityError,
     InvalidRequest,
@@ -31,7 +25,6 @@ from services.gateway.link.dense_pool import DensePool
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import FinishReason, JournalEntry
 from services.pb import dense_pb2
-from services.rpc.message_stream import TAKEN, StreamOffer
 from tests.support.clients.generation_requests import make_request, open_entry, take
 from tests.support.running_gateway import run, until
 from tests.support.workers.fake_dense import FakeDense
@@ -320,7 +313,6 @@ def test_a_stream_that_breaks_at_once_is_retried_with_pauses(tmp_path: Path) -> 
             self, requests: AsyncIterator[dense_pb2.GatewayMessage], context: grpc.aio.ServicerContext
         ) -> AsyncIterator[dense_pb2.StepOutput]:
             self.num_connects += 1
-            await context.send_initial_metadata(dense_info_metadata(self.info))
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no")
             yield dense_pb2.StepOutput()
 
@@ -330,113 +322,6 @@ def test_a_stream_that_breaks_at_once_is_retried_with_pauses(tmp_path: Path) -> 
         async with connected(tmp_path, dense):
             await until(lambda: dense.num_connects == 3)
             assert asyncio.get_running_loop().time() - start > FIRST_RETRY_S + 2 * FIRST_RETRY_S  # the first two pauses
-
-    run(test())
-
-
-@pytest.mark.parametrize("is_stopped", [False, True])
-def test_sequences_go_on_when_workers_that_use_the_socket_are_killed(tmp_path: Path, is_stopped: bool) -> None:
-    """A stopped worker dies with unread messages, while the gateway writes more."""
-
-    async def test() -> None:
-        address = f"unix:{tmp_path}/dense.sock"
-        gateway = Gateway(address, connect_timeout_s=60.0)
-        task = asyncio.create_task(gateway.pool.run())
-        entries: list[JournalEntry] = []
-
-        async def submit() -> None:
-            while True:
-                entries.append(gateway.submit(str(len(entries)), [10] * 100, max_tokens=500))
-                await asyncio.sleep(0.002)
-
-        for _ in range(2):
-            with worker_process(address) as worker:
-                await until(lambda: task.done() or gateway.connections[-1:] == [True])
-                submitting = asyncio.create_task(submit())
-                first = len(entries)
-                await until(
-                    lambda first=first: (
-                        task.done() or (len(entries) > first and bool(entries[first].output_token_ids))
-                    )
-                )
-                if is_stopped:
-                    worker.send_signal(signal.SIGSTOP)
-                    num = len(entries)
-                    await until(lambda num=num: len(entries) >= num + 20)
-                worker.kill()
-                await until(lambda: task.done() or gateway.connections[-1] is False)
-                assert not task.done(), task.exception()
-                submitting.cancel()
-        with worker_process(address):
-            for outputs in await asyncio.gather(*map(take_all, entries)):
-                assert outputs == list(range(10, 510))
-        assert gateway.connections == [True, False] * 2 + [True]
-        task.cancel()
-        await asyncio.wait([task])
-
-    run(test())
-
-
-@contextlib.contextmanager
-def worker_process(address: str) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "tests.support.workers.socket_dense", address]
-    worker = subprocess.Popen(command, stdout=subprocess.PIPE)
-    try:
-        assert worker.stdout is not None and worker.stdout.readline() == b"serving\n"
-        yield worker
-    finally:
-        worker.kill()
-        worker.wait()
-
-
-class Offered(FakeDense):
-    """Notes which of its calls have an offer; says that it takes the first `num_lost`, and does not."""
-
-    def __init__(self, num_lost: int) -> None:
-        super().__init__(count_up)
-        self.offers = list[bool]()
-        self._num_lost = num_lost
-
-    async def Connect(
-        self, requests: AsyncIterator[dense_pb2.GatewayMessage], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[dense_pb2.StepOutput]:
-        self.offers.append(any(key == TAKEN[0][0] for key, _ in context.invocation_metadata()))
-        if self.offers[-1] and sum(self.offers) <= self._num_lost:
-            await context.send_initial_metadata((*dense_info_metadata(self.info), *TAKEN))
-            await asyncio.Event().wait()
-        async for output in super().Connect(requests, context):
-            yield output
-
-
-def test_after_an_offer_that_was_lost_the_next_stream_has_none(tmp_path: Path) -> None:
-    async def test() -> None:
-        dense = Offered(num_lost=1)
-        async with connected(tmp_path, dense) as (gateway, address):
-            assert await take_all(gateway.submit("r", [10], max_tokens=3)) == [10, 11, 12]
-            assert dense.offers == [True, False]
-            await dense.kill()
-            await dense.start(address)
-            assert await take_all(gateway.submit("next", [10], max_tokens=3)) == [10, 11, 12]
-            assert dense.offers == [True, False, True]  # then the socket is tried again
-
-    run(test())
-
-
-def test_with_tls_between_the_services_there_is_no_offer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> StreamOffer:
-        raise AssertionError("a socket is offered")
-
-    monkeypatch.setattr("services.gateway.link.dense_stream.StreamOffer", fail)
-    monkeypatch.setattr("services.gateway.link.dense_client.read_peer_tls", lambda peers: "TLS")
-    monkeypatch.setattr(
-        "services.gateway.link.dense_client.open_channel", lambda address, *_: grpc.aio.insecure_channel(address)
-    )
-
-    async def test() -> None:
-        dense = Offered(num_lost=0)
-        async with connected(tmp_path, dense) as (gateway, _):
-            assert await take_all(gateway.submit("r", [10], max_tokens=3)) == [10, 11, 12]
-            assert dense.offers == [False]
 
     run(test())
 
@@ -451,13 +336,8 @@ def test_a_cancellation_works_while_the_stream_breaks(tmp_path: Path) -> None:
         async def GetInfo(self, request: dense_pb2.GetInfoRequest, timeout: float) -> dense_pb2.DenseInfo:
             return dense_pb2.DenseInfo()
 
-        def Connect(self, metadata: object) -> BreakingStub:
+        def Connect(self) -> BreakingStub:
             return self
-
-        async def initial_metadata(self) -> Metadata:
-            return dense_info_metadata(dense_pb2.DenseInfo())
-
-        def cancel(self) -> None: ...
 
         async def write(self, message: dense_pb2.GatewayMessage) -> None:
             pass

@@ -47,11 +47,11 @@ class Front:
     def __init__(self) -> None:
         self.grammars, self.engine = LateGrammars(), Mock()
         grammars: Any = self.grammars
-        dense = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), 2**20)
+        dense = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()))
         dense.set_engine(self.engine, Mock(), [GrammarFeature(grammars)])
         dense.set_info(dense_pb2.DenseInfo(vocab_size=32))
         self._requests: asyncio.Queue[dense_pb2.GatewayMessage] = asyncio.Queue()
-        context: Any = Mock(peer=lambda: "test", send_initial_metadata=self._ignore, invocation_metadata=tuple)
+        context: Any = Mock(peer=lambda: "test", send_initial_metadata=self._ignore)
         self.outputs = dense.Connect(self._read(), context)
         self.next = asyncio.create_task(anext(self.outputs))
 
