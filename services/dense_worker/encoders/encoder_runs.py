@@ -161,6 +161,13 @@ class EncoderRuns(Generic[Input]):
         under_way = {name: each for run in self._under_way for name, each in run.inputs.items()}
         num_rows, num_bytes = 0, sum(map(self._encoder.output_bytes, under_way.values()))
         known = {*self._outputs, *under_way}
+        first = missing[0][1]
+        for each in self._inputs_of(first):
+            if each.hash not in known:  # others are only looked at if it has room: there may be a thousand
+                room = num_bytes + self._encoder.output_bytes(each)
+                if not self._may_have_room(room, first, waiting, is_only=not under_way):
+                    return chosen, parked
+                break
         turns_of = self._turns_of(missing, waiting)
         begun = {
             sequence: self._lacking_bytes(sequence, known)
@@ -178,7 +185,7 @@ class EncoderRuns(Generic[Input]):
                 size, needed_bytes = self._encoder.size(each), self._encoder.output_bytes(each)
                 if chosen and num_rows + size > self._max_rows:
                     return chosen, parked
-                is_only, is_first = not (chosen or under_way), sequence is missing[0][1]
+                is_only, is_first = not (chosen or under_way), sequence is first
                 room = num_bytes + needed_bytes
                 if not is_first and sequence not in begun:
                     room = num_bytes + self._lacking_bytes(sequence, known) + sum(begun.values())
@@ -215,6 +222,14 @@ class EncoderRuns(Generic[Input]):
             turns.setdefault(client, deque()).extend((sequence, each) for each in self._inputs_of(sequence))
         self._turns.set_waiting([client for turns in found.values() for client in turns])
         return list(found.values())
+
+    def _may_have_room(self, num_bytes: int, first: Sequence, waiting: WaitingQueue, *, is_only: bool) -> bool:
+        """Whether `_make_room` would find so much for the first sequence."""
+        own = {each.hash for each in self._inputs_of(first)}
+        earlier = {each.hash for other in waiting if other.order < first.order for each in self._inputs_of(other)}
+        must_stay = {name for name, output in self._outputs.items() if output.num_users or name in earlier - own}
+        kept = sum(self._outputs[name].num_bytes for name in must_stay | (own & self._outputs.keys()))
+        return kept + num_bytes <= self._max_bytes or (is_only and not must_stay)
 
     def _make_room(
         self, num_bytes: int, sequence: Sequence, waiting: WaitingQueue, *, is_only: bool, is_first: bool
