@@ -19,6 +19,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _PDL_CAPABILITY = (9, 0)
+_HOPPER = 9  # the major compute capability whose tensor cores multiply out of shared memory by `wgmma`
 
 
 class KernelLauncher:
@@ -32,12 +33,15 @@ class KernelLauncher:
     def __init__(self, device: torch.device) -> None:
         self.num_sms = 8  # for Triton's interpreter: several, so that work is divided
         self.shared_memory_bytes = 0  # that one program may use
+        self.is_hopper = False
         self._options: dict[str, Any] = {"PDL": False}
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             self.num_sms = properties.multi_processor_count
             self.shared_memory_bytes = properties.shared_memory_per_block_optin
-            if torch.cuda.get_device_capability(device) >= _PDL_CAPABILITY:
+            capability = torch.cuda.get_device_capability(device)
+            self.is_hopper = capability[0] == _HOPPER
+            if capability >= _PDL_CAPABILITY:
                 self._options = {"PDL": True, "launch_pdl": True}
         self._is_compiling = False
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from services.dense_worker.kernels.linear.quantized.operands import Codes
 from services.dense_worker.kernels.linear.quantized.tile_choice import CODE_TILES, VALUE_TILES, Tiles
@@ -24,6 +25,7 @@ from services.dense_worker.kernels.linear.quantized.triton_block_tiles import _b
 from services.dense_worker.kernels.linear.quantized.triton_skinny_quantized import _skinny_quantized_kernel
 from services.dense_worker.kernels.linear.quantized.triton_value_tiles import _value_tiles_kernel
 from services.dense_worker.kernels.linear.triton_skinny import _skinny_kernel, choose_skinny_tiles
+from services.dense_worker.kernels.linear.triton_skinny_hopper import hopper_skinny_kernel
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -72,7 +74,7 @@ def check(
         signature[name] = types[name]
         if types[name].startswith("*") or name in (*STRIDES, "out_features", "in_features"):
             aligned[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, values, aligned)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, values, aligned)
     compiled = triton.compile(source, target=HOPPER, options={"num_warps": tiles.num_warps})
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
@@ -119,6 +121,32 @@ def test_few_rows_are_multiplied_as_codes(
     types: dict[str, str | None] = {"x": element, "weight": element, "x_scale": "*fp32", "weight_scale": "*fp32"}
     constants = {"IS_GATED": is_gated, "ACTIVATION": "silu" if is_gated else None}
     assert f"{num_rows}k32.{sums}" in check(_skinny_kernel, types, constants, tiles, tmp_path, 1)
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("num_rows", [16, 64])
+@pytest.mark.parametrize(
+    ("element", "product"),
+    [("bf16", "k16.f32.bf16.bf16"), ("fp8e4nv", "k32.f32.e4m3.e4m3"), ("i8", "k32.s32.s8.s8")],
+)
+def test_on_hopper_weights_of_few_rows_are_copied_before_the_kernel_waits(
+    element: str, product: str, num_rows: int, is_gated: bool, tmp_path: Path
+) -> None:
+    bits = 16 if element == "bf16" else 8
+    out_features = 11008 if is_gated else 4096
+    chosen = choose_skinny_tiles(num_rows, out_features, is_gated, num_sms=132, itemsize=bits // 8, is_ahead=True)
+    tiles = Tiles(num_rows, 64, chosen.block_in, chosen.num_stages, 4, max_splits=8, num_splits=chosen.num_splits)
+    layout = f"NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth={bits}, rank=2)"
+    types: dict[str, str | None] = {"x": f"tensordesc<{element}[{num_rows}, {tiles.block_in}],{layout}>"}
+    types["weight"] = f"tensordesc<{element}[64, {tiles.block_in}],{layout}>"
+    if bits == 8:
+        types |= {"x_scale": "*fp32", "weight_scale": "*fp32"}
+    constants = {"IS_GATED": is_gated, "ACTIVATION": "silu" if is_gated else None}
+    ptx = check(hopper_skinny_kernel, types, constants, tiles, tmp_path, 1 + is_gated)
+    before, after = ptx.split("griddepcontrol.wait", 1)
+    assert before.count("cp.async.bulk.tensor") == tiles.num_stages * (1 + is_gated)
+    assert after.count("cp.async.bulk.tensor") == tiles.num_stages + 2 + is_gated, "rows, and a tile in the loop"
+    assert "ld.global" not in before and f"m64n{num_rows}{product}" in after
 
 
 @pytest.mark.parametrize("num_rows", [16, 64])

@@ -18,6 +18,7 @@ import triton.language as tl
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.quantized.operands import CodeScales
 from services.dense_worker.kernels.linear.quantized.triton_codes import TRITON_TYPES
+from services.dense_worker.kernels.linear.triton_skinny_hopper import can_copy_ahead, multiply_copied_ahead
 from services.dense_worker.kernels.linear.triton_tiles import (
     MAX_ROWS,
     MIN_ROWS,
@@ -31,6 +32,7 @@ from services.dense_worker.kernels.triton_launch import KernelLauncher, begin
 
 _BLOCK_OUT = 64
 _MAX_SPLITS = 8
+_SM_BYTES = 224 << 10  # of a Hopper's shared memory, less what barriers and the system need
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +46,33 @@ class SkinnyTiles:
 
 
 def choose_skinny_tiles(
-    num_rows: int, out_features: int, is_gated: bool, num_sms: int, itemsize: int = 2
+    num_rows: int, out_features: int, is_gated: bool, num_sms: int, itemsize: int = 2, *, is_ahead: bool = False
 ) -> SkinnyTiles:
     """The tiles with the fastest steps of 7B and 13B models on an H200, see bench/results/dense.md.
 
-    Those of FP8 have as many bytes.
+    Those of FP8 have as many bytes. `is_ahead`: those of `triton_skinny_hopper`, whose programs fill the shared memory
+    of an SM with tiles in flight.
     """
     block_rows = max(MIN_ROWS, triton.next_power_of_2(num_rows))
     num_tiles = triton.cdiv(out_features, _BLOCK_OUT)
+    if is_ahead:
+        num_splits = _num_splits(num_tiles, num_sms, is_gated)
+        programs_per_sm = 1 if num_tiles * num_splits <= num_sms else 2  # all tiles run at once
+        tile_bytes = 256 * (_BLOCK_OUT * (1 + is_gated) + block_rows)
+        return SkinnyTiles(block_rows, 256 // itemsize, _SM_BYTES // programs_per_sm // tile_bytes, num_splits)
     if is_gated:
         if block_rows < MAX_ROWS and num_tiles < 1.5 * num_sms:
             return SkinnyTiles(block_rows, 128 // itemsize, num_stages=4, num_splits=1)  # all tiles run at once
         return SkinnyTiles(block_rows, 256 // itemsize, num_stages=4, num_splits=1)
+    return SkinnyTiles(block_rows, 256 // itemsize, num_stages=6, num_splits=_num_splits(num_tiles, num_sms, is_gated))
+
+
+def _num_splits(num_tiles: int, num_sms: int, is_gated: bool) -> int:
+    """Into how many parts in_features are split; activations are of whole sums."""
     num_splits = 1
-    while num_splits < _MAX_SPLITS and num_tiles * num_splits * 2 <= num_sms:
+    while not is_gated and num_splits < _MAX_SPLITS and num_tiles * num_splits * 2 <= num_sms:
         num_splits *= 2
-    return SkinnyTiles(block_rows, 256 // itemsize, num_stages=6, num_splits=num_splits)
+    return num_splits
 
 
 def skinny_linear(
@@ -78,7 +91,22 @@ def skinny_linear(
     num_rows, out_features = out.shape
     in_features = x.shape[1]
     is_gated = activation is not None and activation.is_gated
-    tiles = choose_skinny_tiles(num_rows, out_features, is_gated, launcher.num_sms, x.itemsize)
+    is_ahead = can_copy_ahead(launcher, x, weight)
+    tiles = choose_skinny_tiles(num_rows, out_features, is_gated, launcher.num_sms, x.itemsize, is_ahead=is_ahead)
+    constants = {
+        "DTYPE": TRITON_TYPES[x.dtype if scales is None else scales.dtype],
+        "ACTIVATION": None if activation is None else activation.function.value,
+        "IS_GATED": is_gated,
+        "BLOCK_ROWS": tiles.block_rows,
+        "BLOCK_OUT": _BLOCK_OUT,
+        "BLOCK_IN": tiles.block_in,
+        "NUM_SPLITS": tiles.num_splits,
+        "NUM_STAGES": tiles.num_stages,
+        "num_warps": 4,
+    }
+    if is_ahead:
+        multiply_copied_ahead(launcher, x, weight, bias, out, workspace, scales, residual, **constants)
+        return
     launcher(
         _skinny_kernel,
         (triton.cdiv(out_features, _BLOCK_OUT), tiles.num_splits),
@@ -96,16 +124,8 @@ def skinny_linear(
         in_features,
         x.stride(0),
         out.stride(0),
-        DTYPE=TRITON_TYPES[x.dtype if scales is None else scales.dtype],
-        ACTIVATION=None if activation is None else activation.function.value,
-        IS_GATED=is_gated,
         IS_PADDED=in_features % tiles.block_in != 0,
-        BLOCK_ROWS=tiles.block_rows,
-        BLOCK_OUT=_BLOCK_OUT,
-        BLOCK_IN=tiles.block_in,
-        NUM_SPLITS=tiles.num_splits,
-        NUM_STAGES=tiles.num_stages,
-        num_warps=4,
+        **constants,
     )
 
 
