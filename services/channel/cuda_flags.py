@@ -4,6 +4,10 @@
 flag is set. `StreamMemoryOperations` let the GPU's front end wait. That takes 5 µs longer, but no kernel runs
 meanwhile: matrix products have the whole GPU, and where processes take turns on the GPU (without MPS), a process does
 not spend its turn polling.
+
+A flag in device memory has a second word, which says that it is coming: all programs of the kernel before it run. Then
+the kernel behind the wait is launched, and reads what does not depend on the flag. It takes no place on the GPU from
+what it waits for, which has its own already.
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ _PTX = """
 {{
     .reg .u64 %flag;
     ld.param.u64 %flag, [flag_address];
+    {announce}
     {await_kernel_before}
     st.release.sys.global.u32 [%flag], 1;
     ret;
@@ -50,17 +55,20 @@ _PTX = """
 
 .visible .entry take_flag(.param .u64 flag_address, .param .u64 abort_address)
 {{
-    .reg .u64 %flag, %abort;
-    .reg .u32 %value, %polls, %remainder;
-    .reg .pred %is_set, %goes_on;
+    .reg .u64 %flag, %abort, %words;
+    .reg .u32 %value, %coming, %polls, %remainder;
+    .reg .pred %is_set, %is_coming, %goes_on;
     ld.param.u64 %flag, [flag_address];
     ld.param.u64 %abort, [abort_address];
     mov.u32 %polls, 0;
     {await_kernel_before}
 poll:
-    ld.acquire.sys.global.u32 %value, [%flag];
+    ld.acquire.sys.global.u64 %words, [%flag];
+    mov.b64 {{%value, %coming}}, %words;
     setp.ne.u32 %is_set, %value, 0;
     @%is_set bra take;
+    setp.ne.u32 %is_coming, %coming, 0;
+    {start_kernel_after}
     add.u32 %polls, %polls, 1;
     and.b32 %remainder, %polls, {last_poll};
     setp.ne.u32 %goes_on, %remainder, 0;
@@ -69,8 +77,7 @@ poll:
     setp.eq.u32 %goes_on, %value, 0;
     @%goes_on bra poll;
 take:
-    st.relaxed.sys.global.u32 [%flag], 0;
-    {start_kernel_after}
+    st.relaxed.sys.global.u64 [%flag], 0;
     ret;
 }}
 """
@@ -157,8 +164,9 @@ class FlagKernels:
         ptx = _PTX.format(
             target="sm_90" if overlaps else "sm_70",
             last_poll=_POLLS_BEFORE_ABORT_CHECK - 1,
+            announce="st.relaxed.sys.global.u32 [%flag + 4], 1;" if overlaps else "",
             await_kernel_before="griddepcontrol.wait;" if overlaps else "",
-            start_kernel_after="griddepcontrol.launch_dependents;" if overlaps else "",
+            start_kernel_after="@%is_coming griddepcontrol.launch_dependents;" if overlaps else "",
         )
         image = ctypes.create_string_buffer(ptx.encode())
         module = check(driver.cuModuleLoadData(ctypes.addressof(image)))

@@ -207,8 +207,6 @@ def _decode_kernel(
     PDL: tl.constexpr,
 ):
     """One program runs one item for one kv head. Its queries are the GROUP heads, padded for the tensor cores."""
-    if PDL:
-        gdc_launch_dependents()
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     fields = items + item * NUM_FIELDS
@@ -240,9 +238,9 @@ def _decode_kernel(
     blocks = load_tile_blocks(table, first_tile, BLOCK_N, BLOCK_SIZE)
     cos = tl.load(angles + angle_row * HEAD_DIM + offs_h, mask=mask_h, other=0.0)
     sin = tl.load(angles + angle_row * HEAD_DIM + half + offs_h, mask=mask_h, other=0.0)
-    if PDL:
-        gdc_wait()  # what was read before is copied to the device before a step's first kernel
     if num_items == 0:
+        if PDL:
+            gdc_wait()
         tl.store(out_rows, tl.zeros([NUM_QUERIES, HEAD_DIM_PADDED], dtype), mask=mask_out)
         if log_sums is not None:
             nothing = tl.full([NUM_QUERIES], float("-inf"), tl.float32)
@@ -250,33 +248,19 @@ def _decode_kernel(
         return
 
     qkv_row = qkv + row.to(tl.int64) * qkv_stride
-    is_plain: tl.constexpr = ROTARY_DIM == HEAD_DIM and not HAS_PAIRS
-    source = qkv_row + heads[:, None] * HEAD_DIM + offs_h[None, :]
-    if is_plain:
-        query_1 = tl.load(source, mask=mask_q, other=0.0).to(tl.float32)
-        query_2 = tl.load(source + half, mask=mask_q, other=0.0).to(tl.float32)
-    else:
-        source = qkv_row + heads[:, None] * HEAD_DIM
-        first, second = pair_sources(source, offs_h[None, :], HEAD_DIM, ROTARY_DIM, HAS_PAIRS)
-        query_1 = tl.load(first, mask=mask_q, other=0.0).to(tl.float32)
-        query_2 = tl.load(second, mask=mask_q, other=0.0).to(tl.float32)
-    # The new token is not read from the cache: its item adds it after its cached keys.
-    source = qkv_row + (NUM_KV_HEADS * GROUP + kv_head) * HEAD_DIM
-    if is_plain:
-        new_key_1 = tl.load(source + offs_h, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
-        new_key_2 = tl.load(source + half + offs_h, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
-    else:
-        first, second = pair_sources(source, offs_h, HEAD_DIM, ROTARY_DIM, HAS_PAIRS)
-        new_key_1 = tl.load(first, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
-        new_key_2 = tl.load(second, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
-    new_value = tl.load(source + NUM_KV_HEADS * HEAD_DIM + offs_d, mask=mask_d & (slot >= 0), other=0.0)
-    query_1, query_2 = rotate(query_1, query_2, cos[None, :], sin[None, :])
-    if FORMAT == "plain":
-        query_1, query_2 = query_1.to(dtype), query_2.to(dtype)
-    else:
-        query_1, query_2 = to_factor(query_1, dtype), to_factor(query_2, dtype)
-    query = join_halves(query_1, query_2)
     dims, mask_dims = joined_dims(HEAD_DIM, HALF)
+    query_1 = tl.zeros([NUM_QUERIES, HALF], dtype)
+    new_key_1 = tl.zeros([HALF], tl.float32)
+    query_2, new_key_2 = query_1, new_key_1
+    new_value = tl.zeros([HEAD_DIM_PADDED], dtype)
+    # Cached keys and values were written before the step: the loop's first loads of them come before the wait.
+    waits_in_loop: tl.constexpr = FORMAT == "plain"
+    if not waits_in_loop or first_tile >= end_key:
+        query_1, query_2, new_key_1, new_key_2, new_value = _load_new_token(
+            qkv_row, heads, kv_head, slot, cos, sin, FORMAT, ROTARY_DIM, HAS_PAIRS, NUM_KV_HEADS, GROUP,
+            NUM_QUERIES, HEAD_DIM, HEAD_DIM_PADDED, HALF, dtype, PDL,
+        )  # fmt: skip
+    query = join_halves(query_1, query_2)
     if FORMAT == "fp8":
         key_scale, value_scale = tl.load(scales), tl.load(scales + 1)
     is_adjusted: tl.constexpr = SOFTCAP > 0 or slopes is not None
@@ -298,6 +282,12 @@ def _decode_kernel(
             key = tl.load(cached + dims[None, :], mask=mask_n[:, None] & mask_dims[None, :], other=0.0)
             mask_v = mask_n[:, None] & mask_d[None, :]
             value = tl.load(cached + (BLOCK_SIZE * HEAD_DIM + offs_d)[None, :], mask=mask_v, other=0.0)
+            if start == first_tile:
+                query_1, query_2, new_key_1, new_key_2, new_value = _load_new_token(
+                    qkv_row, heads, kv_head, slot, cos, sin, FORMAT, ROTARY_DIM, HAS_PAIRS, NUM_KV_HEADS, GROUP,
+                    NUM_QUERIES, HEAD_DIM, HEAD_DIM_PADDED, HALF, dtype, PDL,
+                )  # fmt: skip
+                query = join_halves(query_1, query_2)
             scores = tl.dot(query, tl.trans(key), input_precision="ieee")
             if is_adjusted:
                 distance = angle_row - keys
@@ -318,6 +308,9 @@ def _decode_kernel(
             HEAD_DIM, HEAD_DIM_PADDED, HALF, BLOCK_N, NUM_STAGES,
         )  # fmt: skip
 
+    # Not before: then the product behind the next flag is launched, and its loads would delay those of the loop.
+    if PDL:
+        gdc_launch_dependents()
     if NUM_SINK_TOKENS > 0:  # the first item of a row adds those before its window
         place_angle = angles + (angle_row + PLACE_ROWS) * HEAD_DIM
         acc, exp_sum, log_max = attend_far_sinks(
@@ -411,6 +404,62 @@ def _decode_kernel(
         if log_sums is not None:
             own_heads = row * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + offs_r
             tl.store(log_sums + own_heads, merged_sum, mask=offs_r < GROUP)
+
+
+@triton.jit
+def _load_new_token(
+    qkv_row,
+    heads,  # [NUM_QUERIES]
+    kv_head,
+    slot,  # negative: the item has no new token
+    cos,  # [HALF]
+    sin,
+    FORMAT: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HAS_PAIRS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    HALF: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Waits for the step's qkv: halves of the rotated queries and of the unrotated new key, and its value."""
+    if PDL:
+        gdc_wait()
+    half: tl.constexpr = HEAD_DIM // 2
+    offs_h = tl.arange(0, HALF)
+    mask_h = offs_h < half
+    mask_q = (tl.arange(0, NUM_QUERIES) < GROUP)[:, None] & mask_h[None, :]
+    offs_d, mask_d = padded_dims(HEAD_DIM, HEAD_DIM_PADDED)
+    is_plain: tl.constexpr = ROTARY_DIM == HEAD_DIM and not HAS_PAIRS
+    source = qkv_row + heads[:, None] * HEAD_DIM + offs_h[None, :]
+    if is_plain:
+        query_1 = tl.load(source, mask=mask_q, other=0.0).to(tl.float32)
+        query_2 = tl.load(source + half, mask=mask_q, other=0.0).to(tl.float32)
+    else:
+        source = qkv_row + heads[:, None] * HEAD_DIM
+        first, second = pair_sources(source, offs_h[None, :], HEAD_DIM, ROTARY_DIM, HAS_PAIRS)
+        query_1 = tl.load(first, mask=mask_q, other=0.0).to(tl.float32)
+        query_2 = tl.load(second, mask=mask_q, other=0.0).to(tl.float32)
+    # The new token is not read from the cache: its item adds it after its cached keys.
+    source = qkv_row + (NUM_KV_HEADS * GROUP + kv_head) * HEAD_DIM
+    if is_plain:
+        new_key_1 = tl.load(source + offs_h, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
+        new_key_2 = tl.load(source + half + offs_h, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
+    else:
+        first, second = pair_sources(source, offs_h, HEAD_DIM, ROTARY_DIM, HAS_PAIRS)
+        new_key_1 = tl.load(first, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
+        new_key_2 = tl.load(second, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
+    new_value = tl.load(source + NUM_KV_HEADS * HEAD_DIM + offs_d, mask=mask_d & (slot >= 0), other=0.0)
+    query_1, query_2 = rotate(query_1, query_2, cos[None, :], sin[None, :])
+    if FORMAT == "plain":
+        query_1, query_2 = query_1.to(DTYPE), query_2.to(DTYPE)
+    else:
+        query_1, query_2 = to_factor(query_1, DTYPE), to_factor(query_2, DTYPE)
+    return query_1, query_2, new_key_1, new_key_2, new_value
 
 
 @triton.jit
