@@ -8,11 +8,13 @@ import gc
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import math
 import os
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -183,9 +185,18 @@ class _HidesTorch(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # otherwise it prints advice to install torch
-        with hiding("torch"):
+        thread, find_spec = threading.get_ident(), importlib.util.find_spec
+
+        def find_other(name: str, package: str | None = None) -> importlib.machinery.ModuleSpec | None:
+            """`hiding` would hide it from other threads, too, which use torch meanwhile, and torch imports itself."""
+            return None if name == "torch" and threading.get_ident() == thread else find_spec(name, package)
+
+        importlib.util.find_spec = find_other
+        try:
             self._loader.exec_module(module)
             importlib.import_module("transformers.utils").is_torch_available()  # transformers caches the answer
+        finally:
+            importlib.util.find_spec = find_spec
 
 
 def proportional_bytes(pid: int) -> int:

@@ -142,3 +142,22 @@ def test_a_service_makes_full_collections_rarely_and_of_its_requests_objects_alo
     young, end = result.stdout.splitlines()
     assert young == "True 0", "with Python's defaults there would be several full collections by now"
     assert end == "True 1", "what is old and refers to itself is found in the end"
+
+
+def test_transformers_is_imported_without_torch_while_other_threads_import_torch() -> None:
+    program = """
+import sys, threading
+from services.common.process import importing
+with importing():
+    pass
+import torch
+from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor(1) as thread:  # as `Grammars` does for a model without a tokenizer.json
+    future = thread.submit(__import__, "transformers")
+    while not future.done():
+        exec("import torch")
+    future.result()
+from transformers.utils import is_torch_available
+assert not is_torch_available()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
