@@ -107,8 +107,10 @@ def is_ending(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             stat = file.read()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
+    except OSError:  # no free descriptor, or a process that is hidden from this one
+        return False
     state, *rest = stat[stat.rindex(b")") + 2 :].split()
     return state in (b"Z", b"X") or bool(int(rest[5]) & _PF_EXITING)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.process import holding_back_signals
+from services.common.process import holding_back_signals, is_ending
 
 CHILD = """
 import os, sys, time
@@ -161,3 +162,16 @@ from transformers.utils import is_torch_available
 assert not is_torch_available()
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_a_process_is_not_taken_for_ending_because_no_file_can_be_opened() -> None:
+    assert not is_ending(os.getpid())
+    limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard_limit))
+    try:
+        assert not is_ending(os.getpid())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard_limit))
+    process = subprocess.Popen(["true"])
+    process.wait()
+    assert is_ending(process.pid)
