@@ -193,8 +193,17 @@ class GrammarMatcher:
 
     def _await_mask(self) -> None:
         """While its mask is being found, llguidance's matcher can be used for nothing else."""
-        if self._ahead is not None:
-            self._ahead.wait()
+        if (ahead := self._ahead) is None:
+            return
+        ahead.wait()
+        if self.error is None and self._matcher.is_error():  # it is not at its end, though llguidance says so
+            begin_s = time.thread_time()
+            if ahead.recovery_s > CREDIT_S:
+                self.remake = None
+            self._recover(self._matcher)
+            recovery_s = time.thread_time() - begin_s
+            self._credit_s -= recovery_s
+            ahead.recovery_s += recovery_s
 
     def _note(self, token_ids: Sequence[int]) -> None:
         self._consumed += token_ids
@@ -301,7 +310,7 @@ class GrammarMatcher:
             if each._has_looked and each._forced is None:
                 each._forced = each._look_up_forced()
             each._has_looked = False
-        rows = [each for each in running if each.error is None]
+        rows = [each for each in running if each.error is None and not each._forced]
         if len(rows) > 1:
             ahead = _MasksAhead(rows, threads)
             for each in rows:
@@ -357,6 +366,7 @@ class _MasksAhead:
         import numpy as np
 
         self.rows = {id(each): row for row, each in enumerate(matchers)}
+        self.recovery_s = 0.0  # that new lexers took, for those whose lexer had too many states
         shape = len(matchers), max(each.num_words for each in matchers)
         self.masks: np.ndarray | None = np.full(shape, _ALL, dtype=np.uint32)
         rows = [_Row(row, each, each._matcher) for row, each in enumerate(matchers)]

@@ -193,6 +193,28 @@ def test_following_a_long_text_with_a_new_lexer_has_a_limit(
     assert second.error == "it took more than 0 ms to follow 1 tokens again" and allowed(second).all()
 
 
+@pytest.mark.usefixtures("few_states")
+@pytest.mark.parametrize("can_remake", [True, False])
+def test_a_mask_that_fails_ahead_is_found_with_another_lexer(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch, can_remake: bool
+) -> None:
+    monkeypatch.setattr(matcher_module, "AHEAD_S", -1.0)
+    grammars = Grammars(lambda: vocabulary, 2)
+    [x] = Forms(vocabulary).tokens("x")
+    [first] = prepared(grammars, sequence(LONG))
+    others = prepared(grammars, *(sequence(LONG) for _ in range(2)))
+    GrammarMatcher.consume([(matcher, x) for matcher in others for _ in range(3)])
+    explode(first, x)
+    if not can_remake:
+        others[1].remake = None
+    GrammarMatcher.find_ahead(others)
+    masks = np.zeros((2, others[0].num_words), np.uint32)
+    GrammarMatcher.fill_masks(others, masks)
+    assert others[0].is_running and (masks[0] >> (x & 31) & 1)[x >> 5] and not (masks[0] == 0xFFFFFFFF).any()
+    assert others[1].is_running == can_remake and (others[1].error is None) == can_remake
+    grammars.close()
+
+
 def starts_of(matchers: list[GrammarMatcher]) -> list[int]:
     """How many matchers share each lexer."""
     return sorted(Counter(id(matcher._start) for matcher in matchers).values())
