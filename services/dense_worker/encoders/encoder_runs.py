@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic
@@ -175,33 +175,49 @@ class EncoderRuns(Generic[Input]):
             for sequence in dict.fromkeys(sequence for waits in turns.values() for sequence, _ in waits)
             if any(each.hash in known for each in self._inputs_of(sequence))
         }
+        begun_bytes = sum(begun.values())
+        must_stay: set[str] | None = None  # for those that are not first; looked up when something must be dropped
         for turns in turns_of:
             while turns:
-                client = min(turns, key=lambda each: (self._turns.rank(each), turns[each][0][0].order))
-                sequence, each = turns[client][0]
-                if each.hash in known:
-                    _pass_on(turns, client)
-                    continue
-                size, needed_bytes = self._encoder.size(each), self._encoder.output_bytes(each)
-                if chosen and num_rows + size > self._max_rows:
-                    return chosen, parked
-                is_only, is_first = not (chosen or under_way), sequence is first
-                room = num_bytes + needed_bytes
-                if not is_first and sequence not in begun:
-                    room = num_bytes + self._lacking_bytes(sequence, known) + sum(begun.values())
-                newly_parked = self._make_room(room, sequence, waiting, is_only=is_only, is_first=is_first)
-                if newly_parked is None:
-                    if is_first:
+                for client, waits in list(turns.items()):
+                    while client in turns and waits[0][1].hash in known:
+                        _pass_on(turns, client)
+                for client in self._turns.sorted(turns):  # until one gets room: whoever gets none changes no turns
+                    sequence, each = turns[client][0]
+                    size, needed_bytes = self._encoder.size(each), self._encoder.output_bytes(each)
+                    if chosen and num_rows + size > self._max_rows:
                         return chosen, parked
-                    del turns[client]
-                    continue
-                parked += newly_parked
-                num_rows, num_bytes = num_rows + size, num_bytes + needed_bytes
-                chosen[each.hash] = each
-                known.add(each.hash)
-                begun[sequence] = self._lacking_bytes(sequence, known)
-                self._turns.charge(client, size)
-                _pass_on(turns, client)
+                    is_only, is_first = not (chosen or under_way), sequence is first
+                    room = num_bytes + needed_bytes
+                    if not is_first and sequence not in begun:
+                        room = num_bytes + self._lacking_bytes(sequence, known) + begun_bytes
+                    excess = self.counts.num_bytes + room - self._max_bytes
+                    if excess > 0 and not is_first:
+                        if must_stay is None:
+                            must_stay = self._must_stay(waiting)
+                        kept_bytes = sum(self._outputs[name].num_bytes for name in must_stay)
+                        own = {one.hash for one in self._inputs_of(sequence)}
+                        if excess > self.counts.num_bytes - kept_bytes and not (is_only and must_stay <= own):
+                            del turns[client]
+                            continue
+                    newly_parked = self._make_room(room, sequence, waiting, is_only=is_only, is_first=is_first)
+                    if newly_parked is None:
+                        if is_first:
+                            return chosen, parked
+                        del turns[client]
+                        continue
+                    if excess > 0:
+                        must_stay = None
+                    parked += newly_parked
+                    num_rows, num_bytes = num_rows + size, num_bytes + needed_bytes
+                    chosen[each.hash] = each
+                    known.add(each.hash)
+                    begun_bytes -= begun.get(sequence, 0)
+                    begun[sequence] = self._lacking_bytes(sequence, known)
+                    begun_bytes += begun[sequence]
+                    self._turns.charge(client, size)
+                    _pass_on(turns, client)
+                    break
         return chosen, parked
 
     def _lacking_bytes(self, sequence: Sequence, known: set[str]) -> int:
@@ -230,6 +246,11 @@ class EncoderRuns(Generic[Input]):
         must_stay = {name for name, output in self._outputs.items() if output.num_users or name in earlier - own}
         kept = sum(self._outputs[name].num_bytes for name in must_stay | (own & self._outputs.keys()))
         return kept + num_bytes <= self._max_bytes or (is_only and not must_stay)
+
+    def _must_stay(self, waiting: WaitingQueue) -> set[str]:
+        """Outputs that only the first sequence may make others lose: somebody reads them or waits for them."""
+        needed = {each.hash for other in waiting for each in self._inputs_of(other)}
+        return {name for name, output in self._outputs.items() if output.num_users or name in needed}
 
     def _make_room(
         self, num_bytes: int, sequence: Sequence, waiting: WaitingQueue, *, is_only: bool, is_first: bool
@@ -294,29 +315,34 @@ class _Turns:
     """The clients whose inputs wait take turns.
 
     First comes the tenant for which the fewest rows were computed while it waited, then its client with the fewest. Who
-    begins to wait has had as few as any of the others.
+    begins to wait counts as having had an even share of what was computed before, so that those who come later and later
+    do not pass by for ever who has had some.
     """
 
     def __init__(self) -> None:
-        self._num_rows = dict[tuple[int, ...], int]()  # of tenants, and of their clients
+        self._num_rows = dict[tuple[int, ...], float]()  # of tenants, and of their clients
+        self._num_waiting = Counter[tuple[int, ...]]()  # tenants, and clients of each
+        self._shares = dict[tuple[int, ...], float]()  # rows that each of them would have had
 
     def set_waiting(self, clients: Collection[Client]) -> None:
         """These wait now; others are forgotten."""
         names = {name for tenant, client in clients for name in ((tenant,), (tenant, client))}
+        self._num_waiting = Counter(name[:-1] for name in names)
         kept = {name: num_rows for name, num_rows in self._num_rows.items() if name in names}
-        fewest = dict[tuple[int, ...], int]()  # of all tenants, and of the clients of each
-        for name, num_rows in kept.items():
-            fewest[name[:-1]] = min(num_rows, fewest.get(name[:-1], num_rows))
-        self._num_rows = {name: kept.get(name, fewest.get(name[:-1], 0)) for name in names}
+        groups = {name[:-1] for name in kept}
+        self._shares = {group: share for group, share in self._shares.items() if group in groups}
+        self._num_rows = {name: kept.get(name, self._shares.get(name[:-1], 0.0)) for name in names}
 
-    def rank(self, client: Client) -> tuple[int, int]:
-        """Who waits with the lowest rank goes first."""
-        return self._num_rows[client[:1]], self._num_rows[client]
+    def sorted(self, turns: Mapping[Client, deque[tuple[Sequence, Input]]]) -> list[Client]:
+        """Who goes first, and who after it."""
+        return sorted(turns, key=lambda one: (self._num_rows[one[:1]], self._num_rows[one], turns[one][0][0].order))
 
     def charge(self, client: Client, num_rows: int) -> None:
         """So many rows are computed for a client that waits."""
-        self._num_rows[client[:1]] += num_rows
-        self._num_rows[client] += num_rows
+        for name in (client[:1], client):
+            group = name[:-1]
+            self._num_rows[name] += num_rows
+            self._shares[group] = self._shares.get(group, 0.0) + num_rows / self._num_waiting[group]
 
 
 def _pass_on(turns: dict[Client, deque[tuple[Sequence, Input]]], client: Client) -> None:

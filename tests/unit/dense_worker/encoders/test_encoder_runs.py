@@ -386,3 +386,33 @@ def test_a_run_whose_sequences_are_all_cancelled_is_given_up_at_once() -> None:
     cluster.run_until_idle()
     assert cluster.encoder.runs == [["a", "b"], ["a"]] and cluster.runs.counts.num_encoded == 1
     assert [each.output_token_ids for each in (stream, late)] == [expected_output(each) for each in (stream, late)]
+
+
+@pytest.mark.parametrize("have_tenants", [False, True])
+def test_nobody_waits_for_ever_behind_clients_that_come_later(have_tenants: bool) -> None:
+    """Each brings one picture, as fast as they are computed."""
+    cluster = EncoderCluster(max_rows=1, max_rows_kept=1000)
+    cluster.add(1, [Picture("a", 1), Picture("b", 1)], client=1, tenant=1)
+    for later in range(12):
+        number = 2 + later
+        cluster.add(number, [Picture(chr(ord("A") + later), 1)], client=number, tenant=number if have_tenants else 1)
+        cluster.step()
+    assert ["b"] in cluster.encoder.runs[:8]
+
+
+def test_clients_without_room_are_passed_by_without_looking_at_all_others_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster, num_clients, num_looks = EncoderCluster(max_rows=1000, max_rows_kept=40), 60, 0
+    look = EncoderRuns._inputs_of
+
+    def inputs_of(runs: EncoderRuns[Picture], sequence: Sequence) -> Iterable[Picture]:
+        nonlocal num_looks
+        num_looks += 1
+        return look(runs, sequence)
+
+    for client in range(num_clients):
+        cluster.add(1 + client, [Picture(chr(300 + 8 * client + i), 5) for i in range(8)], client=1 + client)
+    monkeypatch.setattr(EncoderRuns, "_inputs_of", inputs_of)
+    cluster.step()
+    assert len(cluster.encoder.runs[0]) == 8 and num_looks < 20 * num_clients
