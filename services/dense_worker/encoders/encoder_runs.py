@@ -315,8 +315,8 @@ class _Turns:
     """The clients whose inputs wait take turns.
 
     First comes the tenant for which the fewest rows were computed while it waited, then its client with the fewest. Who
-    begins to wait counts as having had an even share of what was computed before, so that those who come later and later
-    do not pass by for ever who has had some.
+    begins to wait counts as having had an even share of what was computed before, so that those who come later do not
+    pass by for ever who has had some.
     """
 
     def __init__(self) -> None:
