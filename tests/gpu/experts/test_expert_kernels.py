@@ -27,7 +27,7 @@ from tests.support.model_configs import small_config
 pytest.importorskip("triton", reason="needs triton")
 
 from services.dense_worker.kernels.experts.cuda_experts import CudaExperts
-from services.dense_worker.kernels.experts.triton_few import few_router
+from services.dense_worker.kernels.experts.triton_few import few_router, few_shared_bytes
 from services.dense_worker.kernels.experts.triton_router import PairBlocks, Routing, choose_experts
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
@@ -391,3 +391,10 @@ def capture(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.
             found = run()
     torch.cuda.synchronize()
     return graph.replay, found
+
+
+@pytest.mark.parametrize("hidden", [88, 2048, 2880, 4096, 7168, 12288])
+def test_programs_of_few_pairs_fit_on_a_hopper_or_are_not_used(hidden: int, dtype: torch.dtype) -> None:
+    is_long = 8 * 1024 <= 16 * hidden <= 16 * 4096 or hidden > 8192
+    fits = few_shared_bytes(hidden, dtype) <= HOPPER_SHARED_BYTES
+    assert fits == (dtype != torch.float32 or not is_long)

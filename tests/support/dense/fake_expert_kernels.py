@@ -45,6 +45,7 @@ def expert_kernels(own: Own) -> dict[str, dict[str, object]]:
     grouped = {"grouped_linear": kernels.grouped_linear, "sum_pairs": kernels.sum_pairs, "MAX_BLOCK_ROWS": 128}
     grouped |= {"choose_block_rows": lambda *_: BLOCK_ROWS}
     few = {"few_router": kernels.few_router, "few_gate_up": kernels.few_gate_up, "few_down": kernels.few_down}
+    few["few_shared_bytes"] = lambda *_: 0
     quantized = {"grouped_quantized": kernels.grouped_quantized, "MAX_BLOCK_ROWS": 64}
     return {
         "services.dense_worker.kernels.experts.triton_router": router,

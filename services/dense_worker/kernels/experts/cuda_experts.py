@@ -12,7 +12,7 @@ from services.common.model_config import ModelConfig
 from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.experts.router import GroupedRouter, Router, ScaledRouter, SparseMixer
-from services.dense_worker.kernels.experts.triton_few import few_down, few_gate_up, few_router
+from services.dense_worker.kernels.experts.triton_few import few_down, few_gate_up, few_router, few_shared_bytes
 from services.dense_worker.kernels.experts.triton_grouped import choose_block_rows, grouped_linear, sum_pairs
 from services.dense_worker.kernels.experts.triton_grouped_quantized import MAX_BLOCK_ROWS as MAX_QUANTIZED_BLOCK_ROWS
 from services.dense_worker.kernels.experts.triton_grouped_quantized import grouped_quantized
@@ -32,7 +32,7 @@ from services.dense_worker.kernels.norm.triton_norm import add_norm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 from services.dense_worker.sampling.upload import upload
 
-_SHARED_BYTES = 192 << 10  # as in `plain_gemv`: what the tiles of `few_gate_up` are sized for
+_SHARED_BYTES = 192 << 10  # as in `plain_gemv`: what the tiles of `few_gate_up` are sized for in 16 bits
 # Of all steps, if their tiles may not differ: what a step of few pairs has time for while it loads weights, and half of
 # what long prompts have otherwise.
 _SAME_BLOCK_ROWS = 64
@@ -58,6 +58,8 @@ class CudaExperts:
         self._launcher, self._options, self._max_num_tokens = launcher, options, max_num_tokens
         num_experts, num_per_token = options.num_experts, options.num_per_token
         max_num_pairs = max_num_tokens * num_per_token
+        # Float32 takes twice as much: long rows of it have no kernels for few pairs.
+        self._few_bytes = max(_SHARED_BYTES, few_shared_bytes(config.hidden_size, dtype))
 
         def workspace(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(rows, width, dtype=dtype, device=device)
@@ -231,7 +233,7 @@ class CudaExperts:
         if self._is_deterministic:
             return False
         num_pairs = num_tokens * self._options.num_per_token
-        has_room = self._launcher.shared_memory_bytes >= _SHARED_BYTES
+        has_room = self._launcher.shared_memory_bytes >= self._few_bytes
         return has_room and (num_tokens == 1 or num_pairs * _FEW_SHARE <= self._options.num_experts)
 
 

@@ -84,6 +84,12 @@ def few_router(
     )
 
 
+def few_shared_bytes(in_features: int, dtype: torch.dtype) -> int:
+    """What a program of `few_gate_up` takes of an SM: tiles of gate and up in flight."""
+    tiles = choose_gemv_tiles(in_features, is_gated=True)
+    return (tiles.num_stages - 1) * 2 * tiles.block_out * tiles.block_in * dtype.itemsize
+
+
 def few_gate_up(
     launcher: KernelLauncher,
     x: torch.Tensor,  # [n, hidden], rows contiguous
