@@ -71,5 +71,5 @@ async def _wait_written(stream: BinaryIO) -> None:
 
 def _key(path: Path, num_layers: int | None) -> tuple[Any, ...]:
     """What the shape depends on: the small files of the directory, by size and time of the last change."""
-    files = [(each.name, each.stat()) for each in sorted(path.glob("*.json"))]
+    files = [(each.name, each.stat()) for each in sorted(path.glob("*.json")) if each.exists()]  # not links to nothing
     return str(path.absolute()), num_layers, [(name, status.st_size, status.st_mtime_ns) for name, status in files]

@@ -16,11 +16,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import structlog
+
 from services.common.errors import ModelError
 from services.common.process import die_with_parent, end_at_signals, importing
 
 if TYPE_CHECKING:
     from services.common.config import ModelSection
+
+log = structlog.get_logger()
 
 MAX_READING_S = 40.0  # a start on a busy machine takes ten
 
@@ -46,6 +50,7 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(MAX_READING_S)
     except subprocess.TimeoutExpired:
+        log.warning("the process that reads the model's shape hangs: the workers read it", seconds=MAX_READING_S)
         process.kill()
         process.wait()
 

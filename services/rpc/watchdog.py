@@ -94,7 +94,8 @@ class Watchdog:
         if stall is None or last is None or last.waits_for != stall.waits_for:
             if stall is not None:
                 log.error("stalled", error=describe_stall(stall), role=stall.role, waits_for=stall.waits_for)
-                faulthandler.dump_traceback()  # of all threads, to stderr, where the log is
+                if last is None:
+                    faulthandler.dump_traceback()  # of all threads, to stderr, where the log is
             await self._on_stall(stall)
 
 

@@ -35,7 +35,8 @@ log = structlog.get_logger()
 
 MOST_PROCESSES = 8
 TIMEOUT_S = 30.0  # far above the limit of CPU time, for a busy machine; with it a process starts
-MAX_WAIT_S = 60.0  # for a turn
+MAX_AT_ONCE = 4  # pictures of one request that are decoded beside each other, or wait for it
+MAX_WAIT_S = 60.0 * MAX_AT_ONCE  # for a turn, behind so many pictures of each other request
 MAX_HEAD_BYTES = 2**16
 MAX_FILES = 128  # of pixels, with those that are kept; further pictures are sent through pipes and by gRPC
 _MODULE = "services.gateway.images.decode"

@@ -11,7 +11,7 @@ from services.common.config import GatewaySection
 from services.common.errors import ConfigError, InvalidRequest
 from services.common.fairness.client_turns import Client
 from services.common.vision.vision_config import FAMILIES, VisionConfig
-from services.gateway.images.decoder import Decoder, Encoding
+from services.gateway.images.decoder import MAX_AT_ONCE, Decoder, Encoding
 from services.gateway.images.picture import Picture, expand
 from services.gateway.images.sources import PictureSources
 from services.gateway.resources.memory_budget import HeldMemory
@@ -20,7 +20,6 @@ from services.gateway.text.tokenizer import Tokenizer
 from services.pb import gateway_pb2
 from services.step.prompt_span import PromptSpan
 
-MAX_AT_ONCE = 4  # pictures of one message that are decoded beside each other
 Request: TypeAlias = gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest
 
 DETAILS = ("", "auto", "low", "high")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from services.common.rank import Rank
 from services.common.resolve import resolve_model
 from services.dense_worker.encoders.encoder import EncodedKey
 from services.dense_worker.encoders.vision.picture import Picture
+from services.dense_worker.engine.waiting_queue import WaitingQueue
 from services.dense_worker.features.images.images_feature import SequenceImages
 from services.dense_worker.features.images.prepare_images import prepare_images, why_no_pictures
 from services.dense_worker.kernels.linear.linear import Linear
@@ -62,7 +61,9 @@ def test_with_equal_bits_a_run_has_one_picture(is_deterministic: bool, runs: lis
     sequence = make_sequence(1, prompt_len=3, max_tokens=4)
     sequence.features = (SequenceImages((), pictures, feature.runs),)
     key = EncodedKey("images", tuple(each.hash for each in pictures))
-    waiting: Any = SimpleNamespace(missing=lambda: [(key, sequence)], unpark=lambda key: None)
+    waiting = WaitingQueue(100, 10_000, 1.0)
+    waiting.admit(sequence)
+    waiting.push(sequence, [key])
     for _ in range(100):
         if feature.runs.has(key):
             break
