@@ -253,8 +253,9 @@ def _decode_kernel(
     new_key_1 = tl.zeros([HALF], tl.float32)
     query_2, new_key_2 = query_1, new_key_1
     new_value = tl.zeros([HEAD_DIM_PADDED], dtype)
-    # Cached keys and values were written before the step: the loop's first loads of them come before the wait.
-    waits_in_loop: tl.constexpr = FORMAT == "plain"
+    # Cached keys and values were written before the step: the loop's first loads of them come before the wait. Not so
+    # in steps of split contexts, which want log-sums: the kernel before has just appended keys that are read.
+    waits_in_loop: tl.constexpr = FORMAT == "plain" and log_sums is None
     if not waits_in_loop or first_tile >= end_key:
         query_1, query_2, new_key_1, new_key_2, new_value = _load_new_token(
             qkv_row, heads, kv_head, slot, cos, sin, FORMAT, ROTARY_DIM, HAS_PAIRS, NUM_KV_HEADS, GROUP,
@@ -282,7 +283,7 @@ def _decode_kernel(
             key = tl.load(cached + dims[None, :], mask=mask_n[:, None] & mask_dims[None, :], other=0.0)
             mask_v = mask_n[:, None] & mask_d[None, :]
             value = tl.load(cached + (BLOCK_SIZE * HEAD_DIM + offs_d)[None, :], mask=mask_v, other=0.0)
-            if start == first_tile:
+            if waits_in_loop and start == first_tile:
                 query_1, query_2, new_key_1, new_key_2, new_value = _load_new_token(
                     qkv_row, heads, kv_head, slot, cos, sin, FORMAT, ROTARY_DIM, HAS_PAIRS, NUM_KV_HEADS, GROUP,
                     NUM_QUERIES, HEAD_DIM, HEAD_DIM_PADDED, HALF, dtype, PDL,
