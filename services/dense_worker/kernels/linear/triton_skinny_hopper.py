@@ -21,6 +21,9 @@ from services.dense_worker.kernels.linear.triton_tiles import SplitWorkspace, pa
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 _ALIGNMENT = 16  # bytes, of the rows that the copy unit reads
+# Triton 3.6 has the older names, 3.9 only the later ones.
+_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 def can_copy_ahead(launcher: KernelLauncher, x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -117,14 +120,14 @@ def hopper_skinny_kernel(
         is_tile = i < num_tiles
         at = start + i * BLOCK_IN
         mbarrier.expect(filled.index(i), num_bytes, pred=is_tile)
-        tma.async_copy_global_to_shared(weight, [w_row, at], filled.index(i), w_tiles.index(i), pred=is_tile)
+        _copy(weight, [w_row, at], filled.index(i), w_tiles.index(i), pred=is_tile)
         if IS_GATED:
-            tma.async_copy_global_to_shared(weight, [up_row, at], filled.index(i), up_tiles.index(i), pred=is_tile)
+            _copy(weight, [up_row, at], filled.index(i), up_tiles.index(i), pred=is_tile)
     if PDL:
         gdc_wait()
     for i in gl.static_range(NUM_STAGES):
         is_tile = i < num_tiles
-        tma.async_copy_global_to_shared(x, [0, start + i * BLOCK_IN], filled.index(i), x_tiles.index(i), pred=is_tile)
+        _copy(x, [0, start + i * BLOCK_IN], filled.index(i), x_tiles.index(i), pred=is_tile)
 
     sums = gl.zeros([BLOCK_OUT, BLOCK_ROWS], sums_dtype, multiplied)
     up_sums = gl.zeros([BLOCK_OUT, BLOCK_ROWS], sums_dtype, multiplied)
@@ -143,10 +146,10 @@ def hopper_skinny_kernel(
         at = start + (i - 1 + NUM_STAGES) * BLOCK_IN
         free = filled.index(last_stage)
         mbarrier.expect(free, num_bytes, pred=is_tile)
-        tma.async_copy_global_to_shared(weight, [w_row, at], free, w_tiles.index(last_stage), pred=is_tile)
+        _copy(weight, [w_row, at], free, w_tiles.index(last_stage), pred=is_tile)
         if IS_GATED:
-            tma.async_copy_global_to_shared(weight, [up_row, at], free, up_tiles.index(last_stage), pred=is_tile)
-        tma.async_copy_global_to_shared(x, [0, at], free, x_tiles.index(last_stage), pred=is_tile)
+            _copy(weight, [up_row, at], free, up_tiles.index(last_stage), pred=is_tile)
+        _copy(x, [0, at], free, x_tiles.index(last_stage), pred=is_tile)
         last_stage = stage
         phase = gl.where(stage == NUM_STAGES - 1, phase ^ 1, phase)
         stage = gl.where(stage == NUM_STAGES - 1, 0, stage + 1)
@@ -187,7 +190,7 @@ def hopper_skinny_kernel(
 def _add_splits(sums, at, num_done, split, PART: gl.constexpr, NUM_SPLITS: gl.constexpr):
     """As `triton_tiles.add_splits`, for sums of any layout. `at`: where the tile's first part is."""
     gl.store(at + split * PART, sums)
-    gl.thread_barrier()  # all threads store before one of them counts
+    _barrier()  # all threads store before one of them counts
     is_last = gl.atomic_add(num_done, 1, sem="acq_rel") == NUM_SPLITS - 1
     if is_last:
         sums = gl.load(at)
