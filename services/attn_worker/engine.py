@@ -183,10 +183,10 @@ class AttentionEngine:
         attachment = self._attachment
         if attachment is None:
             return None
-        if len(attachment.channels) == 1:
-            is_idle = not attachment.request_ids  # nobody has a sequence, which would wait
-            return 0.0 if is_idle and self._runner.capture_ahead() else None
         try:
+            if len(attachment.channels) == 1:
+                is_idle = not attachment.request_ids  # nobody has a sequence, which would wait
+                return 0.0 if is_idle and self._runner.capture_ahead() else None
             is_any_left = self._runner.advance()
             self._commit_done(attachment)
         except Exception as error:

@@ -13,6 +13,7 @@ from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.runner.layer_runner import FinishedStep
 from services.common.attention.learned import Learned
+from services.common.errors import DeviceError
 from services.common.kv_cache.scales import KVScales
 from services.rpc.watchdog import Progress
 from services.step import NewSequence, PlanEntry
@@ -156,3 +157,19 @@ def test_other_lanes_wait_for_no_capture() -> None:
     )
     engine.attach(Attachment(1, channels, max_num_tokens=16), "00", Learned(KVScales.ones(2)))
     assert engine._work() is None
+
+
+def test_a_capture_that_fails_ends_the_attachment_and_not_the_engine() -> None:
+    def capture_ahead() -> bool:
+        raise DeviceError("the GPU has failed")
+
+    runner: Any = SimpleNamespace(attach=lambda channels, learned: None, capture_ahead=capture_ahead)
+    engine = AttentionEngine(
+        build_cache(8, 4, max_model_len=32), runner, AttentionMetrics(CollectorRegistry(), lambda: None)
+    )
+    errors = list[Exception]()
+    attachment = Attachment(1, {0: SimpleNamespace(close=lambda: None)}, max_num_tokens=16)  # type: ignore
+    attachment.fail = errors.append
+    engine.attach(attachment, "00", Learned(KVScales.ones(2)))
+    assert engine._work() is None
+    assert [str(each) for each in errors] == ["the GPU has failed"]
