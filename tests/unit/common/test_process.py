@@ -152,10 +152,10 @@ from services.common.process import importing
 with importing():
     pass
 import torch
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 with ThreadPoolExecutor(1) as thread:  # as `Grammars` does for a model without a tokenizer.json
     future = thread.submit(__import__, "transformers")
-    while not future.done():
+    while wait([future], timeout=0.01).not_done:
         exec("import torch")
     future.result()
 from transformers.utils import is_torch_available
