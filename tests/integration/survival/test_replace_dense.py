@@ -243,16 +243,17 @@ def replace_under_streams(cluster: Cluster, *settings: str) -> tuple[CompletedPr
     errors: list[grpc.RpcError] = []
     is_over = threading.Event()
 
-    def stream_until_it_fails() -> None:
+    def stream_until_it_fails(num_tokens: int) -> None:
         while not is_over.is_set():
             try:
-                collect(cluster.gateway, request(PROMPT, 400, ignore_eos=True))
+                collect(cluster.gateway, request(PROMPT, num_tokens, ignore_eos=True))
             except grpc.RpcError as error:
                 errors.append(error)
                 return
 
     with ThreadPoolExecutor(2) as threads:
-        streams = [threads.submit(stream_until_it_fails) for _ in range(2)]
+        # Of two lengths: equal ones would end together, and what has not begun yet is answered with the new weights.
+        streams = [threads.submit(stream_until_it_fails, num_tokens) for num_tokens in (400, 330)]
         options = [word for setting in settings for word in ("--set", setting)]
         replaced = ctl(cluster, "replace-dense", *options, "--drop-caches")
         is_over.set()
