@@ -73,7 +73,9 @@ def pause_s(cluster: Cluster, prompt_len: int, seed: int) -> float:
             break
     thread.join()
     cluster.wait_idle()
-    return max(after - before for before, after in itertools.pairwise(times_s[TOKENS_BEFORE - 1 :]))
+    longest_s = max(after - before for before, after in itertools.pairwise(times_s[TOKENS_BEFORE - 1 :]))
+    print(f"{prompt_len} tokens: {1000 * longest_s:.0f} ms", file=sys.stderr, flush=True)
+    return longest_s
 
 
 class Pauses(NamedTuple):

@@ -190,6 +190,7 @@ def kill(cluster: Cluster, streams: Streams, control: launch_pb2_grpc.LauncherSt
     timeline = {phase: first_event(log, *where) for phase, where in PHASES.items()}
     timeline |= {"first stream goes on": min(returns_s), "last stream goes on": max(returns_s)}
     kind.timelines.append({phase: at - begin_s for phase, at in timeline.items()})
+    print(f"{name}: {kind.gaps_s[-1]:.2f} s", file=sys.stderr, flush=True)
 
 
 def wait_for(cluster: Cluster, log_bytes: int, service: str, pattern: str) -> float:
