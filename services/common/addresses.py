@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import os
+import socket
 
 MAX_PORT = 65535
 BALANCED_SCHEMES = ("dns:", "ipv4:", "ipv6:")
@@ -23,6 +25,23 @@ def check_address(address: str) -> str:
     if not is_valid:
         raise ValueError(f"must be unix:PATH or HOST:PORT, with a port from 0 to {MAX_PORT}")
     return address
+
+
+def is_same_address(first: str, second: str) -> bool:
+    """Whether two addresses that `check_address` has passed are of one socket, whatever names they have for it."""
+    return not _places(first).isdisjoint(_places(second))
+
+
+def _places(address: str) -> set[str]:
+    """The file, or all numbers of the host with the port; the address itself if its host is not known."""
+    if address.startswith("unix:"):
+        return {os.path.realpath(address.removeprefix("unix:"))}
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError:
+        return {address}
+    return {f"{place[0]} {place[1]}" for *_, place in found}
 
 
 def check_tcp_address(address: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from services.common.addresses import MAX_PORT
+from services.common.addresses import MAX_PORT, is_same_address
 from services.common.child_options import ChildOptions
 from services.common.config import AttentionSection, Config, add_api_key, api_keys_of_environment
 from services.common.encoders.encoder_types import is_encoder
@@ -116,11 +116,12 @@ def _check_attention_addresses(config: Config) -> None:
     attention, services = config.attention, config.launch.services
     if not attention.addresses or not {ATTENTION_ROLE, DENSE_ROLE} <= {*services}:
         return
-    if attention.workers > 1 or attention.elastic or attention.address not in attention.addresses:
+    has_own = any(is_same_address(attention.address, each) for each in attention.addresses)
+    if attention.workers > 1 or attention.elastic or not has_own:
         raise ConfigError(
             f"attention.addresses is {', '.join(attention.addresses)}, of workers that others start, but this launcher"
-            f" starts attention workers of its own: take {ATTENTION_ROLE} out of launch.services, or leave"
-            " attention.addresses out"
+            f" starts attention workers of its own: take {ATTENTION_ROLE} out of launch.services, leave"
+            f" attention.addresses out, or name a single own one there, too, which is at {attention.address}"
         )
 
 

@@ -685,7 +685,10 @@ def _check_room(num_present: int, where: str) -> None:
 
 
 def _check_alike(reply: attn_pb2.AttachReply, present: Sequence[_Link], where: str) -> None:
-    """Raises `ConfigError` if a worker's cache cannot have the same plans as those that are attached."""
+    """Raises `ConfigError` if a worker is one of those that are attached, or its cache cannot have the same plans."""
+    for link in present:
+        if reply.epoch == link.reply.epoch:
+            raise ConfigError(f"{where} is that at {link.worker.address}: name each attention worker once")
     for link in present[:1]:
         for name in _ALIKE:
             own, other = getattr(reply, name), getattr(link.reply, name)

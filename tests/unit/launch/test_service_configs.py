@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -38,6 +39,25 @@ def test_a_launcher_starts_no_attention_workers_that_its_dense_worker_does_not_l
     beside = 'attention.addresses=["unix:/run/x/own.sock", "unix:/run/x/other.sock"]'
     config = load_config(None, [beside, "attention.address=unix:/run/x/own.sock"])
     assert len(service_configs.service_configs(config, RUN_DIR, addresses)) == 3
+
+
+@pytest.mark.parametrize(
+    ("own", "named", "is_own"),
+    [
+        ("localhost:50053", "127.0.0.1:50053", True),
+        ("localhost:50053", "127.0.0.1:50054", False),
+        ("unix:/run/x/own.sock", "unix:/run/x/../x/own.sock", True),
+        ("unix:/run/x/own.sock", "127.0.0.1:50053", False),
+        ("127.0.0.1:50053", "no-such-host.invalid:50053", False),
+    ],
+)
+def test_the_own_attention_worker_may_have_another_name_in_the_list(own: str, named: str, is_own: bool) -> None:
+    listed = f'attention.addresses=["{named}", "unix:/run/x/other.sock"]'
+    config = load_config(None, [listed, f"attention.address={own}"])
+    addresses = worker_addresses(load_config(None), RUN_DIR)
+    expected = contextlib.nullcontext() if is_own else pytest.raises(ConfigError, match="name a single own one there")
+    with expected:
+        service_configs.service_configs(config, RUN_DIR, addresses)
 
 
 def test_gateway_processes_share_ports_and_have_their_own_sockets_and_metrics(tmp_path: Path) -> None:

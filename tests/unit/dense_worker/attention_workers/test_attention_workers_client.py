@@ -97,7 +97,7 @@ async def served(directory: Path) -> AsyncIterator[attn_pb2_grpc.AttentionWorker
 def make_link(cache_id: int, orphans: dict[int, int] | None = None, **reply: int) -> _Link:
     worker: Any = Worker(f"unix:/{cache_id}")
     cache = AttachedCache(cache_id, 100, 50, orphans or {})
-    answer = attn_pb2.AttachReply(block_size=16, max_model_len=1600)
+    answer = attn_pb2.AttachReply(epoch=1 + cache_id, block_size=16, max_model_len=1600)
     for field, value in reply.items():
         setattr(answer, field, value)
     channel: Any = Channel()
@@ -138,6 +138,12 @@ def test_a_worker_with_other_blocks_is_refused_by_its_address() -> None:
     with pytest.raises(ConfigError, match="the worker at unix:/1 has block_size 32, that at unix:/0 has 16: start all"):
         _check_alike(other.reply, [make_link(0)], "the worker at unix:/1")
     _check_alike(make_link(1).reply, [make_link(0)], "the worker at unix:/1")
+
+
+def test_a_worker_that_is_named_twice_is_refused_with_both_names() -> None:
+    present = [make_link(0), make_link(1)]
+    with pytest.raises(ConfigError, match="the worker at localhost:1 is that at unix:/1: name each"):
+        _check_alike(make_link(1).reply, present, "the worker at localhost:1")
 
 
 def test_a_sequence_that_two_workers_have_is_that_of_the_one_with_more_of_it() -> None:
