@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from services.common.process import end_at_signals
+from services.common.process import end_at_signals, switch_off_grpc_engine
 
 end_at_signals()
+switch_off_grpc_engine()
 
 import sys  # noqa: E402
 
