@@ -29,11 +29,12 @@ def safe_for(stream: TextIO, text: str) -> str:
 def terminal_line(event: Mapping[str, Any], num_columns: int) -> str:
     """A log event for a person: local time, service, event, and its values.
 
-    Warnings and errors are coloured, and end with the traceback if there is one. Other events are cut to `num_columns`.
+    Warnings and errors are coloured, and end with the traceback or the stacks if there are any. Other events are cut to
+    `num_columns`.
     """
     values = dict(event)
     level, service, name = (values.pop(key) for key in ("level", "service", "event"))
-    traceback = values.pop("exception", None)
+    traceback = values.pop("exception", values.pop("stack", None))
     time = datetime.fromisoformat(values.pop("timestamp")).astimezone().strftime("%H:%M:%S")
     text = " ".join([f"{time} {service:12}", str(name), *(f"{key}={value}" for key, value in values.items())])
     line = text.replace("\n", " ").translate(VISIBLE_CONTROLS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -95,8 +96,19 @@ class Watchdog:
             if stall is not None:
                 log.error("stalled", error=describe_stall(stall), role=stall.role, waits_for=stall.waits_for)
                 if last is None:
-                    faulthandler.dump_traceback()  # of all threads, to stderr, where the log is
+                    log.error("stacks of all threads", role=stall.role, stack=stacks_of_threads())
             await self._on_stall(stall)
+
+
+def stacks_of_threads() -> str:
+    """The stacks of this process's threads, the innermost call of each first; if there are none to be had, why."""
+    try:
+        with os.fdopen(os.memfd_create("stacks"), "rb") as file:  # perhaps no directory can be written to
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            return file.read().decode(errors="backslashreplace")
+    except OSError as error:
+        return str(error)
 
 
 def describe_stall(stall: stall_pb2.Stall) -> str:

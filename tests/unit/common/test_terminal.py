@@ -39,8 +39,9 @@ def test_nothing_that_a_client_sends_moves_the_cursor_or_changes_colours() -> No
         assert r"request_id=a\x1b[2J\r\x9b31m\u202eb c" in plain
 
 
-def test_an_error_ends_with_its_traceback() -> None:
-    line = terminal_line(event("error", "failed", exception="Traceback\n  in f\nValueError: 7"), 20)
+@pytest.mark.parametrize("key", ["exception", "stack"])
+def test_an_error_ends_with_its_traceback_or_stacks(key: str) -> None:
+    line = terminal_line(event("error", "failed", **{key: "Traceback\n  in f\nValueError: 7"}), 20)
     assert line.endswith("\nTraceback\n  in f\nValueError: 7")
 
 

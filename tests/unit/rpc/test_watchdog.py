@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
 
+import pytest
+
+from services.common.config import LogSection
+from services.common.logs import configure_logs
 from services.pb import stall_pb2
 from services.rpc.watchdog import CHECKS_PER_BOUND, Progress, Watchdog, describe_stall
 
@@ -81,3 +87,22 @@ def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
     assert watched.reported == []
     watched.check(CHECKS_PER_BOUND)
     assert len(watched.reported) == 1
+
+
+def test_the_stacks_of_a_stalled_service_are_one_event_of_its_log(capfd: pytest.CaptureFixture[str]) -> None:
+    may_end = threading.Event()
+
+    def hang_in_a_known_place() -> None:
+        may_end.wait()
+
+    thread = threading.Thread(target=hang_in_a_known_place)
+    thread.start()
+    configure_logs(LogSection(format="json"), "dense_worker")
+    watched = Watched()
+    watched.progress = Progress((1,), step_id=7)
+    watched.check(2 * CHECKS_PER_BOUND)
+    may_end.set()
+    thread.join()
+    stalled, stacks = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert stalled["event"] == "stalled" and stacks["level"] == "error" and stacks["role"] == "dense_worker"
+    assert "in hang_in_a_known_place\n" in stacks["stack"] and "in check\n" in stacks["stack"]
