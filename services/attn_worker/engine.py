@@ -49,7 +49,7 @@ class Accepted:
 class AttentionEngine:
     """Call `start`, then give all work to `submit`, which runs it in order, finally `stop`.
 
-    Counters may be read from any thread.
+    Counters may be read from any thread. `failure` holds the error that ended the thread, if one did.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class AttentionEngine:
         self._metrics = metrics
         self._attachment: Attachment | None = None
         self._thread = EngineThread(self._work)
+        self.failure = self._thread.failure
         receiver = None if moved_blocks is None else moved_blocks.receiver
         self._openings = Openings(cache, runner, self._thread.submit, self._note_opened, receiver)
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from typing import NoReturn
 
 import grpc
 import structlog
@@ -341,11 +342,20 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             )
             self._building = asyncio.create_task(build)
         try:
-            self._engine = await asyncio.shield(self._building)
+            engine = await asyncio.shield(self._building)
+            if engine is not self._engine:
+                self._engine = engine
+                asyncio.wrap_future(engine.failure).add_done_callback(self._end_with_thread)
         finally:
             if self._building.done() and (self._building.cancelled() or self._building.exception() is not None):
                 self._building = self._limits = None  # so that the next attachment can try again
-        return self._engine
+        return engine
+
+    def _end_with_thread(self, ended: asyncio.Future[NoReturn]) -> None:
+        """The engine thread has ended, which no attachment can cure, whatever the error was."""
+        error = ended.exception()
+        if error is not None and not self._failure.done():
+            self._failure.set_exception(error)
 
     def _require_engine(self) -> AttentionEngine:
         if self._engine is None:

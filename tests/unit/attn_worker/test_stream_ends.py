@@ -196,3 +196,26 @@ def test_plans_come_by_grpc_where_there_can_be_no_socket(tmp_path: Path, monkeyp
             assert plans.link is None and opened.seq_id == 1
 
     asyncio.run(asyncio.wait_for(run(), TEST_LIMIT_S))
+
+
+def test_the_worker_ends_with_its_engine_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two calls nobody waits for the thread, so nobody but the worker itself can notice."""
+
+    async def body() -> None:
+        async with attention_worker(tmp_path) as (servicer, stub):
+            await attach(stub)
+            failing = asyncio.create_task(servicer.wait_failure())
+            assert not (await asyncio.wait([failing], timeout=0.1))[0]
+
+            def fail() -> bool:
+                raise PeerError("the thread has a fault")
+
+            engine = servicer._require_engine()
+            monkeypatch.setattr(engine._thread, "_work", fail)
+            await asyncio.wrap_future(engine.submit(int))
+            with pytest.raises(PeerError, match="the thread has a fault"):
+                await asyncio.wait_for(failing, TEST_LIMIT_S)
+            with pytest.raises(grpc.aio.AioRpcError, match="stopping"):
+                await attach(stub)
+
+    asyncio.run(body())
