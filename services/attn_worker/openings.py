@@ -142,7 +142,8 @@ class Openings:
             self._open(follower)
 
     def _answer(self, opening: _Opening, result: OpenResult) -> None:
-        counts = {"num_freed_blocks": opening.num_freed_blocks, "num_copied_blocks": opening.num_copied_blocks}
-        result = replace(result, **counts)
+        num_freed, num_copied = opening.num_freed_blocks, opening.num_copied_blocks
+        if num_freed != result.num_freed_blocks or num_copied:
+            result = replace(result, num_freed_blocks=num_freed, num_copied_blocks=num_copied)
         self._note_opened(result)
         opening.opened.set_result(result)

@@ -195,9 +195,10 @@ class KVCache:
             self.num_recovered_sequences += 1
             self.num_recovered_tokens += int(self._rows.num_computed[sequence.row])
         else:
-            num_freed = self._drop(seq_id)
-            generation = self._prefixes.generation
-            root = self._prefixes.root(num_prompt_tokens, prefix_key, generation)
+            if sequence is not None:
+                num_freed = self._drop(seq_id)
+                generation = self._prefixes.generation
+                root = self._prefixes.root(num_prompt_tokens, prefix_key, generation)
             sequence = self._new_sequence(seq_id, root, generation, ids, spans)
             if not ignores_prefix_cache:
                 num_pinned = self._prefixes.pin_longest(sequence, most)
@@ -233,7 +234,8 @@ class KVCache:
         Raises InvalidRequest, and changes nothing, for an entry of no token or of more than max_model_len.
         """
         entries = plan.entries
-        for index in np.flatnonzero((entries.num_tokens < 1) | (entries.num_tokens > self.max_model_len)).tolist():
+        is_impossible = (entries.num_tokens < 1) | (entries.num_tokens > self.max_model_len)
+        for index in is_impossible.nonzero()[0].tolist():
             entry = entries[index]
             raise InvalidRequest(
                 f"a step has {entry.num_tokens} tokens of sequence {entry.seq_id}, 1 to {self.max_model_len} are"
@@ -291,7 +293,7 @@ class KVCache:
         rows = step.rows[is_open]
         self._rows.num_committed[rows] = step.lengths[is_open]
         has_full_block = self._rows.num_committed // self.block_size > self._rows.num_hashed_blocks
-        for row in np.flatnonzero(has_full_block).tolist():
+        for row in has_full_block.nonzero()[0].tolist():
             self._prefixes.register(self._sequence_of_row[row])
         step_rows = rows.tolist()
         for group in self._groups:
@@ -443,7 +445,7 @@ class KVCache:
         if len(set(seq_ids)) < len(seq_ids):
             is_wrong |= np.array([seq_ids.count(seq_id) > 1 for seq_id in seq_ids])
         errors: dict[int, TwostrokeError] = {}
-        for index in np.flatnonzero(is_wrong).tolist():
+        for index in is_wrong.nonzero()[0].tolist():
             seq_id = seq_ids[index]
             if rows[index] == NO_SEQUENCE:
                 errors.setdefault(seq_id, NotFound(f"sequence {seq_id} is not open"))
@@ -462,7 +464,7 @@ class KVCache:
 
         Blocks that others may still read cannot be overwritten; that is an error of the sequence.
         """
-        for index in np.flatnonzero(self._rows.num_computed[rows] > positions).tolist():
+        for index in (self._rows.num_computed[rows] > positions).nonzero()[0].tolist():
             if seq_ids[index] in errors:
                 continue
             sequence = self._sequence_of_row[int(rows[index])]
@@ -504,7 +506,7 @@ class KVCache:
         is_short = num_missing[0] > 0
         for each in num_missing[1:]:
             is_short |= each > 0
-        for index in np.flatnonzero(is_short).tolist():
+        for index in is_short.nonzero()[0].tolist():
             if seq_ids[index] in errors:
                 continue
             row, needed = int(rows[index]), [max(0, int(each[index])) for each in num_missing]

@@ -405,7 +405,7 @@ class TritonAttention:
             self._write_decode(decodes, decode_items, num_decode_rows)
         is_prompt = step.num_tokens > 1
         for (part, starts), (host_slots, on_device), by_size in zip(by_group, slots, items, strict=True):
-            host_slots[:num_tokens] = np.where(np.repeat(is_prompt, step.num_tokens), part.slot_mapping, -1)
+            host_slots[:num_tokens] = np.where(is_prompt.repeat(step.num_tokens), part.slot_mapping, -1)
             host_slots[num_tokens:] = -1
             chunks = _chunk_rows(part, starts).select(is_prompt)
             for size, (host, _) in by_size.items():
@@ -599,7 +599,7 @@ class TritonAttention:
         later: tuple[np.ndarray, torch.Tensor] | None,
     ) -> _Prefill:
         """later: how many tokens after each row it sees, on the host and on the device; None: no row sees any"""
-        is_prefill = np.repeat(step.num_tokens > 1, step.num_tokens)
+        is_prefill = (step.num_tokens > 1).repeat(step.num_tokens)
         slots = self._send(np.where(is_prefill, step.slot_mapping, -1))
         if not len(unsplit.num_tokens):
             return _Prefill(slots, angle_rows, {}, {})
@@ -699,7 +699,7 @@ def _is_decode_only(step: StepMetadata) -> bool:
 
 def _chunk_rows(step: StepMetadata, table_starts: np.ndarray) -> ChunkRows:
     """The rows of all sequences."""
-    return ChunkRows(np.cumsum(step.num_tokens) - step.num_tokens, step.num_tokens, step.context_lens, table_starts)
+    return ChunkRows(step.num_tokens.cumsum() - step.num_tokens, step.num_tokens, step.context_lens, table_starts)
 
 
 def _decode_rows(
@@ -722,8 +722,8 @@ def _decode_rows(
 def _single_rows(step: StepMetadata, table_starts: np.ndarray, angle_rows: np.ndarray) -> DecodeRows:
     """The rows of sequences with one token, without padding."""
     num_tokens = step.num_tokens
-    seqs = np.flatnonzero(num_tokens == 1)
-    rows = (np.cumsum(num_tokens) - num_tokens)[seqs]
+    seqs = (num_tokens == 1).nonzero()[0]
+    rows = (num_tokens.cumsum() - num_tokens)[seqs]
     by_seq = (step.context_lens[seqs], table_starts[seqs])
     return DecodeRows(rows, *by_seq, step.slot_mapping[rows], angle_rows[rows])
 

@@ -74,8 +74,8 @@ def build_step_metadata(
     windows: StepMetadata | None = None,
 ) -> StepMetadata:
     """Expands counts per sequence to positions and slots per token."""
-    seq_index = np.repeat(np.arange(len(num_tokens)), num_tokens)
-    first_rows = np.cumsum(num_tokens) - num_tokens
+    seq_index = np.arange(len(num_tokens)).repeat(num_tokens)
+    first_rows = num_tokens.cumsum() - num_tokens
     positions = np.arange(len(seq_index)) + (num_computed_tokens - first_rows)[seq_index]
     context_lens, places = num_computed_tokens + num_tokens, positions  # without dropped tokens
     if num_dropped_tokens is not None:

@@ -181,19 +181,19 @@ class ModelRunner:
         batch, entries, rows = bound.batch, bound.plan.entries, self._rows
         slots, num_tokens = batch.slots, entries.num_tokens
         ends = entries.positions + num_tokens
-        row_ends = np.cumsum(num_tokens)
+        row_ends = num_tokens.cumsum()
         num_known = rows.num_known[slots]
         token_ids = np.zeros(bound.plan.num_tokens, np.int64)
         # Most entries have one token, the newest one: the host knows it, or an earlier step leaves it in the slot.
         is_newest = (num_tokens == 1) & (entries.positions >= num_known - 1)
         is_fed = is_newest & (ends > num_known)
-        others = np.flatnonzero(~is_newest)
+        others = (~is_newest).nonzero()[0]
         if not is_fed.all():
             token_ids[row_ends[is_newest] - 1] = rows.last_token[slots[is_newest]]
         for index in others.tolist():
             row_end = int(row_ends[index])
             is_fed[index] = self._copy_known(entries[index], batch.sequences[index], row_end, token_ids)
-        fed = np.flatnonzero(is_fed)
+        fed = is_fed.nonzero()[0]
         sampled = SampledRows.of(entries, row_ends)
         of_rows = slots[sampled.entries]
         positions = ends[sampled.entries] - sampled.num_after

@@ -64,12 +64,12 @@ def fill_decode_items(
     sizes = -(-lengths // np.maximum(counts * tile, 1)) * tile
     counts = np.maximum(-(-lengths // np.maximum(sizes, 1)), 1)
 
-    order = np.argsort(-sizes, kind="stable")
+    order = (-sizes).argsort(kind="stable")
     ordered_counts = counts[order]
     num_items = int(ordered_counts.sum())
-    ordered_firsts = np.cumsum(ordered_counts) - ordered_counts
-    owners = np.repeat(order, ordered_counts)
-    firsts = np.repeat(ordered_firsts, ordered_counts)
+    ordered_firsts = ordered_counts.cumsum() - ordered_counts
+    owners = order.repeat(ordered_counts)
+    firsts = ordered_firsts.repeat(ordered_counts)
     indices = np.arange(num_items)
     tiles = first_tiles[owners] + (indices - firsts) * sizes[owners]
     owner_ends = ends[owners]
@@ -110,8 +110,8 @@ def chunk_items(
 
     order = np.lexsort((-sizes, num_items == 1))
     ordered = num_items[order]
-    owners = np.repeat(order, ordered)
-    first_items = np.repeat(np.cumsum(ordered) - ordered, ordered)
+    owners = order.repeat(ordered)
+    first_items = (ordered.cumsum() - ordered).repeat(ordered)
     starts = first_tiles[owners] + (np.arange(len(owners)) - first_items) * sizes[owners]
     items = np.empty((len(owners), NUM_FIELDS), np.int32)
     items[:, 0] = tokens.first_rows[owners]
@@ -144,14 +144,14 @@ def prefill_items(chunks: ChunkRows, block_m: int, num_later: np.ndarray | None 
             item[4] = item[2] + 1 + (rows + num_later[item[0] + rows]).max()
         ends = np.repeat(chunks.context_lens, -(-chunks.num_tokens // block_m))
         assert (items[:, 4] <= ends).all(), "spans are whole: no row sees keys that the step does not write"
-    return items[np.argsort(-items[:, 2], kind="stable")]
+    return items[(-items[:, 2]).argsort(kind="stable")]
 
 
 def _token_blocks(chunks: ChunkRows, block_m: int) -> ChunkRows:
     """The chunks in blocks of up to `block_m` tokens; the context of a block ends with its last token."""
     counts = -(-chunks.num_tokens // block_m)
-    owners = np.repeat(np.arange(len(counts)), counts)
-    offsets = (np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]) * block_m
+    owners = np.arange(len(counts)).repeat(counts)
+    offsets = (np.arange(len(owners)) - (counts.cumsum() - counts)[owners]) * block_m
     num_tokens = np.minimum(chunks.num_tokens[owners] - offsets, block_m)
     ends = (chunks.context_lens - chunks.num_tokens)[owners] + offsets + num_tokens
     return ChunkRows(chunks.first_rows[owners] + offsets, num_tokens, ends, chunks.table_starts[owners])
