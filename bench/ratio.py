@@ -338,7 +338,8 @@ def read_strokes(results: Path = RESULTS) -> Strokes:
         cache_tokens=ranks["cache_tokens"],
         cache_tokens_alone=ranks["cache_tokens_alone"],
     )
-    return _with_after(strokes, [each for each in ranks["servers"] if each["kind"] == ONE_GPU and "step_ms" in each])
+    fitted = [each for each in ranks["servers"] if each.get("is_fitted")]
+    return _with_after(strokes, fitted)
 
 
 def _with_after(strokes: Strokes, servers: Sequence[dict[str, Any]]) -> Strokes:
@@ -389,13 +390,20 @@ def checks(strokes: Strokes, results: Path = RESULTS) -> list[Check]:
 
 
 def _checks_of_server(strokes: Strokes, run: dict[str, Any]) -> Iterator[Check]:
+    """`prompt` of a run may be a list: as many sequences of each. Several attention workers on one GPU are one: they
+    share its memory. One beside the dense worker is as good as one on a GPU of its own: with one lane they take turns.
+    """
     rows, prompt, output = run["rows"], run["prompt"], run["output"]
-    arrangement = Arrangement(run["kind"], num_dense=run.get("num_dense", 1), num_lanes=run.get("num_lanes", 1))
+    counts = {name: run.get(name, 1) for name in ("num_attention", "num_dense", "num_lanes")}
+    arrangement = Arrangement(run["kind"], **counts)
     own = strokes.of_layers(run.get("num_layers", strokes.num_layers))
     of_layers = "" if own.num_layers == strokes.num_layers else f", {own.num_layers} layers"
-    what = f"{arrangement}{of_layers}: {rows} at once, {prompt}/{output}"
+    note = f", {run['note']}" if "note" in run else ""
+    what = f"{arrangement}{note}{of_layers}: {rows} at once, {prompt}/{output}"
     if "step_ms" in run:
-        predicted = arrangement.step_ms(own, rows, Lengths.of(prompt, output).context)
+        prompts = np.array(prompt).reshape(-1)
+        context = Lengths(prompts, np.full(len(prompts), output)).context
+        predicted = arrangement.step_ms(own, rows, context)
         yield Check(f"{what}, a step", "ms", run["step_ms"], predicted)
     if "tokens_per_s" in run:
         load = Run(run["requests"], rows, prompt, output, run["step_tokens"], run.get("late_capture_ms", 0.0))
@@ -458,7 +466,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     strokes = read_strokes(args.results)
     if args.gpus is None:
         for check in checks(strokes, args.results):
-            print(f"{check.what:78} {check.measured:9.2f} {check.predicted:9.2f} {check.unit:6} {check.error:+6.1%}")
+            print(f"{check.what:103} {check.measured:9.2f} {check.predicted:9.2f} {check.unit:6} {check.error:+6.1%}")
         return 0
     try:
         lengths = Lengths.of(args.prompt, args.output) if args.lengths is None else read_lengths(args.lengths)

@@ -80,7 +80,7 @@ def test_predicted_steps_are_close_to_all_measured_ones() -> None:
     steps = [each for each in found if "a step of" in each.what]
     assert len(steps) == 13
     steps += [each for each in found if each.what.endswith("a step")]  # of servers
-    assert len(steps) == 18
+    assert len(steps) == 23
     assert max(abs(each.error) for each in steps) < 0.12
     assert np.mean([abs(each.error) for each in steps]) < 0.05
 
