@@ -296,7 +296,7 @@ def _find_or_build(
     record = NetworkRecord(cache.directory, model.config, model.dtype)
     command = build_command(section, source, model)
     export = partial(export_networks, model.config, model.dtype)
-    builder = EnginePlanBuilder(api, gpu, profiles, cache)
+    builder = EnginePlanBuilder(api, gpu, profiles, cache, limits)
     plans = builder.find_recorded_or_build(record, export, model.dtype, command, report)
     return TensorRTPlans(api, gpu, cache, plans)
 

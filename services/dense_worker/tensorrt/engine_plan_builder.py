@@ -27,7 +27,7 @@ from services.dense_worker.tensorrt.engine_plan_cache import (
 from services.dense_worker.tensorrt.files.network_record import NetworkRecord
 from services.dense_worker.tensorrt.gpu import Gpu
 from services.dense_worker.tensorrt.onnx_segments import NUM_TOKENS, code_dtypes, describe_tensors
-from services.dense_worker.tensorrt.profiles import Profile, parse_profile
+from services.dense_worker.tensorrt.profiles import Limits, Profile, parse_profile
 
 Report = Callable[[str], None]
 
@@ -40,8 +40,14 @@ class EnginePlanBuilder:
     """
 
     def __init__(
-        self, api: TensorRT, gpu: Gpu | None, profiles: Sequence[Profile], cache: EnginePlanCache
+        self,
+        api: TensorRT,
+        gpu: Gpu | None,
+        profiles: Sequence[Profile],
+        cache: EnginePlanCache,
+        limits: Limits | None = None,
     ) -> None:
+        """`limits`: only plans of profiles that these reach are found and built; None: those of all."""
         if gpu is not None:
             api.check_gpu(gpu)
         elif not api.is_rtx:
@@ -50,6 +56,7 @@ class EnginePlanBuilder:
         self._gpu = gpu
         self._profiles = profiles
         self._cache = cache
+        self._limits = limits
 
     def find_or_build(
         self, networks: Mapping[str, bytes], dtype: torch.dtype, build_command: str | None, report: Report
@@ -106,7 +113,10 @@ class EnginePlanBuilder:
     def _titled_keys(self, digests: Mapping[str, str], dtype: torch.dtype) -> list[tuple[str, EnginePlanKey]]:
         """The keys of all plans, with what messages call them."""
         keys = [
-            self._key(name, digest, dtype, profile) for name, digest in digests.items() for profile in self._profiles
+            self._key(name, digest, dtype, profile)
+            for name, digest in digests.items()
+            for profile in self._profiles
+            if self._limits is None or profile.low <= self._limits.of(name)
         ]
         return [(f"[{number}/{len(keys)}] {key.title}", key) for number, key in enumerate(keys, 1)]
 

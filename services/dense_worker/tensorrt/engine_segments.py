@@ -15,7 +15,7 @@ from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.engine import Engine, TensorType
 from services.dense_worker.tensorrt.engine_contexts import EngineContexts
 from services.dense_worker.tensorrt.engine_plan_cache import CachedEnginePlan, EnginePlans
-from services.dense_worker.tensorrt.profiles import Limits, check_cover, profile_index
+from services.dense_worker.tensorrt.profiles import Limits, Profile, check_cover, profile_index
 from services.step import StepPlan
 
 ALIGNMENT_BYTES = 256  # of every address that TensorRT is given
@@ -46,12 +46,12 @@ class PlanRuns:
         max_sizes: Mapping[str, int],
         current_stream: Callable[[], int],
     ) -> None:
-        """`plans` by segment, all with the same profiles; `weights` by segment and layer; `current_stream` gives the
+        """`plans` by segment, all with the same first profiles; `weights` by segment and layer; `current_stream` gives the
         CUDA stream's handle. Raises ConfigError for a plan that is not of this model.
 
         Plans are loaded, and contexts made, for the profiles that `max_sizes`, by segment, reach, no more.
         """
-        self.profiles = [cached.profile for cached in next(iter(plans.values()))]
+        self.profiles = profiles_of(plans)
         self._current_stream = current_stream
         self._weights = weights
         engines = {
@@ -117,8 +117,8 @@ class TensorRTSegments:
         Raises ConfigError for a plan that is not of this model, and for profiles that end below `limits`.
         """
         self._config = config
-        check_cover([cached.profile for cached in plans["first"]], limits)
-        max_sizes = {name: limits.num_rows if name == "last" else limits.num_tokens for name in plans}
+        check_cover(profiles_of(plans), limits)
+        max_sizes = {name: limits.of(name) for name in plans}
         self._runs = PlanRuns(api, plans, bind_weights(weights), weights.device, max_sizes, current_stream)
 
     def begin_step(
@@ -161,6 +161,11 @@ class TensorRTSegments:
 
     def _new_residual(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(len(like), self._config.hidden_size, dtype=like.dtype, device=like.device)
+
+
+def profiles_of(plans: EnginePlans) -> list[Profile]:
+    """Those of the segment that has plans of the most; the others may have plans of fewer large sizes."""
+    return [cached.profile for cached in max(plans.values(), key=len)]
 
 
 def _load_engine(api: TensorRT, cached: CachedEnginePlan, weights: Weights) -> Engine:

@@ -133,9 +133,7 @@ def _sizes_of_plan(cached: CachedEnginePlan, sizes: Iterable[int]) -> list[int]:
 
 
 def _max_sizes(segments: Iterable[str], limits: Limits) -> dict[str, int]:
-    return {
-        name: min(limits.num_rows, MAX_ROWS) if name == "last" else limits.num_tokens for name in segments
-    }
+    return {name: min(limits.of(name), MAX_ROWS) if name == "last" else limits.of(name) for name in segments}
 
 
 def _first(config: ModelConfig, dtype: torch.dtype, device: torch.device, size: int) -> MakeCall:

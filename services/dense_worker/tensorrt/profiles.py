@@ -72,6 +72,10 @@ class Limits:
     num_tokens: int  # tokens of `first` and `middle`
     num_rows: int  # rows of `last`
 
+    def of(self, segment: str) -> int:
+        """The largest size of a segment."""
+        return self.num_rows if segment == "last" else self.num_tokens
+
 
 def check_cover(profiles: Sequence[Profile], limits: Limits) -> None:
     """Raises ConfigError if the profiles end below a limit."""

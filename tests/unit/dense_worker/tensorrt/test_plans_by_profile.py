@@ -42,9 +42,9 @@ class Builds:
         self.weights: ModelWeights = load_weights(model, self.config, torch.float32, CPU)
         self.lines: list[str] = []
 
-    def build(self, profiles: str) -> EnginePlans:
+    def build(self, profiles: str, limits: Limits | None = None) -> EnginePlans:
         self.lines.clear()
-        builder = EnginePlanBuilder(TensorRT(self.trt), GPU, parse_profiles(profiles), self.cache)
+        builder = EnginePlanBuilder(TensorRT(self.trt), GPU, parse_profiles(profiles), self.cache, limits)
         return builder.find_or_build(
             export_networks(self.config, torch.float32), torch.float32, None, self.lines.append
         )
@@ -120,6 +120,26 @@ def test_each_plan_that_the_limits_reach_is_loaded_once_and_no_other(builds: Bui
     assert [call[1:] for call in builds.trt.named("deserialize_cuda_engine")] == in_use
     run_step(segments, builds.config, torch.float32, list(range(16)), [0, 1])
     assert len(builds.trt.named("deserialize_cuda_engine")) == len(in_use)
+
+
+def test_a_worker_builds_the_plans_that_its_limits_reach_and_another_worker_the_rest(builds: Builds) -> None:
+    limits, further = Limits(num_tokens=16, num_rows=4), Limits(num_tokens=16, num_rows=5)
+    segments = builds.load(builds.build("1-4,5-16,17-64", limits), limits)
+    assert builds.built == ["first 1-4@2", "first 5-16@8", "middle 1-4@2", "middle 5-16@8", "last 1-4@2"]
+    inputs = (builds.config, torch.float32, list(range(16)), [0, 15])
+    torch.testing.assert_close(
+        run_step(segments, *inputs), run_step(TorchBackend(builds.weights), *inputs), rtol=0, atol=1e-5
+    )
+    builds.load(builds.build("1-4,5-16,17-64", further), further)
+    assert builds.built == ["last 5-16@8"]
+    builds.build("1-4,5-16,17-64")
+    assert builds.built == ["first 17-64@32", "middle 17-64@32", "last 17-64@32"]
+
+
+def test_more_rows_than_tokens_need_plans_of_last_alone(builds: Builds) -> None:
+    limits = Limits(num_tokens=4, num_rows=16)
+    builds.load(builds.build("1-4,5-16,17-64", limits), limits)
+    assert builds.built == ["first 1-4@2", "middle 1-4@2", "last 1-4@2", "last 5-16@8"]
 
 
 def test_each_size_runs_by_the_engine_of_its_profile(builds: Builds) -> None:
