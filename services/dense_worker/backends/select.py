@@ -294,14 +294,16 @@ def _find_or_build(
 
     cache = EnginePlanCache(section.plan_dir.expanduser())
     record = NetworkRecord(cache.directory, model.config, model.dtype)
-    command = build_command(section, source, model)
+    command = build_command(section, source, model, limits)
     export = partial(export_networks, model.config, model.dtype)
     builder = EnginePlanBuilder(api, gpu, profiles, cache, limits)
     plans = builder.find_recorded_or_build(record, export, model.dtype, command, report)
     return TensorRTPlans(api, gpu, cache, plans)
 
 
-def build_command(section: DenseSection, source: ModelSection, model: ResolvedModel) -> str | None:
+def build_command(
+    section: DenseSection, source: ModelSection, model: ResolvedModel, limits: Limits
+) -> str | None:
     """The command, for a shell, that builds what a worker with this config looks for; None: the worker may build it.
 
     Every setting that a plan depends on is there, so that the command needs no config.
@@ -313,6 +315,8 @@ def build_command(section: DenseSection, source: ModelSection, model: ResolvedMo
         *("--load-format", source.load_format),
         *("--dtype", str(model.dtype).removeprefix("torch.")),
         *("--profiles", section.profiles),
+        *("--max-num-batched-tokens", limits.num_tokens),
+        *("--max-num-seqs", limits.num_rows),
         *("--quantization", section.quantization),
         *("--device", model.device),
         *("--output-dir", section.plan_dir.expanduser().absolute()),

@@ -61,16 +61,18 @@ def build(arguments: argparse.Namespace, cache: EnginePlanCache) -> list[EngineP
     profiles, device = parse_profiles(arguments.profiles), torch.device(arguments.device)
     config, vision, dtype, networks = _read_networks(arguments)
     of_tower = {name: networks.pop(name) for name in [*networks] if name.startswith(PREFIX)}
-    groups = [(config, networks, profiles)] + ([(vision, of_tower, PROFILES)] if of_tower else [])
+    most = profiles[-1].high
+    limits = Limits(arguments.max_num_batched_tokens or most, arguments.max_num_seqs or most)
+    groups = [(config, networks, profiles, limits)] + ([(vision, of_tower, PROFILES, None)] if of_tower else [])
     records = [
-        (NetworkRecord(cache.directory, source, dtype), own) for source, own, _ in groups if source is not None
+        (NetworkRecord(cache.directory, source, dtype), own) for source, own, *_ in groups if source is not None
     ]
     api, gpu = load_tensorrt(), current_gpu(device)
     print(f"{api.name}, {gpu or 'no GPU'}, {str(dtype)[6:]}, in {cache.directory}", flush=True)
-    limits = Limits(profiles[-1].high, profiles[-1].high)
     with on_device(device):
         plans = [
-            EnginePlanBuilder(api, gpu, each, cache).find_or_build(own, dtype, None, _print) for _, own, each in groups
+            EnginePlanBuilder(api, gpu, each, cache, reached).find_or_build(own, dtype, None, _print)
+            for _, own, each, reached in groups
         ]
         if gpu is not None and config is not None:
             _measure(api, cache, plans[0], config, dtype, device, limits)

@@ -40,6 +40,9 @@ def make_parser(program: str) -> argparse.ArgumentParser:
         metavar="RANGES",
         help="numbers of tokens, each range FROM-TO or FROM-TO@BEST; default: %(default)s",
     )
+    limits = {"type": int, "metavar": "N", "help": "builds no plans that a server with this setting has no use for"}
+    parser.add_argument("--max-num-batched-tokens", **limits)
+    parser.add_argument("--max-num-seqs", **limits)
     parser.add_argument(
         "--device", type=_device, default="cuda", help="the GPU to build for; default: %(default)s, the first one"
     )

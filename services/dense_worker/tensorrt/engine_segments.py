@@ -46,8 +46,8 @@ class PlanRuns:
         max_sizes: Mapping[str, int],
         current_stream: Callable[[], int],
     ) -> None:
-        """`plans` by segment, all with the same first profiles; `weights` by segment and layer; `current_stream` gives the
-        CUDA stream's handle. Raises ConfigError for a plan that is not of this model.
+        """`plans` by segment, all with the same first profiles; `weights` by segment and layer; `current_stream` gives
+        the CUDA stream's handle. Raises ConfigError for a plan that is not of this model.
 
         Plans are loaded, and contexts made, for the profiles that `max_sizes`, by segment, reach, no more.
         """

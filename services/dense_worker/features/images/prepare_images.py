@@ -21,6 +21,7 @@ from services.dense_worker.encoders.vision.vision_encoder import VisionEncoder
 from services.dense_worker.features.images.images_feature import ImagesFeature
 from services.dense_worker.model.held_weights import HeldWeights
 from services.dense_worker.tensorrt.gpu import on_device
+from services.dense_worker.tensorrt.profiles import Limits
 
 log = structlog.get_logger()
 
@@ -93,7 +94,8 @@ def prepare_images(
         held = HeldWeights(lifeline, f"{digest} tower", stored.empty, model.device)
     plans = None
     if is_planned:
-        command = build_command(config.dense, config.model, model)
+        limits = Limits(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
+        command = build_command(config.dense, config.model, model, limits)
         with on_device(model.device):
             plans = find_or_build_tower(tensorrt, vision, model.dtype, command, report)
     return PreparedImages(vision, model, config, stored, held, plans)
