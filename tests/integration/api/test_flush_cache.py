@@ -12,6 +12,7 @@ from tests.support.cluster import Cluster
 from tests.support.reference import reference_tokens
 
 NUM_TOKENS = 8
+NUM_STREAMED = 20  # each is followed by a flush
 
 
 def num_cached(cluster: Cluster, prompt: list[int]) -> int:
@@ -49,7 +50,7 @@ def test_a_stream_goes_on_while_the_cache_is_flushed(cluster: Cluster) -> None:
     prompt = list(range(500, 560))
     body = {
         "prompt": prompt,
-        "max_tokens": 60,
+        "max_tokens": NUM_STREAMED,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
@@ -61,5 +62,5 @@ def test_a_stream_goes_on_while_the_cache_is_flushed(cluster: Cluster) -> None:
             if line.startswith("data: {"):
                 token_ids += httpx2.Response(200, content=line[6:]).json()["choices"][0]["token_ids"]
                 flush(cluster, "/flush_cache")
-    assert token_ids == reference_tokens(EMBEDDED_MODEL, prompt, 60)
+    assert token_ids == reference_tokens(EMBEDDED_MODEL, prompt, NUM_STREAMED)
     cluster.wait_idle()
