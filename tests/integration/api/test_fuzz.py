@@ -82,7 +82,7 @@ def test_requests_made_from_the_openapi_document(cluster: Cluster, mode: Generat
     for operation in operations:
         if mode is GenerationMode.NEGATIVE and not operation.body:
             continue  # without a body no request is invalid
-        if mode is GenerationMode.POSITIVE and operation.path == "/invocations" and examples(2, 1) == 1:
+        if operation.path == "/invocations" and examples(2, 1) == 1:
             continue  # the body of any other route, which takes longer to make than all these together
 
         @FEW
