@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 
 from services.gateway.apis.anthropic.answer_objects import ModelInfo, ModelPage
 from services.gateway.apis.anthropic.errors import is_anthropic
-from services.gateway.apis.openai.answer_objects import ModelList, ModelObject
+from services.gateway.apis.openai.answer_objects import CapableModel, ModelList, ModelObject
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.request.model_names import ModelNames
@@ -34,6 +34,14 @@ def model_routes(service: RequestService) -> APIRouter:
             "vocab_size": service.model.vocab_size,
         }
 
+    def capable_model(name: str) -> CapableModel:
+        model: CapableModel = {"name": name, "model": name, "type": "model", "capabilities": []}
+        if service.generates:
+            model["capabilities"].append("completion")
+            if service.pictures is not None:
+                model["capabilities"].append("multimodal")
+        return model
+
     def model_info(name: str) -> ModelInfo:
         return {
             "type": "model",
@@ -56,7 +64,8 @@ def model_routes(service: RequestService) -> APIRouter:
         if is_anthropic(request.scope):
             infos = [model_info(name) for name in names]
             return {"data": infos, "has_more": False, "first_id": names[0], "last_id": names[-1]}
-        return {"object": "list", "data": [model_object(name, served) for name in names]}
+        objects = [model_object(name, served) for name in names]
+        return {"object": "list", "data": objects, "models": list(map(capable_model, names))}
 
     @router.get("/v1/models/{name:path}", responses=model_errors)
     async def retrieve_model(name: str, request: Request) -> ModelObject | ModelInfo:

@@ -72,8 +72,18 @@ class ModelObject(TypedDict):
     vocab_size: int
 
 
+class CapableModel(TypedDict):
+    """What a served model can do, in llama.cpp's words; nothing if it generates no text."""
+
+    name: str
+    model: str
+    type: Literal["model"]
+    capabilities: list[Literal["completion", "multimodal"]]
+
+
 class ModelList(TypedDict):
-    """The served model under all its names, the first name first, then its adapters."""
+    """The served model under all its names, the first name first, then its adapters; `models` as in llama.cpp."""
 
     object: Literal["list"]
     data: list[ModelObject]
+    models: list[CapableModel]

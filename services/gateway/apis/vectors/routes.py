@@ -48,7 +48,7 @@ def vector_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
                 return shaped(values, body.dimensions, normalizes)
 
             objects = (
-                vector_pieces("embedding", "embedding", index, each.values, shape, body.encoding_format)
+                vector_pieces("embedding", "embedding", index, each.values, shape, body.pack)
                 for index, each in enumerate(pooled)
             )
             return list_answer(request_id, body.model or service.names.first, objects, pooled)
@@ -90,19 +90,20 @@ def vector_pieces(
     index: int,
     values: np.ndarray,
     shape: Callable[[np.ndarray], np.ndarray],
-    encoding_format: str | None,
+    pack: Callable[[np.ndarray], bytes] | None,
 ) -> Iterator[bytes]:
     """The JSON of one input's object, in which the numbers, or their bytes in base64, are `field`.
 
-    values: float32 [size], or [num_tokens, size], which becomes a list of lists. shape: makes of rows what is shown
+    values: float32 [size], or [num_tokens, size], which becomes a list of lists. shape: makes of rows what is shown;
+    pack: makes of that the bytes, None: there are numbers
     """
     is_list = values.ndim > 1
     parts = map(shape, (values[i : i + ROWS] for i in range(0, len(values), ROWS)) if is_list else [values])
     yield b'{"object":"%b","index":%d,"%b":' % (kind.encode(), index, field.encode())
-    if encoding_format == "base64":
+    if pack is not None:
         yield b'"'
         for part in parts:
-            yield base64.b64encode(part.astype("<f4").tobytes())
+            yield base64.b64encode(pack(part))
         yield b'"}'
     elif is_list:
         yield from list_pieces(number_pieces(row.tolist()) for part in parts for row in part)

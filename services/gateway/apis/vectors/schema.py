@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
+import numpy as np
 import pydantic
 from pydantic import AliasChoices, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError, to_json
@@ -145,19 +147,38 @@ class InputRequest(InputFields):
 class EmbeddingRequest(InputRequest):
     """The inputs, and the form of their vectors."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "input_type": (),
-        "embed_dtype": ("float32",),
-        "endianness": ("native", "little"),
-    }
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"input_type": ()}
 
     encoding_format: Literal["float", "base64"] | None = Field(
-        None, description="base64: the bytes of little-endian 32-bit floats; default float"
+        None, description="base64: the bytes of numbers as embed_dtype and endianness say; default float"
+    )
+    embed_dtype: Literal["float32", "float16", "bfloat16"] | None = Field(
+        None, description="Of the numbers in base64; default float32"
+    )
+    endianness: Literal["native", "little", "big"] | None = Field(
+        None, description="Of the numbers in base64; default native, which is little"
     )
     dimensions: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Keep only so many first values; a model that normalises does it after that"
     )
     normalize: bool | None = Field(None, description="Give vectors of length 1; default: as the model says")
+
+
+    @property
+    def pack(self) -> Callable[[np.ndarray], bytes] | None:
+        """Makes the bytes that base64 shows of float32 numbers; None: they are shown as text."""
+        if self.encoding_format != "base64":
+            return None
+        return partial(_packed, self.embed_dtype, ">" if self.endianness == "big" else "<")
+
+
+def _packed(dtype: str | None, order: str, values: np.ndarray) -> bytes:
+    if dtype == "float16":
+        return values.astype(f"{order}f2").tobytes()
+    if dtype == "bfloat16":  # numpy has none: the upper halves, rounded to nearest, ties to even
+        bits = values.astype(np.float32).view(np.uint32)
+        return ((bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype(f"{order}u2").tobytes()
+    return values.astype(f"{order}f4").tobytes()
 
 
 EUCLID = 2  # llama.cpp's number of the norm

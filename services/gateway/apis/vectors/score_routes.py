@@ -173,7 +173,7 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
 
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
             objects = (
-                vector_pieces("pooling", "data", index, values_of(each), shape, body.encoding_format)
+                vector_pieces("pooling", "data", index, values_of(each), shape, body.pack)
                 for index, each in enumerate(pooled)
             )
             return answer(request_id, body, objects, pooled)

@@ -87,7 +87,11 @@ def test_any_name_is_accepted_if_configured(tmp_path: Path) -> None:
             assert await names_in_answers(client, path, "gpt-5") == {"gpt-5"}
             assert await names_in_answers(client, path, None) == {EMBEDDED_MODEL.name}
         assert (await client.get("/v1/models/gpt-5")).json()["id"] == "gpt-5"
-        assert [model["id"] for model in (await client.get("/v1/models")).json()["data"]] == [EMBEDDED_MODEL.name]
+        listed = (await client.get("/v1/models")).json()
+        assert [model["id"] for model in listed["data"]] == [EMBEDDED_MODEL.name]
+        assert [(each["model"], each["capabilities"]) for each in listed["models"]] == [
+            (EMBEDDED_MODEL.name, ["completion"])
+        ]
         message = gateway_pb2.GenerateRequest(prompt="a", max_tokens=1, model="gpt-5")
         assert (await gateway.stub.Generate(message)).completions[0].token_ids == [70]
 

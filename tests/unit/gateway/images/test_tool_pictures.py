@@ -70,6 +70,8 @@ def test_pictures_stand_among_the_texts_of_a_result(order: list[str | int], tmp_
         )
 
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        [listed] = (await client.get("/v1/models")).json()["models"]
+        assert listed["capabilities"] == ["completion", "multimodal"]
         for url, body in (
             ("/v1/messages", anthropic_body(order, is_error=False)),
             ("/v1/responses", responses_body(order)),

@@ -18,7 +18,8 @@ SIZE = 33
 def test_the_pieces_are_small_and_make_the_whole(num_rows: int | None, is_encoded: bool) -> None:
     values = np.random.default_rng(5).standard_normal((num_rows or 1, SIZE)).astype(np.float32)
     values = values[0] if num_rows is None else values
-    pieces = list(vector_pieces("kind", "data", 3, values, lambda rows: 2 * rows, "base64" if is_encoded else "float"))
+    pack = np.ndarray.tobytes if is_encoded else None
+    pieces = list(vector_pieces("kind", "data", 3, values, lambda rows: 2 * rows, pack))
     found = json.loads(b"".join(pieces))
     data = found.pop("data")
     assert found == {"object": "kind", "index": 3}

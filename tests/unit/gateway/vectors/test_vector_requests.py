@@ -11,6 +11,7 @@ import grpc
 import httpx2
 import numpy as np
 import pytest
+import torch
 
 from services.gateway.vectors import vectors
 from services.pb import dense_pb2, gateway_pb2
@@ -60,6 +61,25 @@ def test_inputs_beside_a_stream_count_as_one_answer(tmp_path: Path) -> None:
 
     dense = serve(tmp_path, test, limits="max_concurrent_answers = 2")
     assert len(dense.submits) == 2 + len(PROMPTS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_numbers_in_base64_have_the_dtype_and_the_order_of_bytes_that_are_asked_for(dtype: str, tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for field, path in (("embedding", EMBEDDINGS), ("data", "/pooling")):
+            body = {"input": PROMPTS, "normalize": False, "encoding_format": "base64", "embed_dtype": dtype}
+            for endianness in (None, "native", "little", "big"):
+                answer = await client.post(path, json=body | {"endianness": endianness}, headers=HEADERS)
+                for prompt, each in zip(PROMPTS, answer.json()["data"], strict=True):
+                    values = torch.tensor(fake_vector(prompt)).to(getattr(torch, dtype))
+                    expected = values.view(torch.uint8).numpy()
+                    if endianness == "big":
+                        expected = expected.reshape(len(values), -1)[:, ::-1]
+                    assert base64.b64decode(each[field]) == expected.tobytes()
+        refused = await embed(client, PROMPTS, encoding_format="base64", embed_dtype="fp8_e4m3")
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "embed_dtype"
+
+    serve(tmp_path, test)
 
 
 def test_inputs_of_a_request_count_as_one_request_and_all_their_tokens(tmp_path: Path) -> None:
