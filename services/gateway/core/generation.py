@@ -11,6 +11,7 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import Protocol
 
 import structlog
@@ -61,14 +62,17 @@ class Generation:
         self._span = span or NoSpan()
         self._updates = TurnQueue(request.num_sequences) if request.is_stepwise else UpdateQueue(journal.turns)
         self._prompt_text = _prompt_text(request, tokenizer) if request.echo else ""
-        self._answers = [
-            _Answer(entry, self._prompt_text, tokenizer, journal, dense, metrics)
-            for entry in journal.open(request, self._updates)
-        ]
-        self._num_running = len(self._answers)
-        for answer in self._answers:
-            if not answer.entry.is_follower:
-                dense.submit(answer.entry)
+        self._entries = journal.open(request, self._updates)
+        self._parts = tokenizer, journal, dense, metrics
+        self._num_running = len(self._entries)
+        for entry in self._entries:
+            if not entry.is_follower:
+                dense.submit(entry)
+
+    @cached_property
+    def _answers(self) -> list[_Answer]:
+        """Made when the request is on its way to the dense worker."""
+        return [_Answer(entry, self._prompt_text, *self._parts) for entry in self._entries]
 
     @property
     def request_id(self) -> str:
@@ -81,6 +85,7 @@ class Generation:
 
     async def next_chunk(self) -> Chunk:
         """Waits for new tokens of any answer. Raises a `TwostrokeError` if a sequence has failed."""
+        assert self._answers, "they are made now, and not when the first token is here"
         while True:
             chunk = self._chunk_of(await self._updates.next())
             if chunk is not None:
