@@ -120,7 +120,7 @@ class Steps:
 
     def update(self, step: InFlight, result: object) -> None:
         report = self.engine._update(self.session, step, result)  # type: ignore[arg-type]
-        self.engine._report(step, report)
+        self.engine._report(self.session, step, report)
 
     def send_report(self) -> None:
         self.servicer.deliver(self.report)

@@ -13,6 +13,7 @@ from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.step_report import StepReport
+from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.feature import Feature
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.step import NewSequence, PlanAccepted, RaggedTokens, SequenceOpened, StepPlan, StepResult
@@ -146,6 +147,7 @@ def started_engine(
     limits: SchedulerLimits = LIMITS,
     num_blocks: int = 100,
     features: Sequence[Feature] = (),
+    drafting: Drafting | None = None,
 ) -> Engine:
     engine = Engine(
         limits,
@@ -154,6 +156,7 @@ def started_engine(
         reports.put,
         result_timeout_s=timeout_s,
         features=features,
+        drafting=drafting,
     )
     engine.failure.add_done_callback(lambda failure: reports.put(StepReport(-1)))
     attention.engine = engine

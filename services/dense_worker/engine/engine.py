@@ -69,13 +69,13 @@ class Engine:
         forks: ForkPolicy | None = None,
         placement: Placement | None = None,
     ) -> None:
-        drafting = drafting or Drafting()
+        self._drafting = drafting = drafting or Drafting()
         self._scheduler = Scheduler(limits, drafting, features, forks, placement)
         self._runner = runner
         self._attention = attention
         self._deliver = deliver
         self._result_timeout_s = result_timeout_s
-        self._observers = (*observers, drafting)
+        self._observers = tuple(observers)
         self._thread = EngineThread(self._work)
         self.failure = self._thread.failure
         self._session: Session | None = None  # None: not attached
@@ -207,7 +207,7 @@ class Engine:
             if step is not None:
                 result = self._collect(session, step)
                 report = self._update(session, step, result)
-                self._report(step, report)
+                self._report(session, step, report)
         except PeerError as error:
             self._give_up(session, AttachmentEnd(str(error), is_crash=True))
             return True
@@ -365,13 +365,22 @@ class Engine:
         step_report.record_first_tokens(outputs.others, step.end_s)
         return StepReport(published.plan.step_id, started, outputs, result.logprobs, reports)
 
-    def _report(self, step: InFlight, report: StepReport) -> None:
-        """Delivers the step's report to the gateways, then its figures to the observers."""
-        if report.started or report.outputs or report.reports:
-            self._deliver(report)
-        stats = _describe_step(step, self._scheduler, report.outputs.num_tokens)
+    def _report(self, session: Session, step: InFlight, report: StepReport) -> None:
+        """Delivers the step's report to the gateways, then its figures to the observers.
+
+        If no step is under way, as the next one had to wait for this one's tokens, that is published first: the device
+        waits for it, and the event loop has much to do with a report.
+        """
+        stats, others = _describe_step(step, self._scheduler, report.outputs.num_tokens), report.outputs.others
+        self._drafting.on_step(stats, report.started, others)
+        try:
+            if session.running and not session.in_flight and not self._has_run_suspect:
+                self._begin_idle_lanes(session)
+        finally:
+            if report.started or report.outputs or report.reports:
+                self._deliver(report)
         for observer in self._observers:
-            observer.on_step(stats, report.started, report.outputs.others)
+            observer.on_step(stats, report.started, others)
 
     def _check_deadlines(self) -> None:
         """Checks the deadlines of waiting sequences, of unclaimed blocks, and of openings without an answer."""
@@ -426,7 +435,7 @@ class Engine:
             self._session = None
             attachment.abort()  # lets launched steps run through
             attachment.close()  # at once, because the next attachment may need the memory
-            for observer in self._observers:
+            for observer in (*self._observers, self._drafting):
                 observer.on_handoff_abort()
             (log.warning if end.is_crash else log.info)("detached", reason=end.reason, is_crash=end.is_crash)
 

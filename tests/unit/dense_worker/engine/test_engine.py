@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from services.common.errors import PeerError
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine import engine as engine_module
 from services.dense_worker.engine.attachment import Attachment
@@ -15,6 +16,7 @@ from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.sequence import FinishReason, Sequence
 from services.dense_worker.engine.step_report import StepReport
 from services.step import NewSequence, PlanAccepted, SequenceOpened, StepPlan
+from tests.support.dense.eager_drafting import EagerDrafting
 from tests.support.dense.sequences import new_sequence
 from tests.support.scripted_attention import (
     BAD,
@@ -80,6 +82,52 @@ def test_nothing_is_opened_after_a_suspect_before_its_token_can_get_away(
         num_ends += sum(output.finish_reason is not None for output in reports.get(timeout=TIMEOUT_S).outputs)
     engine.stop(TIMEOUT_S)
     assert events == ["open 1", "token of 1", "pause", "open 2", "token of 2", "pause", "open 3", "token of 3"]
+
+
+class NoDrafts(EagerDrafting):
+    def draft(self, sequence: Sequence, max_num_tokens: int) -> list[int]:
+        return []
+
+
+def test_a_step_that_waited_for_tokens_is_published_before_these_are_delivered() -> None:
+    events: list[str] = []
+
+    class Attention(FakeAttention):
+        def publish(self, attachment: Attachment, plan: StepPlan) -> None:
+            events.extend(["plan"] * bool(plan.entries))
+            super().publish(attachment, plan)
+
+    class Reports(queue.Queue[StepReport]):
+        def put(self, report: StepReport, *more: object) -> None:
+            events.extend(["token"] * len(list(report.outputs)))
+            super().put(report)
+
+    reports = Reports()
+    engine = started_engine(FakeRunner(), Attention(bad_step=0), reports, TIMEOUT_S, drafting=NoDrafts())
+    engine.submit(new_sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=3))
+    while not any(output.finish_reason for output in reports.get(timeout=TIMEOUT_S).outputs):
+        pass
+    engine.stop(TIMEOUT_S)
+    assert events == ["plan", "plan", "token", "plan", "token", "token"]
+
+
+def test_tokens_are_delivered_although_the_next_plan_cannot_be_published() -> None:
+    class Attention(RecordingAttention):
+        num_plans = 0
+
+        def publish(self, attachment: Attachment, plan: StepPlan) -> None:
+            self.num_plans += bool(plan.entries)
+            if self.num_plans == 2:
+                raise PeerError("the attention worker went away")
+            super().publish(attachment, plan)
+
+    attention, reports = Attention(), queue.Queue[StepReport]()
+    engine = started_engine(FakeRunner(), attention, reports, TIMEOUT_S, drafting=NoDrafts())
+    engine.submit(new_sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=3))
+    assert attention.dropped.get(timeout=TIMEOUT_S) == "the attention worker went away"
+    outputs = [output for report in list(reports.queue) for output in report.outputs]
+    engine.stop(TIMEOUT_S)
+    assert [output.token_ids for output in outputs] == [[9]]
 
 
 class SmallAttention(FakeAttention):
