@@ -393,7 +393,7 @@ class _PassedTexts:
     few objects are read, which have slots.
     """
 
-    __slots__ = ("_answer", "_append", "_take", "_take_entries", "_take_text")
+    __slots__ = ("_answer", "_append", "_entry", "_take", "_take_entries", "_take_text")
 
     def __init__(
         self,
@@ -403,13 +403,13 @@ class _PassedTexts:
         take_entries: Callable[[list[JournalEntry]], bool],
     ) -> None:
         """`take` gets a chunk whose tokens complete no text, `take_entries` the entry when it has ended."""
-        self._answer, self._append = answer, answer.append_plain
+        self._answer, self._entry, self._append = answer, answer.entry, answer.append_plain
         self._take_text, self._take, self._take_entries = take_text, take, take_entries
 
     def pass_text(self, entries: list[JournalEntry]) -> bool:
         """Returns whether more will come."""
-        answer = self._answer
-        if answer.entry.is_ended:
+        answer, entry = self._answer, self._entry
+        if entry.finish_reason is not None or entry.error is not None:  # `is_ended`, without a call
             return self._take_entries(entries)
         token_ids = answer.take_plain_tokens()
         if text := self._append(token_ids):

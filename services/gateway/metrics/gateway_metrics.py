@@ -6,6 +6,7 @@ client keep anyway are read when a scraper asks, on the scraper's thread.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from services.rpc.metrics import LATENCY_BUCKETS_S
 
 FINISHED = ("stop", "length", "abort")
 OUTCOMES = (*FINISHED, "cancelled", "error")
+_BOUNDS_S = (-math.inf, *LATENCY_BUCKETS_S, math.inf)  # of the buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +151,18 @@ class _GapHistogram(Collector):
         self._name, self._text = name, text
         self._counts = [0] * (len(LATENCY_BUCKETS_S) + 1)  # of each bucket alone, the last without a bound
         self._sum_s = 0.0
+        self._index, self._above_s, self._most_s = 0, math.inf, -math.inf  # the bucket of the last value and its bounds
 
     def observe(self, value_s: float) -> None:
         """Adds a value."""
         self._sum_s += value_s
-        self._counts[bisect_left(LATENCY_BUCKETS_S, value_s)] += 1
+        if not self._above_s < value_s <= self._most_s:  # most gaps are about as long as the one before
+            self._find_bucket(value_s)
+        self._counts[self._index] += 1
+
+    def _find_bucket(self, value_s: float) -> None:
+        self._index = index = bisect_left(LATENCY_BUCKETS_S, value_s)
+        self._above_s, self._most_s = _BOUNDS_S[index], _BOUNDS_S[index + 1]
 
     def collect(self) -> Iterator[Metric]:
         bounds = [*map(floatToGoString, LATENCY_BUCKETS_S), "+Inf"]

@@ -38,7 +38,7 @@ class MessagesFormat:
     """The `Format` of messages. A message is the only answer to a single prompt."""
 
     has_event_names = True
-    text_event = None
+    text_frame = None
     end_of_stream = b""
 
     def __init__(self, service: RequestService, body: MessagesRequest, request_id: str) -> None:

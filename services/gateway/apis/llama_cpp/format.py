@@ -32,7 +32,7 @@ class LlamaCppFormat:
     """The `Format` of llama.cpp's answers. It belongs to one request, because it keeps what each answer has so far."""
 
     has_event_names = False
-    text_event = None
+    text_frame = None
     end_of_stream = b""  # the last event has `stop`
 
     def __init__(self, service: RequestService, body: LlamaCppBody) -> None:

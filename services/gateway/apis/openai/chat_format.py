@@ -59,7 +59,7 @@ class ChatFormat:
             body.logprobs or body.return_token_ids or self._has_running_usage or body.timings_per_token
         )
         self._text_objects = TextObjects(self._text_object)
-        self.text_event = self._text_objects.first_event if self._is_plain else None
+        self.text_frame = self._text_objects.first_frame if self._is_plain else None
         self._prompt: list[int] = []  # token ids
         self._lead = _last_of_assistant(body) if body.echo else ""
         self._is_named = isinstance(body.tool_choice, NamedToolChoice)
@@ -69,7 +69,7 @@ class ChatFormat:
     async def begin(self, prompts: Sequence[list[int]]) -> None:
         [self._prompt] = prompts
         if self._body.stream and self._is_plain:
-            self._text_objects.prepare()
+            self._text_objects.first_frame()  # is made ahead of the first text
 
     def opening(self) -> Sequence[ChatChunkObject]:
         """Objects with the role of every answer and, for `echo`, the text that the answer continues."""

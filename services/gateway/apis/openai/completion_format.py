@@ -44,7 +44,7 @@ class CompletionFormat:
             body.return_token_ids or self._has_running_usage or body.timings_per_token
         )
         self._text_objects = TextObjects(lambda index, text: self._object(_piece(index, text)))
-        self.text_event = self._text_objects.first_event if self._is_plain else None
+        self.text_frame = self._text_objects.first_frame if self._is_plain else None
         self._prompts: Sequence[list[int]] = ()
         self._begun: set[int] = set()  # indexes of choices that had a chunk, if the token ids of prompts are requested
         self._logprobs: dict[int, LegacyLogprobsBuilder] = {}  # by index of the choice
@@ -52,7 +52,7 @@ class CompletionFormat:
     async def begin(self, prompts: Sequence[list[int]]) -> None:
         self._prompts = prompts
         if self._body.stream and self._is_plain:
-            self._text_objects.prepare()
+            self._text_objects.first_frame()  # is made ahead of the first text
 
     def opening(self) -> Sequence[CompletionObject]:
         return ()

@@ -32,7 +32,7 @@ class MeasuredFormat:
     answer in all. While the prompt of a streamed chat is computed, events have `prompt_progress`, as in llama.cpp.
     """
 
-    text_event = None
+    text_frame = None
 
     def __init__(self, form: Format, *, has_timings: bool, has_metrics: bool) -> None:
         self.param_names: Mapping[str, str] = form.param_names

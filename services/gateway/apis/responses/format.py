@@ -35,7 +35,7 @@ class ResponsesFormat:
     """The `Format` of responses. A response is the only answer to a single prompt."""
 
     has_event_names = True
-    text_event = None
+    text_frame = None
     end_of_stream = b""
 
     def __init__(

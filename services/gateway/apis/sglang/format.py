@@ -35,7 +35,7 @@ class GenerateFormat:
     """The `Format` of SGLang's answers. It belongs to one request, because it keeps the text of each answer."""
 
     has_event_names = False
-    text_event = None
+    text_frame = None
     end_of_stream = DONE
 
     def __init__(self, service: RequestService, body: GenerateBody, request_id: str) -> None:

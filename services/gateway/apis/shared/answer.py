@@ -42,8 +42,9 @@ class Format(Protocol):
     param_names: Mapping[str, str]  # names of fields of `GenerateRequest` here, where they differ
     has_event_names: bool  # whether the `type` of a streamed object is also the name of its event
     end_of_stream: bytes  # follows the last event of a complete stream
-    # Makes the event of a piece of the first answer that has nothing but its text; None: there are no such events.
-    text_event: Callable[[str], bytes] | None
+    # What surrounds the JSON of the text in the event of a piece of the first answer that has nothing but its text; to
+    # be called after `begin`. None: there are no such events.
+    text_frame: Callable[[], tuple[bytes, bytes]] | None
 
     async def begin(self, prompts: Sequence[list[int]]) -> None:
         """Takes the token ids of each prompt; called before all other methods."""
@@ -197,11 +198,9 @@ class Answer(Response):
             if piece := self._events(objects):
                 writer.write(piece)
 
-        text_event, write_piece = form.text_event, None if writer is None else writer.write
-
-        def write_text(text: str) -> None:
-            write_piece(text_event(text))
-
+        write_text = None
+        if writer is not None and form.text_frame is not None:
+            write_text = writer.text_writer(*form.text_frame())
         try:
             if body and (not first.done() or current_run() is not None):
                 with opening():
@@ -222,7 +221,7 @@ class Answer(Response):
                 if is_large:
                     await self._send_large(send, objects)
                 if writer is not None:
-                    await generations.forward(write, writer.can_write, text_event and write_text)
+                    await generations.forward(write, writer.can_write, write_text)
                 next_chunk = await generations.next_chunk()
             end = form.end_of_stream
             if self._messages[0].HasField("logprobs"):  # the last objects may repeat those of all tokens

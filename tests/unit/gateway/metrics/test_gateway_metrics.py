@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram
 
 from services.common.config import EMBEDDED_MODEL
 from services.common.errors import CapacityError, Unauthenticated
@@ -18,6 +21,7 @@ from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import FinishReason, JournalEntry
 from services.gateway.metrics.gateway_metrics import GatewayCounts, GatewayMetrics
 from services.gateway.text.tokenizer import load_tokenizer
+from services.rpc.metrics import LATENCY_BUCKETS_S
 from tests.support.clients.generation_requests import make_request
 
 TOKENIZER = load_tokenizer(EMBEDDED_MODEL)
@@ -105,3 +109,23 @@ def test_a_wrong_api_key_is_a_refusal(tmp_path: Path) -> None:
             access.identify(authorization)
     labels = {"reason": "invalid_api_key"}
     assert registry.get_sample_value("twostroke_gateway_requests_rejected_total", labels) == 2
+
+
+@given(st.lists(st.sampled_from([*LATENCY_BUCKETS_S, math.nextafter(0.02, 1), 0.0, 1e9]) | st.floats(0, 200)))
+def test_gaps_are_counted_as_by_the_histogram_of_prometheus(gaps_s: list[float]) -> None:
+    registry = CollectorRegistry()
+    wanted, metrics = Histogram("wanted", "", buckets=LATENCY_BUCKETS_S, registry=registry), GatewayMetrics(registry)
+    for gap_s in gaps_s:
+        wanted.observe(gap_s)
+        metrics.on_more_tokens(1, gap_s)
+    found = [
+        {
+            (sample.name.removeprefix(name), *sample.labels.values()): sample.value
+            for metric in registry.collect()
+            for sample in metric.samples
+            if metric.name == name and not sample.name.endswith("_created")
+        }
+        for name in ("wanted", "twostroke_gateway_inter_token_latency_seconds")
+    ]
+    assert found[0] == found[1]
+    assert found[1]["_count",] == len(gaps_s)
