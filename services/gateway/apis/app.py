@@ -38,7 +38,7 @@ from services.gateway.apis.triton.routes import triton_routes
 from services.gateway.apis.vectors.cohere import COHERE, cohere_routes
 from services.gateway.apis.vectors.routes import vector_routes
 from services.gateway.apis.vectors.score_routes import score_routes
-from services.gateway.apis.vectors.sparse_routes import sparse_routes
+from services.gateway.apis.vectors.tei_routes import tei_routes
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.authorize import Authorize
 from services.gateway.http.errors import Dialect, add_error_handlers, error_schemas
@@ -93,7 +93,7 @@ def build_app(
         stored_response_routes(service, section, store),
         vector_routes(vectors, section),
         score_routes(vectors, section),
-        sparse_routes(vectors, section),
+        tei_routes(vectors, section),
         cohere_routes(vectors, section),
         token_routes(service, section),
         audio_routes(service, section, speech),

@@ -63,6 +63,28 @@ def test_inputs_beside_a_stream_count_as_one_answer(tmp_path: Path) -> None:
     assert len(dense.submits) == 2 + len(PROMPTS)
 
 
+def test_embed_answers_as_text_embeddings_inference(tmp_path: Path) -> None:
+    texts = [" a b", " c"]
+    truth = [fake_vector(REFERENCE(text)["input_ids"]) for text in texts]
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        async def embed(**body: Any) -> Any:
+            return (await client.post("/embed", json=body, headers=HEADERS)).json()
+
+        np.testing.assert_allclose(await embed(inputs=texts, normalize=False), truth, atol=1e-6)
+        unit = [each / np.linalg.norm(each) for each in truth]
+        np.testing.assert_allclose(await embed(inputs=texts), unit, atol=1e-6)
+        np.testing.assert_allclose(await embed(inputs=texts[1], truncate=True), unit[1:], atol=1e-6)
+        cut = await embed(inputs=texts, dimensions=2)
+        np.testing.assert_allclose(cut, [each[:2] / np.linalg.norm(each[:2]) for each in truth], atol=1e-6)
+        long = " a" * 5000
+        error = (await embed(inputs=[texts[0], long]))["error"]
+        assert error["param"] == "inputs[1]" and error["type"] == "invalid_request_error"
+        assert [len(each) for each in await embed(inputs=[texts[0], long], truncate=True)] == [len(truth[0])] * 2
+
+    serve(tmp_path, test)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_numbers_in_base64_have_the_dtype_and_the_order_of_bytes_that_are_asked_for(dtype: str, tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
