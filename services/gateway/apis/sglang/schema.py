@@ -132,6 +132,24 @@ class GenerateBody(FeatureFields):
     def _no_params(cls, value: Any) -> Any:
         return {} if value is None else value
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _take_lists(cls, body: Any) -> Any:
+        """Some options may be given for each prompt, too, if they are the same for all."""
+        if not isinstance(body, dict):
+            return body
+        prompts = body.get("text") if body.get("input_ids") is None else body["input_ids"]
+        num_prompts = len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
+        for field in ("return_logprob", "top_logprobs_num", "logprob_start_len"):
+            if isinstance(given := body.get(field), list) and given:
+                if not isinstance(prompts, list) or len(given) != num_prompts:
+                    context = {"count": len(given), "prompts": num_prompts, "field": field}
+                    raise PydanticCustomError("each", "has {count} elements for {prompts} prompts", context)
+                if any(each != given[0] for each in given):
+                    raise PydanticCustomError("same", "must be the same for all prompts", {"field": field})
+                body = {**body, field: given[0]}
+        return body
+
     @pydantic.model_validator(mode="after")
     def _check_together(self) -> GenerateBody:
         if (self.text is None) == (self.input_ids is None):

@@ -156,6 +156,31 @@ def test_log_probabilities_are_those_of_completions(tmp_path: Path) -> None:
     with_client(tmp_path, FakeDense(say(" one two")), test)
 
 
+def test_options_of_log_probabilities_may_be_lists_for_the_prompts(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        sampling = {"sampling_params": {"max_new_tokens": len(ids(" one two"))}}
+
+        async def answers(**options: Any) -> list[dict[str, Any]]:
+            answer = await client.post(URL, json={"input_ids": [[5, 6], [7, 8]], **sampling, **options})
+            assert answer.status_code == 200, answer.text
+            found = [each["meta_info"] for each in answer.json()]
+            return [{key: value for key, value in each.items() if "logprobs" in key} for each in found]
+
+        expected = await answers(return_logprob=True, top_logprobs_num=2, logprob_start_len=0)
+        found = await answers(return_logprob=[True, True], top_logprobs_num=[2, 2], logprob_start_len=[0, 0])
+        assert found == expected and all(len(each["input_top_logprobs"]) == 2 for each in found)
+        for field, value, what in (
+            ("return_logprob", [True, False], "must be the same for all prompts"),
+            ("top_logprobs_num", [1, 1, 1], "has 3 elements for 2 prompts"),
+        ):
+            error = (await client.post(URL, json={"text": ["a", "b"], field: value, **sampling})).json()["error"]
+            assert error["param"] == field and what in error["message"]
+        single = await client.post(URL, json={"input_ids": [5, 6], "top_logprobs_num": [1, 1]})
+        assert single.status_code == 400 and single.json()["error"]["param"] == "top_logprobs_num"
+
+    with_client(tmp_path, FakeDense(say(" one two")), test)
+
+
 def test_a_stream_has_the_log_probabilities_so_far(tmp_path: Path) -> None:
     """In so few events that all of them take about nine times what the last one takes."""
     count = 200
