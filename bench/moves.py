@@ -17,6 +17,7 @@ import datetime
 import itertools
 import math
 import os
+import random
 import signal
 import statistics
 import sys
@@ -37,9 +38,16 @@ from tests.support.cluster import Cluster, ctl, request, running_cluster
 from tests.support.rank_processes import pid_of
 
 VOCABULARY = 1000
+OTHER_SEED = 1_000_000
 OUTPUT_LEN = 500  # of a stream, which is cancelled before that
 TOKENS_BEFORE = 20  # of a stream, before its worker is drained
 TOKENS_AFTER = 5  # of a stream whose worker has died: some may have been under way
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    """One that shares no prefix with those of other seeds, but for the first token."""
+    generator = random.Random(seed)
+    return [1, *(3 + generator.randrange(VOCABULARY) for _ in range(length - 1))]
 
 
 def pause_s(cluster: Cluster, prompt_len: int, seed: int) -> float:
@@ -56,8 +64,9 @@ def pause_s(cluster: Cluster, prompt_len: int, seed: int) -> float:
         assert result.returncode == 0, result.stderr
         drained.set()
 
-    prompt = [1, *(3 + (seed * (each + 1)) % VOCABULARY for each in range(prompt_len - 1))]
-    blocker = cluster.gateway.GenerateStream(request(prompt[::-1], OUTPUT_LEN, ignore_eos=True))
+    prompt = random_prompt(prompt_len, seed)
+    others = random_prompt(prompt_len, OTHER_SEED + seed)
+    blocker = cluster.gateway.GenerateStream(request(others, OUTPUT_LEN, ignore_eos=True))
     next(iter(blocker))  # takes room from the first worker, so that the next stream goes to the other one
     stream = cluster.gateway.GenerateStream(request(prompt, OUTPUT_LEN, ignore_eos=True))
     thread = threading.Thread(target=drain)
@@ -90,8 +99,9 @@ def pauses_of_other(cluster: Cluster, prompt_len: int, seed: int) -> Pauses:
     """Kills the worker of a stream, beside a stream on another worker, whose pauses are measured."""
     while len(cluster.dense_status().attention_workers) < 2:  # the one that was killed last comes back
         time.sleep(0.1)
-    prompt = [1, *(3 + (seed * (each + 1)) % VOCABULARY for each in range(prompt_len - 1))]
-    other = cluster.gateway.GenerateStream(request(prompt[::-1], OUTPUT_LEN, ignore_eos=True))
+    prompt = random_prompt(prompt_len, seed)
+    others = random_prompt(prompt_len, OTHER_SEED + seed)
+    other = cluster.gateway.GenerateStream(request(others, OUTPUT_LEN, ignore_eos=True))
     next(iter(other))
     [address] = [each.address for each in cluster.dense_status().attention_workers if each.num_sequences]
     stream = cluster.gateway.GenerateStream(request(prompt, OUTPUT_LEN, ignore_eos=True))

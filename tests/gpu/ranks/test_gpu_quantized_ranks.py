@@ -23,9 +23,11 @@ pytestmark = [
 PROMPTS = random_prompts(4, longest=150, seed=6)
 NUM_TOKENS = 60
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
-# How far below the largest logit that of a token may be, as a part of the largest one: float16 through two layers, and
-# inputs that are rounded to FP8 (2.7 % on an H200). Tokens of weights that are cut wrongly are anywhere.
-BOUND = 0.05
+# How far below the largest logit that of a token may be, as a part of the largest one: float16 through two layers.
+# Where inputs are rounded to FP8, an error of 1e-4 before that, less than float16's, moves some to the next code: with
+# such errors the reference itself chooses tokens that are up to 8 % below. Those of weights that are cut wrongly are
+# anywhere.
+BOUND, BOUND_OF_ROUNDED_INPUTS = 0.05, 0.15
 
 
 # One of each kind of slices: scales of blocks, rows and groups, and words of eight codes along columns or rows.
@@ -50,4 +52,5 @@ def test_tokens_are_those_of_dequantized_weights(name: str, tmp_path: Path) -> N
         largest = logits.max(1).values
         missing = largest - logits.gather(1, torch.tensor(token_ids)[:, None])[:, 0]
         assert len(token_ids) == NUM_TOKENS
-        assert (missing <= BOUND * logits.abs().max()).all(), missing
+        bound = BOUND_OF_ROUNDED_INPUTS if name == "fp8 blocks" else BOUND
+        assert (missing <= bound * logits.abs().max()).all(), missing
