@@ -162,17 +162,16 @@ class EncoderRuns(Generic[Input]):
         num_rows, num_bytes = 0, sum(map(self._encoder.output_bytes, under_way.values()))
         known = {*self._outputs, *under_way}
         first = missing[0][1]
-        for each in self._inputs_of(first):
-            if each.hash not in known:  # others are only looked at if it has room: there may be a thousand
-                room = num_bytes + self._encoder.output_bytes(each)
-                if not self._may_have_room(room, first, waiting, is_only=not under_way):
-                    return chosen, parked
-                break
+        lacking = next((each for each in self._inputs_of(first) if each.hash not in known), None)
+        if lacking is not None:  # others are only looked at if it has room: there may be a thousand
+            room = num_bytes + self._encoder.output_bytes(lacking)
+            if not self._may_have_room(room, first, waiting, is_only=not under_way):
+                return chosen, parked
         turns_of = self._turns_of(missing, waiting)
+        waits_for = itertools.chain.from_iterable(waits for turns in turns_of for waits in turns.values())
         begun = {
             sequence: self._lacking_bytes(sequence, known)
-            for turns in turns_of
-            for sequence in dict.fromkeys(sequence for waits in turns.values() for sequence, _ in waits)
+            for sequence in dict.fromkeys(sequence for sequence, _ in waits_for)
             if any(each.hash in known for each in self._inputs_of(sequence))
         }
         begun_bytes = sum(begun.values())
@@ -195,9 +194,7 @@ class EncoderRuns(Generic[Input]):
                     if excess > 0 and not is_first:
                         if must_stay is None:
                             must_stay = self._must_stay(waiting)
-                        kept_bytes = sum(self._outputs[name].num_bytes for name in must_stay)
-                        own = {one.hash for one in self._inputs_of(sequence)}
-                        if excess > self.counts.num_bytes - kept_bytes and not (is_only and must_stay <= own):
+                        if not self._can_drop(excess, must_stay, sequence, is_only=is_only):
                             del turns[client]
                             continue
                     newly_parked = self._make_room(room, sequence, waiting, is_only=is_only, is_first=is_first)
@@ -246,6 +243,12 @@ class EncoderRuns(Generic[Input]):
         must_stay = {name for name, output in self._outputs.items() if output.num_users or name in earlier - own}
         kept = sum(self._outputs[name].num_bytes for name in must_stay | (own & self._outputs.keys()))
         return kept + num_bytes <= self._max_bytes or (is_only and not must_stay)
+
+    def _can_drop(self, excess: int, must_stay: set[str], sequence: Sequence, *, is_only: bool) -> bool:
+        """Whether outputs of so many bytes may go; nobody else's has to stay if the only one is of any size."""
+        kept_bytes = sum(self._outputs[name].num_bytes for name in must_stay)
+        own = {each.hash for each in self._inputs_of(sequence)}
+        return excess <= self.counts.num_bytes - kept_bytes or (is_only and must_stay <= own)
 
     def _must_stay(self, waiting: WaitingQueue) -> set[str]:
         """Outputs that only the first sequence may make others lose: somebody reads them or waits for them."""
