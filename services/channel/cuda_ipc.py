@@ -238,6 +238,10 @@ class CudaIpcChannel:
         self._region.abort()
         self._flags.release()
 
+    def retire(self) -> None:
+        """After an abort: no step that is launched from now on waits here. The memory stays mapped until `close`."""
+        self._flags.close()
+
     def close(self) -> None:
         """Waits for the device, then unmaps the region; the attention worker also frees its memory.
 

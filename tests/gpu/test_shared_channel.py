@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -16,6 +17,9 @@ from services.channel.log_sums import log_sums_of
 from services.dense_worker.attention_workers.joined_channel import LayerSizes
 from services.dense_worker.attention_workers.split_context.shared_rows import SharedRows
 from tests.support.dense.without_cuda import TorchWithoutCuda
+
+if TYPE_CHECKING:
+    from services.dense_worker.attention_workers.split_context.cuda_shared_channel import CudaSharedChannel
 
 NUM_HEADS, HEAD_DIM = 6, 20
 SIZES = LayerSizes((NUM_HEADS + 2 * 2) * HEAD_DIM, NUM_HEADS * HEAD_DIM, NUM_HEADS)
@@ -36,6 +40,7 @@ class Worker:
         self.output = torch.randn(num_rows, SIZES.attn_out, generator=generator).to(dtype)
         self.log_sums = 5 * torch.randn(num_rows, NUM_HEADS, generator=generator)
         self.given: torch.Tensor | None = None
+        self.is_aborted = self.is_retired = self.is_closed = False
 
     def attend(self) -> None:
         num_rows = len(self.output)
@@ -44,8 +49,16 @@ class Worker:
         log_sums_of(self.qkv[:num_rows], SIZES.attn_out, NUM_HEADS)[:] = self.log_sums.to(self.qkv.device)
 
     def check(self) -> None: ...
-    def close(self) -> None: ...
-    def abort(self) -> None: ...
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+    def retire(self) -> None:
+        assert self.is_aborted, "steps under way wait for nobody"
+        self.is_retired = True
 
 
 @pytest.fixture(params=[torch.float32, torch.float16], ids=str)
@@ -74,10 +87,9 @@ def _bindings(kernel_device: torch.device) -> Iterator[None]:
 
 
 @pytest.fixture
-def run_step(
+def channel(
     workers: dict[int, Worker], kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch, _bindings: None
-) -> Callable[[], torch.Tensor]:
-    """Runs a layer and returns attn_out."""
+) -> CudaSharedChannel:
     from services.dense_worker.attention_workers import cuda_joined_channel  # needs triton
     from services.dense_worker.attention_workers.split_context.cuda_shared_channel import CudaSharedChannel
 
@@ -93,7 +105,13 @@ def run_step(
         monkeypatch.setattr(cuda_joined_channel, "torch", TorchWithoutCuda())
     dtype = workers[0].qkv.dtype
     spec = ChannelSpec(NUM_ROWS, SIZES.qkv, SIZES.attn_out, dtype)
-    channel = CudaSharedChannel(spec, [SIZES], workers, lambda cache_id, reason: None, kernel_device)
+    members: Any = dict(workers)
+    return CudaSharedChannel(spec, [SIZES], members, lambda cache_id, reason: None, kernel_device)
+
+
+@pytest.fixture
+def run_step(workers: dict[int, Worker], channel: CudaSharedChannel) -> Callable[[], torch.Tensor]:
+    """Runs a layer and returns attn_out."""
     channel.qkv.copy_(torch.randn(NUM_ROWS, SIZES.qkv, generator=torch.Generator().manual_seed(1)))
     channel.attn_out.fill_(3.0)
 
@@ -124,3 +142,22 @@ def test_shared_rows_are_merged_and_others_copied(
     assert not expected[2].any(), "row 5 sees no key at all"
     tolerance = 1e-6 if expected.dtype == torch.float32 else 1e-3  # orders of addition; roundings
     torch.testing.assert_close(taken[shared.rows], expected, rtol=tolerance, atol=tolerance)
+
+
+def test_a_worker_that_is_gone_is_unmapped_when_another_one_comes(
+    workers: dict[int, Worker], channel: CudaSharedChannel
+) -> None:
+    """Not in a step, for which all streams wait."""
+    channel.lose(7)
+    channel.expect(1, {0: np.array([0])})
+    channel.begin_step(1, 1)
+    assert [cache_id for cache_id, each in workers.items() if each.is_retired] == [7]
+    assert not any(each.is_closed for each in workers.values())
+    come: Any = Worker(7, channel.qkv.dtype, channel.qkv.device)
+    channel.add(11, come)
+    assert [cache_id for cache_id, each in workers.items() if each.is_closed] == [7]
+    channel.lose(9)
+    channel.expect(2, {0: np.array([0])})
+    channel.begin_step(2, 1)
+    channel.close()
+    assert all(each.is_closed for each in (*workers.values(), come))

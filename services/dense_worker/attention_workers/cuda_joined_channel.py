@@ -44,6 +44,7 @@ class CudaJoinedChannel(JoinedSeams[CudaIpcChannel]):
         size = self._num_inputs(spec.max_tokens)
         self._inputs = torch.zeros(size, dtype=torch.int32, device=device)
         self._stages = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(_NUM_STAGES)]
+        self._dropped: list[CudaIpcChannel] = []  # still mapped
         self._num_begun = 0
         self._num_rows = 0  # of the layers that are being enqueued or captured
         self._flags = SlotFlags(device, self._table, self._inputs[:NUM_SLOTS])
@@ -61,12 +62,13 @@ class CudaJoinedChannel(JoinedSeams[CudaIpcChannel]):
         return tuple(self._lost)
 
     def add(self, cache_id: int, channel: CudaIpcChannel) -> None:
-        """A further worker has rows of later steps."""
+        """A further worker has rows of later steps. Waits for the device, and unmaps those that are gone."""
         self._forget_lost()
+        self._close_dropped()
         slot = next(each for each in range(NUM_SLOTS) if each not in self._slots.values())  # the client sees to it
         self._members[cache_id], self._slots[cache_id] = channel, slot
         self._host_table[slot] = torch.tensor(channel.slot_addresses)
-        self._table.copy_(self._host_table)  # waits for the device; no step that is enqueued has rows in this slot
+        self._table.copy_(self._host_table)  # no step that is enqueued has rows in this slot
 
     def begin_step(self, step_id: int, num_rows: int) -> None:
         """Enqueues the tables of a step of `num_rows` rows, padding included; rows of nobody are passed by."""
@@ -98,6 +100,21 @@ class CudaJoinedChannel(JoinedSeams[CudaIpcChannel]):
         """Frees the slots of those that are gone, too."""
         super()._forget_lost()
         self._slots = {cache_id: slot for cache_id, slot in self._slots.items() if cache_id in self._members}
+
+    def _drop(self, channel: CudaIpcChannel) -> None:
+        """Leaves it mapped. Unmapping takes longer than a step, for which all streams would wait just when others have
+        to be computed again.
+        """
+        channel.retire()
+        self._dropped.append(channel)
+
+    def close(self) -> None:
+        super().close()
+        self._close_dropped()
+
+    def _close_dropped(self) -> None:
+        while self._dropped:
+            self._dropped.pop().close()
 
     def begin_layers(self, num_rows: int) -> None:
         """The layers of a step of so many rows are enqueued, or captured, from now on."""

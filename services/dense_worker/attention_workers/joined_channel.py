@@ -91,7 +91,11 @@ class JoinedSeams(Generic[C]):
 
     def _forget_lost(self) -> None:
         for cache_id in self._lost & self._members.keys():
-            self._members.pop(cache_id).close()  # no step uses it any more; on a GPU this waits for the device
+            self._drop(self._members.pop(cache_id))
+
+    def _drop(self, channel: C) -> None:
+        """No later step uses it."""
+        channel.close()
 
     def fetch_attn_out(self, num_tokens: int) -> torch.Tensor:
         """The first rows of `attn_out` themselves."""
