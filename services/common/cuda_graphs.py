@@ -103,7 +103,11 @@ class StepGraphs(Generic[Size]):
             torch.cuda.stream(self._stream),
         ):
             self._warm_up(size)
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                self._run(size)
+            try:
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    self._run(size)
+            except BaseException:
+                graph.reset()  # an error keeps this frame, and with it what the graph uses, such as NCCL's connections
+                raise
         self._graphs[size] = graph
         return graph

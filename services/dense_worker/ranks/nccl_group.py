@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import structlog
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
 
+from services.common.errors import PeerError
 from services.common.rank import Rank
 from services.dense_worker.ranks.group import naming_ranks
 
@@ -26,6 +28,9 @@ SETTINGS = {
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_SOCKET_IFNAME": "lo",
 }
+# How long an abort waits for an operation that is being enqueued, which takes microseconds. If the device has no room
+# for more work, it takes as long as other ranks let the device wait.
+_ENQUEUING_S = 0.5
 
 
 class NcclGroup:
@@ -39,6 +44,7 @@ class NcclGroup:
         _warn_of_slow_links(rank, device)
         self.rank = rank
         self._is_aborted = False
+        self._enqueuing = threading.Lock()
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
         with naming_ranks():
@@ -54,14 +60,14 @@ class NcclGroup:
         """Enqueues it on the current stream."""
         options = AllreduceOptions()
         options.asyncOp = False
-        with naming_ranks():
+        with self._operation():
             _finish(self._group.allreduce([tensor], options))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Enqueues it on the current stream."""
         options = BroadcastOptions()
         options.rootRank, options.asyncOp = 0, False
-        with naming_ranks():
+        with self._operation():
             _finish(self._group.broadcast([tensor], options))
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -70,18 +76,18 @@ class NcclGroup:
         parts = torch.empty(count, num_rows, size, dtype=tensor.dtype, device=tensor.device)
         options = AllgatherOptions()
         options.asyncOp = False
-        with naming_ranks():
+        with self._operation():
             _finish(self._group._allgather_base(parts, tensor, options))
         return parts.transpose(0, 1).reshape(num_rows, count * size)
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Enqueues it on the current stream."""
-        with naming_ranks():
+        with self._operation():
             _finish(self._group.send([tensor], to, 0))
 
     def receive(self, tensor: torch.Tensor, sender: int) -> None:
         """Enqueues it on the current stream."""
-        with naming_ranks():
+        with self._operation():
             _finish(self._group.recv([tensor], sender, 0))
 
     def begin_receive(self, tensor: torch.Tensor, sender: int) -> Callable[[], None]:
@@ -103,7 +109,25 @@ class NcclGroup:
         """Ends the kernels that wait for other ranks, at once. What NCCL does after that may wait for the device."""
         if not self._is_aborted:
             self._is_aborted = True
-            threading.Thread(target=self._group.abort, name="abort of ranks", daemon=True).start()
+            threading.Thread(target=self._abort, name="abort of ranks", daemon=True).start()
+
+    def _abort(self) -> None:
+        if self._enqueuing.acquire(timeout=_ENQUEUING_S):
+            self._enqueuing.release()
+        self._group.abort()
+
+    @contextmanager
+    def _operation(self) -> Iterator[None]:
+        """A context in which an operation is enqueued. Raises `PeerError` after an abort.
+
+        NCCL would let it wait for the end of the abort, which waits until no graph with sums is left. Graphs are the
+        thread's that enqueues, which may be capturing one: both would wait for ever.
+        """
+        with self._enqueuing:
+            if self._is_aborted:
+                raise PeerError("the ranks have been given up")
+            with naming_ranks():
+                yield
 
 
 def _warn_of_slow_links(rank: Rank, device: torch.device) -> None:
