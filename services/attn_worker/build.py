@@ -128,9 +128,10 @@ def build_engine(
     if section.host_kv_bytes:
         cache.use_tier(_open_host_tier(section, model, storage, cache.pools["blocks"], pinned_tier, is_deterministic))
     moved_blocks = None
-    if peers is not None and section.enable_prefix_cache and cache.can_load_blocks:
+    can_copy = model.device.type == "cpu" and section.enable_prefix_cache and cache.can_load_blocks
+    if peers is not None and can_copy:
         identity = str(_block_identity(section, model, storage, is_deterministic))
-        arguments = (storage, model.device, cache.pools["blocks"], identity, peers.open_channel, peers.longest_copy_s)
+        arguments = (storage, cache.pools["blocks"], identity, peers.open_channel, peers.longest_copy_s)
         moved_blocks = MovedBlocks(*arguments)
     engine = AttentionEngine(cache, runner, metrics, moved_blocks)
     engine.start()

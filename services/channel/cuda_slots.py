@@ -2,6 +2,8 @@
 
 One dense worker meets up to `NUM_SLOTS` attention workers. A channel has a slot, and a step says how many rows each
 has; one without rows is passed by. So a captured graph serves whatever workers there are, however rows are dealt.
+
+Flags are those of `cuda_flags`, but for their second word: that a flag is coming is neither read nor cleared here.
 """
 
 from __future__ import annotations

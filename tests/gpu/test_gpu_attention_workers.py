@@ -43,7 +43,7 @@ def test_a_worker_comes_and_goes(cluster: Cluster, llama_path: Path) -> None:
     assert [each.token_ids[0] for each in collected] == expected_tokens(llama_path)
     assert drained == ["attn_worker-2 has no sequence any more, and has been stopped\n"]
     assert len(num_sequences) == 3 and num_sequences[2] > 0
-    assert cluster.num_copied_tokens() > 0
+    assert cluster.num_copied_tokens() == 0, "computing is faster"
 
 
 @pytest.mark.parametrize("name", [None, "attn_worker-1", "attn_worker", "dense_worker"])

@@ -46,9 +46,9 @@ class Worker(attn_pb2_grpc.AttentionWorkerServicer):
         spec = KVCacheSpec(NUM_BLOCKS, BLOCK_SIZE, 1, HEAD_DIM, torch.float32, (None,) * NUM_LAYERS)
         self.storage = BlockStorage(spec, spec.token_major_block, CPU)
         open_peer = partial(open_blocking_channel, max_message_bytes=2**20)
-        self.moved = MovedBlocks(self.storage, CPU, self.cache.pools["blocks"], identity, open_peer, LIMIT_S)
+        self.moved = MovedBlocks(self.storage, self.cache.pools["blocks"], identity, open_peer, LIMIT_S)
         for side in (self.moved.sender, self.moved.receiver):  # a few blocks at a time, as with large models
-            side._make_staging = partial(BlockStaging, self.storage, CPU, 3 * BLOCK_BYTES)
+            side._make_staging = partial(BlockStaging, self.storage, 3 * BLOCK_BYTES)
         self.calls: list[Callable[[], None]] = []
         self.on_part: Callable[[attn_pb2.BlockPart], object] = lambda part: None  # on the event loop
         runner: Any = SimpleNamespace(fence=lambda: None)

@@ -27,7 +27,7 @@ from services.dense_worker.attention_workers.attention_workers_client import (
 from services.dense_worker.engine.attachment import AttachedCache, AttachmentEnd
 from services.dense_worker.engine.attention_client import AttachOptions, Ended, execute, receive_answers
 from services.pb import attn_pb2, attn_pb2_grpc, step_pb2
-from services.step import PlanAccepted, SequenceOpened, StepPlan
+from services.step import NewSequence, PlanAccepted, SequenceOpened, StepPlan
 from services.step.codec import encode_accepted, encode_plan
 
 SPEC = ChannelSpec(max_tokens=1, qkv_size=1, attn_size=1, dtype=torch.float32)
@@ -105,8 +105,10 @@ def make_link(cache_id: int, orphans: dict[int, int] | None = None, **reply: int
     return _Link(worker, cache, answer, channel, call)
 
 
-def make_client(*, is_successor: bool = False, peers: PeerSection | None = None) -> AttentionWorkersClient:
-    options = AttachOptions("", "", 1, SPEC, torch.device("cpu"), 1.0)
+def make_client(
+    *, is_successor: bool = False, peers: PeerSection | None = None, device: str = "cpu"
+) -> AttentionWorkersClient:
+    options = AttachOptions("", "", 1, SPEC, torch.device(device), 1.0)
     addresses = ["unix:/0", "unix:/1"]
     may_attach = asyncio.Event()
     return AttentionWorkersClient(addresses, options, (), peers or PeerSection(), may_attach, is_successor=is_successor)
@@ -383,6 +385,20 @@ def test_a_worker_that_leaves_already_is_not_asked_twice() -> None:
         assert serving.given_up == [(1, True), (1, False)]
 
     asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+
+
+@pytest.mark.parametrize(("device", "address"), [("cpu", "unix:/0"), ("cuda", "")])
+def test_a_sequence_that_moves_says_where_its_blocks_are_unless_computing_them_is_faster(
+    device: str, address: str
+) -> None:
+    async def run() -> None:
+        client = make_client(device=device)
+        client._links = {0: make_link(0), 1: make_link(1)}
+        moved, other = NewSequence(7, "r", (1, 2), 2, leaves_cache_id=0), NewSequence(8, "s", (1, 2), 2)
+        found = client._with_addresses(StepPlan(1, new_sequences=(moved, other)))
+        assert [each.leaves_address for each in found.new_sequences] == [address, ""]
+
+    asyncio.run(run())
 
 
 def test_one_worker_too_many_is_refused_with_the_limit() -> None:
