@@ -7,6 +7,10 @@ from services.common.process import end_at_signals, switch_off_grpc_engine
 end_at_signals()
 switch_off_grpc_engine()
 
+from services.common.early_start import await_arguments  # noqa: E402
+
+await_arguments("torch")  # the rest when the GPU is being opened
+
 import sys  # noqa: E402
 
 from services.common.cli import parse_service_args  # noqa: E402

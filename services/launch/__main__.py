@@ -12,18 +12,16 @@ if sys.argv[1:2] == ["ctl"]:
 else:
     end_at_signals()
 
-import asyncio
 from collections.abc import Sequence
 
-from services.common.logs import configure_logs
-from services.launch import ctl
-from services.launch.arguments import parse_args
-from services.rpc.server import run_service, serve
+from services.launch.early_services import starting_early
 
 
 def main() -> None:
     """Runs the launcher, or with `ctl` as its first argument a command for a running one."""
     if sys.argv[1:2] == ["ctl"]:
+        from services.launch import ctl
+
         sys.exit(ctl.main(sys.argv[2:]))
     serve_all(sys.argv[1:])
 
@@ -37,12 +35,19 @@ def serve_all(
 
     The user called this command `program`, and can talk to the server by `chat_command`.
     """
-    config, arguments = parse_args(argv, program)
-    from services.launch.service import Launcher  # it takes most of a second, and --help does not need it
+    with starting_early(argv) as early:
+        import asyncio
 
-    configure_logs(config.log, "launch")
-    drain = asyncio.Event()
-    run_service(serve(lambda: Launcher(config, arguments, drain, chat_command)), drain)
+        from services.common.logs import configure_logs
+        from services.launch.arguments import parse_args
+        from services.rpc.server import run_service, serve
+
+        config, arguments = parse_args(argv, program)
+        from services.launch.service import Launcher  # it takes most of a second, and --help does not need it
+
+        configure_logs(config.log, "launch")
+        drain = asyncio.Event()
+        run_service(serve(lambda: Launcher(config, arguments, drain, chat_command, early)), drain)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import structlog
 from services.common.child_options import ChildOptions
 from services.common.config import AttentionSection, Config, DenseSection, dump_config
 from services.common.errors import PeerError
-from services.common.process import holding_back_signals
+from services.launch.early_services import EarlyServices, start_process
 from services.launch.gpus import is_on_gpu
 from services.launch.lifelines import Lifelines
 from services.rpc.client import PeerTls, read_peer_tls
@@ -37,20 +36,6 @@ def worker_name(role: str, number: int) -> str:
     return f"{role}-{number}" if number else role
 
 
-def start_process(
-    module: str, arguments: Sequence[str], *, environment: Mapping[str, str] | None = None, files: Sequence[int] = ()
-) -> subprocess.Popen[bytes]:
-    """Starts `python -m MODULE ARGUMENTS...`, which gets `files` under the same numbers."""
-    with holding_back_signals():  # asyncio would fork, which may crash the child because of gRPC's threads
-        return subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            pass_fds=files,
-            start_new_session=True,  # so that Ctrl-C reaches only the launcher, which stops the services
-        )
-
-
 class Child:
     """One service as a child process, restarted when it dies, up to the configured number of times."""
 
@@ -65,8 +50,9 @@ class Child:
         environment: Mapping[str, str] | None,
         lifelines: Lifelines,
         succeed: Callable[[Child], bool] = lambda child: False,
+        early: EarlyServices | None = None,
     ) -> None:
-        """`options`: those of this child alone; the rest is filled in here.
+        """`options`: those of this child alone; the rest is filled in here. `early`: it may take its process there.
 
         `succeed` is called when it has died: it returns whether another process is the service from now on.
         """
@@ -74,7 +60,7 @@ class Child:
         self.role = role
         self.last_end = ""
         self.last_return_code: int | None = None
-        self._succeed, self._lifelines = succeed, lifelines
+        self._succeed, self._lifelines, self._early = succeed, lifelines, early
         self._environment = environment
         self.config_file = run_dir / f"{name}.toml"
         self._error_file = run_dir / f"{name}.error"
@@ -117,18 +103,27 @@ class Child:
             self.num_restarts += 1
 
     def _start(self) -> None:
-        own_end, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener = self.options.http_listener
-        with its_end:
-            opens_gpu = self.role in SECTIONS and self.options.standby is None and is_on_gpu(self._own_section.device)
-            options = self.options.model_copy(update={"lifeline": its_end.fileno(), "opens_gpu": opens_gpu})
-            self._process = start_process(
-                self.module,
-                ["--config", str(self.config_file), "--child", options.model_dump_json()],
-                environment=self._environment,
-                files=[its_end.fileno(), *([] if listener is None else [listener])],
-            )
+        # A process that runs already can inherit no listener.
+        early = None if self._early is None or listener is not None else self._early.take(self.module)
+        if early is not None:
+            own_end, self._process = early.line, early.process
+            early.begin(self._arguments(early.lifeline), self._environment)
+        else:
+            own_end, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with its_end:
+                self._process = start_process(
+                    self.module,
+                    self._arguments(its_end.fileno()),
+                    environment=self._environment,
+                    files=[its_end.fileno(), *([] if listener is None else [listener])],
+                )
         self._lifelines.watch(own_end, self._process.pid)
+
+    def _arguments(self, lifeline: int) -> list[str]:
+        opens_gpu = self.role in SECTIONS and self.options.standby is None and is_on_gpu(self._own_section.device)
+        options = self.options.model_copy(update={"lifeline": lifeline, "opens_gpu": opens_gpu})
+        return ["--config", str(self.config_file), "--child", options.model_dump_json()]
 
     @property
     def service_name(self) -> str:

@@ -24,8 +24,9 @@ from services.common.several_attention_workers import check_attention_workers, h
 from services.common.several_lanes import check_lanes_config
 from services.launch.addresses import check_addresses, check_api_keys, check_chat_template, check_tls, place_sockets
 from services.launch.attention_workers import AttentionWorkers
-from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, SECTIONS, SHAPE_FILE, Child, start_process
+from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, SECTIONS, SHAPE_FILE, Child
 from services.launch.children import Children
+from services.launch.early_services import EarlyServices, start_process
 from services.launch.gpu_faults import INTERVAL_S, GpuFaults
 from services.launch.gpus import check_rank_gpus
 from services.launch.health_watch import HealthWatch
@@ -60,12 +61,23 @@ log = structlog.get_logger()
 class Launcher:
     """A `Service`. After `drain` is set, the gateways finish their requests, and `run` returns."""
 
-    def __init__(self, config: Config, arguments: argparse.Namespace, drain: asyncio.Event, chat_command: str) -> None:
-        """`arguments`: the command line, see `services.launch.arguments`. `chat_command`: by which users can chat."""
+    def __init__(
+        self,
+        config: Config,
+        arguments: argparse.Namespace,
+        drain: asyncio.Event,
+        chat_command: str,
+        early: EarlyServices,
+    ) -> None:
+        """`arguments`: the command line, see `services.launch.arguments`. `chat_command`: by which users can chat.
+
+        It takes processes from `early`, and ends the others.
+        """
         self._config = config
         self._arguments = arguments
         self._drain = drain
         self._chat_command = chat_command
+        self._early = early
         self._opened = contextlib.AsyncExitStack()
         self._mps: MpsDaemon | None = None
         self._manager = ServiceManager(service_manager_of_environment())
@@ -77,6 +89,7 @@ class Launcher:
 
         Raises `ConfigError`, `PeerError`, and what `check_memory` raises.
         """
+        self._opened.callback(self._early.keep, frozenset())
         run_dir = self._opened.enter_context(run_directory())
         passed = take_passed_sockets()
         for listener in passed:
@@ -105,6 +118,7 @@ class Launcher:
         has_all_workers = {role for role, _ in addresses} == {*SECTIONS}
         counts_dir = self._opened.enter_context(run_directory(SHM_DIR)) if num_gateways(config) > 1 else None
         services = service_configs(config, run_dir, addresses, counts_dir, [each.fileno() for each in passed])
+        self._early.keep({f"services.{service.role}" for service in services})
         remove_stale_regions()  # of a launcher that was killed; their memory is free then
         await asyncio.to_thread(check_memory, config)
         if has_all_workers:
@@ -121,7 +135,7 @@ class Launcher:
         self._opened.callback(lifelines.close)
         self._children = Children()
         environment = None if self._mps is None else self._mps.environment
-        own = {"environment": environment, "lifelines": lifelines, "succeed": self._succeed}
+        own = {"environment": environment, "lifelines": lifelines, "succeed": self._succeed, "early": self._early}
         make_child = partial(Child, run_dir=run_dir, **own)
         modes = {DENSE_ROLE: config.launch.standby_dense, ATTENTION_ROLE: config.launch.standby_attention}
         if self._arguments.prompt is not None:  # then all ends with the answer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from services.common.early_start import EARLY_FLAG
 from services.pb import dense_pb2, launch_pb2
 from tests.chaos.monkey import launcher_stub
 from tests.support.cluster import START_TIMEOUT_S, Cluster, children_of
@@ -19,7 +20,8 @@ def pid_of(cluster: Cluster, name: str) -> int:
     while time.monotonic() < deadline:
         for pid in children_of(cluster.process.pid):
             try:
-                if f"/{name}.toml\0" in Path(f"/proc/{pid}/cmdline").read_text():
+                command_line = Path(f"/proc/{pid}/cmdline").read_text()
+                if f"/{name}.toml\0" in command_line or f"services.{name}\0{EARLY_FLAG}\0" in command_line:
                     return pid
             except OSError:
                 continue  # it has just ended

@@ -37,7 +37,7 @@ with importing():
     import services.launch.service  # noqa: F401
     from services.common.config import EMBEDDED_MODEL
     from services.common.model_config import load_model_config
-    from services.launch import child
+    from services.launch import early_services
     from tests.support.shared_routes import prepare_routes, share_routes
 
     share_routes()
@@ -45,6 +45,7 @@ with importing():
     load_model_config(EMBEDDED_MODEL)  # imports modules for the model's family
 
 from tests.support.warm_process import (
+    EARLY,
     MAX_MESSAGE_BYTES,
     READY,
     SPINS,
@@ -185,13 +186,13 @@ def name_process(arguments: Sequence[str]) -> None:
 
 def start_services_from(server: WarmServer) -> None:
     """Makes the launcher, which this process will become, start its services with `server`."""
-    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "TimeoutExpired")}
-
     def start(command: Sequence[str], stdin: int, **options: Any) -> WarmProcess:
         assert stdin == subprocess.DEVNULL
         return WarmProcess(server, command, **options)
 
-    child.subprocess = SimpleNamespace(Popen=start, **names)  # type: ignore[assignment]
+    early_services.subprocess = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
+    if EARLY not in os.environ:
+        early_services.MODULES = ()
 
 
 main()

@@ -19,6 +19,7 @@ from services.launch import memory_plan, mps, standby
 from services.launch.addresses import check_addresses, place_sockets
 from services.launch.arguments import parse_args
 from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, SECTIONS, Child
+from services.launch.early_services import EarlyServices
 from services.launch.gpus import Gpu
 from services.launch.memory_plan import plan_memory
 from services.launch.service import Launcher
@@ -150,7 +151,11 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 async def running(config: Config) -> AsyncIterator[Launcher]:
     """A launcher whose services do nothing."""
     launcher = Launcher(
-        config, argparse.Namespace(prompt=None, sample_prompt=None, api_key=None), asyncio.Event(), "twostroke chat"
+        config,
+        argparse.Namespace(prompt=None, sample_prompt=None, api_key=None),
+        asyncio.Event(),
+        "twostroke chat",
+        EarlyServices(),
     )
     try:
         await launcher.start()

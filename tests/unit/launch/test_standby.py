@@ -21,6 +21,7 @@ from services.launch import standby
 from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, SECTIONS, Child
 from services.launch.children import Children
 from services.launch.ctl import describe_standby
+from services.launch.early_services import EarlyServices
 from services.launch.service import Launcher
 from services.launch.service_configs import with_address
 from services.launch.standby import Standby
@@ -282,7 +283,7 @@ def test_in_a_launcher_a_ready_spare_is_the_worker_that_has_died_from_then_on(
     keys = ("attention.address", "dense.address", "gateway.address", "gateway.http_address")
     config = load_config(None, ["launch.stop_grace_s=5", *(f"{key}=unix:{tmp_path}/{key}" for key in keys)])
     arguments = argparse.Namespace(prompt=None, sample_prompt=None, api_key=None)
-    launcher = Launcher(config, arguments, asyncio.Event(), "twostroke chat")
+    launcher = Launcher(config, arguments, asyncio.Event(), "twostroke chat", EarlyServices())
 
     async def until(is_done: Callable[[], bool]) -> None:
         async with asyncio.timeout(TIMEOUT_S):
