@@ -133,6 +133,20 @@ def test_long_contexts_are_split_and_merged(
         pair.check({"long": 1, "short": 1})
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(8, 1, 128), (3, 1, 80), (2, 2, 128)])
+def test_pieces_of_few_contexts_are_merged(
+    kernels: Kernels, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
+) -> None:
+    from services.attn_worker.layers.mha.triton_decode import choose_decode_tiles
+
+    assert choose_decode_tiles(dtype, dtype, num_heads // num_kv_heads, head_dim, 0.5).is_for_few
+    pair = Pair(make_config(num_heads, num_kv_heads, head_dim, windows=(None, 300)), kernels, dtype)
+    pair.check({"long": 1300})  # more pieces than are merged at a time
+    for _ in range(2):
+        pair.check({"long": 1, "short": 1})
+
+
 def test_padding_rows_become_zero(kernels: Kernels) -> None:
     pair = Pair(make_config(), kernels)
     pair.check({"a": 30, "b": 3})

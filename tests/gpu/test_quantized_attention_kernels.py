@@ -83,6 +83,21 @@ def test_long_contexts_are_split_and_merged(kernels: Kernels, cache_dtype: torch
 
 
 @FORMATS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", [(2, 2, 128), (6, 1, 64)], ids=str)
+def test_pieces_of_few_contexts_are_merged(
+    kernels: Kernels, cache_dtype: torch.dtype, dtype: torch.dtype, heads: tuple[int, int, int]
+) -> None:
+    from services.attn_worker.layers.mha.triton_decode import choose_decode_tiles
+
+    assert choose_decode_tiles(dtype, cache_dtype, heads[0] // heads[1], heads[2], 0.5).is_for_few
+    pair = Pair(make_config(*heads, WINDOWS), kernels, dtype, cache_dtype=cache_dtype, scales=SCALES)
+    check(pair, {"long": 300})
+    for _ in range(2):
+        check(pair, {"long": 1, "short": 1})
+
+
+@FORMATS
 def test_many_programs_have_one_warp_each(
     kernels: Kernels, cache_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

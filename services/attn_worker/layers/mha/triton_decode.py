@@ -26,24 +26,30 @@ from services.attn_worker.layers.mha.triton_cache_layout import (
 )
 from services.attn_worker.layers.mha.triton_decode_quantized import attend_quantized
 from services.attn_worker.layers.mha.triton_decode_sinks import attend_far_sinks
+from services.attn_worker.layers.mha.triton_new_token import load_new_token
 from services.attn_worker.layers.mha.triton_quantized import int8_scale, kv_format, to_factor, to_fp8, to_int8
-from services.attn_worker.layers.mha.triton_rope_append import RotaryPairs, pair_sources, rotate
+from services.attn_worker.layers.mha.triton_rope_append import RotaryPairs, rotate
 from services.attn_worker.layers.mha.triton_scores import ScoreOptions, adjust_scores, sink_weight
 from services.attn_worker.layers.mha.work_items import NUM_FIELDS
 
 _DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
 ONE_WARP_FROM = 8  # programs per SM; with fewer, one warp each leaves too many of the SM's units idle
+FEW_BELOW = 1  # program per SM: contexts are split into pieces of few tiles, and merging them takes a part of the time
 # The same, for one query head per kv head, where whole contexts are split; with more, splitting gains nothing.
 SPLIT_FROM, SPLIT_BELOW = 4, 24
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
-    """Sizes of the kernel's loop: `block_n` keys per tile, `num_stages` tiles in flight."""
+    """Sizes of the kernel's loop: `block_n` keys per tile, `num_stages` tiles in flight.
+
+    `is_for_few`: the kernel is compiled for few sequences, whose time is that of accesses that wait for one another.
+    """
 
     block_n: int
     num_warps: int
     num_stages: int
+    is_for_few: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,10 @@ def choose_decode_tiles(
         if cache_dtype == torch.int8:
             return DecodeTiles(block_n=32, num_warps=1, num_stages=3)
         return DecodeTiles(block_n=16, num_warps=1, num_stages=4)
+    if head_dim <= 128 and group <= 16 and programs_per_sm < FEW_BELOW:
+        if group == 1:
+            return DecodeTiles(block_n=64, num_warps=4, num_stages=3, is_for_few=True)
+        return DecodeTiles(block_n=128, num_warps=8, num_stages=2, is_for_few=True)
     num_warps = 2 if group <= 16 else 4 if group <= 32 else 8  # larger groups need more registers
     return DecodeTiles(block_n=32, num_warps=num_warps, num_stages=3)
 
@@ -110,7 +120,12 @@ def decode_attention(
     group = out.shape[1] // (num_kv_heads * head_dim)
     head_dim_padded = max(16, triton.next_power_of_2(head_dim))
     group_padded = triton.next_power_of_2(group)
-    merge_tile = 2048 if tiles.num_warps == 1 else 4096 if group == 1 else 8192  # elements of outputs held at a time
+    elements = group_padded * head_dim_padded  # of the outputs of a piece
+    if tiles.is_for_few:
+        num_merged = min(16, max(2, 2048 * tiles.num_warps // elements))
+    else:
+        merge_tile = 2048 if tiles.num_warps == 1 else 4096 if group == 1 else 8192
+        num_merged = max(2, merge_tile // elements)
     _decode_kernel[(num_kv_heads, items.shape[0])](
         qkv,
         out,
@@ -147,8 +162,9 @@ def decode_attention(
         HEAD_DIM_PADDED=head_dim_padded,
         HALF=max(16, triton.next_power_of_2(head_dim // 2)),
         BLOCK_N=tiles.block_n,
-        MERGE_N=max(2, merge_tile // (group_padded * head_dim_padded)),
+        MERGE_N=num_merged,
         NUM_STAGES=tiles.num_stages,
+        IS_FOR_FEW=tiles.is_for_few,
         num_warps=tiles.num_warps,
         **_dependent_launch(qkv.device),
     )
@@ -204,6 +220,7 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     MERGE_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    IS_FOR_FEW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program runs one item for one kv head. Its queries are the GROUP heads, padded for the tensor cores."""
@@ -250,18 +267,19 @@ def _decode_kernel(
     qkv_row = qkv + row.to(tl.int64) * qkv_stride
     dims, mask_dims = joined_dims(HEAD_DIM, HALF)
     query_1 = tl.zeros([NUM_QUERIES, HALF], dtype)
+    if FORMAT != "plain":
+        query_1 = to_factor(query_1, dtype)
     new_key_1 = tl.zeros([HALF], tl.float32)
     query_2, new_key_2 = query_1, new_key_1
     new_value = tl.zeros([HEAD_DIM_PADDED], dtype)
     # Cached keys and values were written before the step: the loop's first loads of them come before the wait. Not so
     # in steps of split contexts, which want log-sums: the kernel before has just appended keys that are read.
-    waits_in_loop: tl.constexpr = FORMAT == "plain" and log_sums is None
+    waits_in_loop: tl.constexpr = log_sums is None and (FORMAT == "plain" or IS_FOR_FEW)
     if not waits_in_loop or first_tile >= end_key:
-        query_1, query_2, new_key_1, new_key_2, new_value = _load_new_token(
+        query_1, query_2, new_key_1, new_key_2, new_value = load_new_token(
             qkv_row, heads, kv_head, slot, cos, sin, FORMAT, ROTARY_DIM, HAS_PAIRS, NUM_KV_HEADS, GROUP,
             NUM_QUERIES, HEAD_DIM, HEAD_DIM_PADDED, HALF, dtype, PDL,
         )  # fmt: skip
-    query = join_halves(query_1, query_2)
     if FORMAT == "fp8":
         key_scale, value_scale = tl.load(scales), tl.load(scales + 1)
     is_adjusted: tl.constexpr = SOFTCAP > 0 or slopes is not None
@@ -270,6 +288,7 @@ def _decode_kernel(
         slope = tl.load(slopes + heads, mask=offs_g < GROUP, other=0.0)
 
     if FORMAT == "plain":
+        query = join_halves(query_1, query_2)
         log_max = tl.full([NUM_QUERIES], float("-inf"), tl.float32)
         exp_sum = tl.zeros([NUM_QUERIES], tl.float32)
         acc = tl.zeros([NUM_QUERIES, HEAD_DIM_PADDED], tl.float32)
@@ -284,7 +303,7 @@ def _decode_kernel(
             mask_v = mask_n[:, None] & mask_d[None, :]
             value = tl.load(cached + (BLOCK_SIZE * HEAD_DIM + offs_d)[None, :], mask=mask_v, other=0.0)
             if waits_in_loop and start == first_tile:
-                query_1, query_2, new_key_1, new_key_2, new_value = _load_new_token(
+                query_1, query_2, new_key_1, new_key_2, new_value = load_new_token(
                     qkv_row, heads, kv_head, slot, cos, sin, FORMAT, ROTARY_DIM, HAS_PAIRS, NUM_KV_HEADS, GROUP,
                     NUM_QUERIES, HEAD_DIM, HEAD_DIM_PADDED, HALF, dtype, PDL,
                 )  # fmt: skip
@@ -303,10 +322,12 @@ def _decode_kernel(
             acc = tl.dot(weights.to(dtype), value, acc * decay[:, None], input_precision="ieee")
             log_max = new_max
     else:
-        log_max, exp_sum, acc = attend_quantized(
-            query, pairs, scales, table, blocks, first_tile, first_key, end_key, kv_head, slope, angle_row, FORMAT,
-            IS_INTERPRETED, SCALE, RAW_SCALE, SOFTCAP, slopes is not None, NUM_QUERIES, NUM_KV_HEADS, BLOCK_SIZE,
-            HEAD_DIM, HEAD_DIM_PADDED, HALF, BLOCK_N, NUM_STAGES,
+        log_max, exp_sum, acc, query_1, query_2, new_key_1, new_key_2, new_value = attend_quantized(
+            query_1, query_2, new_key_1, new_key_2, new_value, qkv_row, heads, slot, cos, sin,
+            pairs, scales, table, blocks, first_tile, first_key, end_key, kv_head, slope, angle_row, FORMAT,
+            IS_INTERPRETED, SCALE, RAW_SCALE, SOFTCAP, slopes is not None, ROTARY_DIM, HAS_PAIRS, NUM_QUERIES,
+            NUM_KV_HEADS, GROUP, BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PADDED, HALF, BLOCK_N, NUM_STAGES, dtype,
+            waits_in_loop, PDL,
         )  # fmt: skip
 
     # Not before: then the product behind the next flag is launched, and its loads would delay those of the loop.
@@ -387,7 +408,8 @@ def _decode_kernel(
         tl.store(counter, 0)
         offs_r = tl.arange(0, GROUP_PADDED)
         rows = first_item * (NUM_KV_HEADS * GROUP) + kv_head * GROUP
-        merged, merged_sum = _merge(
+        merge: tl.constexpr = _merge_piece_by_piece if IS_FOR_FEW else _merge
+        merged, merged_sum = merge(
             partial_outputs + rows.to(tl.int64) * HEAD_DIM,
             partial_log_sums + rows,
             None if sinks is None else sinks + kv_head * GROUP,
@@ -405,62 +427,6 @@ def _decode_kernel(
         if log_sums is not None:
             own_heads = row * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + offs_r
             tl.store(log_sums + own_heads, merged_sum, mask=offs_r < GROUP)
-
-
-@triton.jit
-def _load_new_token(
-    qkv_row,
-    heads,  # [NUM_QUERIES]
-    kv_head,
-    slot,  # negative: the item has no new token
-    cos,  # [HALF]
-    sin,
-    FORMAT: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    HAS_PAIRS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    NUM_QUERIES: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    HALF: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Waits for the step's qkv: halves of the rotated queries and of the unrotated new key, and its value."""
-    if PDL:
-        gdc_wait()
-    half: tl.constexpr = HEAD_DIM // 2
-    offs_h = tl.arange(0, HALF)
-    mask_h = offs_h < half
-    mask_q = (tl.arange(0, NUM_QUERIES) < GROUP)[:, None] & mask_h[None, :]
-    offs_d, mask_d = padded_dims(HEAD_DIM, HEAD_DIM_PADDED)
-    is_plain: tl.constexpr = ROTARY_DIM == HEAD_DIM and not HAS_PAIRS
-    source = qkv_row + heads[:, None] * HEAD_DIM + offs_h[None, :]
-    if is_plain:
-        query_1 = tl.load(source, mask=mask_q, other=0.0).to(tl.float32)
-        query_2 = tl.load(source + half, mask=mask_q, other=0.0).to(tl.float32)
-    else:
-        source = qkv_row + heads[:, None] * HEAD_DIM
-        first, second = pair_sources(source, offs_h[None, :], HEAD_DIM, ROTARY_DIM, HAS_PAIRS)
-        query_1 = tl.load(first, mask=mask_q, other=0.0).to(tl.float32)
-        query_2 = tl.load(second, mask=mask_q, other=0.0).to(tl.float32)
-    # The new token is not read from the cache: its item adds it after its cached keys.
-    source = qkv_row + (NUM_KV_HEADS * GROUP + kv_head) * HEAD_DIM
-    if is_plain:
-        new_key_1 = tl.load(source + offs_h, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
-        new_key_2 = tl.load(source + half + offs_h, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
-    else:
-        first, second = pair_sources(source, offs_h, HEAD_DIM, ROTARY_DIM, HAS_PAIRS)
-        new_key_1 = tl.load(first, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
-        new_key_2 = tl.load(second, mask=mask_h & (slot >= 0), other=0.0).to(tl.float32)
-    new_value = tl.load(source + NUM_KV_HEADS * HEAD_DIM + offs_d, mask=mask_d & (slot >= 0), other=0.0)
-    query_1, query_2 = rotate(query_1, query_2, cos[None, :], sin[None, :])
-    if FORMAT == "plain":
-        query_1, query_2 = query_1.to(DTYPE), query_2.to(DTYPE)
-    else:
-        query_1, query_2 = to_factor(query_1, DTYPE), to_factor(query_2, DTYPE)
-    return query_1, query_2, new_key_1, new_key_2, new_value
 
 
 @triton.jit
@@ -503,4 +469,50 @@ def _merge(
         log_max = new_max
     if sinks is not None:
         total = total + sink_weight(sinks, offs_r, offs_r < GROUP, log_max)
+    return acc / total[:, None], log_max + tl.log2(total)
+
+
+@triton.jit
+def _merge_piece_by_piece(
+    outputs,
+    log_sums,
+    sinks,
+    num_items,
+    item_stride,
+    GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    MERGE_N: tl.constexpr,
+):
+    """The same as `_merge`, with more registers and without shared memory: each piece is a tensor of its own."""
+    offs_r = tl.arange(0, GROUP_PADDED)
+    offs_d, mask_d = padded_dims(HEAD_DIM, HEAD_DIM_PADDED)
+    mask_r = offs_r < GROUP
+    log_max = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_PADDED], tl.float32)
+    acc = tl.zeros([GROUP_PADDED, HEAD_DIM_PADDED], tl.float32)
+    for start in range(0, num_items, MERGE_N):
+        sums, pieces = (), ()
+        new_max = log_max
+        for index in tl.static_range(MERGE_N):
+            is_piece = start + index < num_items
+            heads = (start + index) * item_stride + offs_r
+            log_sum = tl.load(log_sums + heads, mask=mask_r & is_piece, other=float("-inf"), cache_modifier=".cg")
+            address = outputs + heads[:, None].to(tl.int64) * HEAD_DIM + offs_d[None, :]
+            mask = mask_r[:, None] & mask_d[None, :] & is_piece
+            pieces += (tl.load(address, mask=mask, other=0.0, cache_modifier=".cg"),)
+            sums += (log_sum,)
+        for index in tl.static_range(MERGE_N):
+            new_max = tl.maximum(new_max, sums[index])
+        decay = tl.exp2(log_max - new_max)
+        total = total * decay
+        acc = acc * decay[:, None]
+        for index in tl.static_range(MERGE_N):
+            weight = tl.exp2(sums[index] - new_max)
+            total += weight
+            acc += weight[:, None] * pieces[index]
+        log_max = new_max
+    if sinks is not None:
+        total = total + sink_weight(sinks, offs_r, mask_r, log_max)
     return acc / total[:, None], log_max + tl.log2(total)

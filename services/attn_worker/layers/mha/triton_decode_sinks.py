@@ -91,13 +91,14 @@ def attend_far_sinks(
             acc = tl.dot(weights.to(dtype), value, acc * decay[:, None], input_precision="ieee")
             log_max = new_max
     elif num_far > 0:
-        query = join_halves(to_factor(query_1, dtype), to_factor(query_2, dtype))
+        factor_1, factor_2 = to_factor(query_1, dtype), to_factor(query_2, dtype)
         blocks = load_tile_blocks(table, 0, BLOCK_N, BLOCK_SIZE)
         no_slope = tl.zeros([NUM_QUERIES], tl.float32)
-        far_max, far_sum, far_acc = attend_quantized(
-            query, pairs, scales, table, blocks, 0, 0, num_far, kv_head, no_slope, 0, FORMAT,
-            IS_INTERPRETED, SCALE, RAW_SCALE, SOFTCAP, False, NUM_QUERIES, NUM_KV_HEADS, BLOCK_SIZE,
-            HEAD_DIM, HEAD_DIM_PADDED, HALF, BLOCK_N, NUM_STAGES,
+        far_max, far_sum, far_acc, _, _, _, _, _ = attend_quantized(
+            factor_1, factor_2, 0, 0, 0, qkv_row, heads, 0, cos, sin,
+            pairs, scales, table, blocks, 0, 0, num_far, kv_head, no_slope, 0, FORMAT,
+            IS_INTERPRETED, SCALE, RAW_SCALE, SOFTCAP, False, ROTARY_DIM, HAS_PAIRS, NUM_QUERIES,
+            NUM_KV_HEADS, 1, BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PADDED, HALF, BLOCK_N, NUM_STAGES, dtype, False, False,
         )  # fmt: skip
         new_max = tl.maximum(log_max, far_max)
         decay, far_decay = tl.exp2(log_max - new_max), tl.exp2(far_max - new_max)
