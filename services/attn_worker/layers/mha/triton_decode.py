@@ -308,6 +308,9 @@ def _decode_kernel(
                     NUM_QUERIES, HEAD_DIM, HEAD_DIM_PADDED, HALF, dtype, PDL,
                 )  # fmt: skip
                 query = join_halves(query_1, query_2)
+            if IS_FOR_FEW and PDL:  # noqa: SIM102  the first is known when the kernel is compiled
+                if start + (NUM_STAGES - 1) * BLOCK_N >= end_key:  # all keys are on their way
+                    gdc_launch_dependents()
             scores = tl.dot(query, tl.trans(key), input_precision="ieee")
             if is_adjusted:
                 distance = angle_row - keys
