@@ -88,6 +88,7 @@ class CudaModelRunner(ModelRunner):
         self._graphs: dict[Channel, StepGraphs[_Size]] = {}
         # One step's input, packed so that one copy moves it; see `_unpack`.
         self._input = torch.zeros(3 * max_num_tokens, dtype=torch.int64, device="cuda")
+        self._sent = torch.empty(0, dtype=torch.int64)  # what it holds, on the host
         self._stages = [torch.zeros(3 * max_num_tokens, dtype=torch.int64, pin_memory=True) for _ in range(_NUM_STAGES)]
         # All graphs write their logits here, so that they can share all other memory.
         self._logits = torch.empty(max_num_seqs, config.vocab_size, dtype=logits_dtype, device="cuda")
@@ -269,8 +270,11 @@ class CudaModelRunner(ModelRunner):
         fed_slots[step.fed_rows] = step.fed_slots
         sampled_rows[:num_sampled] = step.sampled_rows
         sampled_rows[num_sampled:] = 0
-        # Both sides are contiguous and the host's memory is pinned, so the copy is asynchronous.
-        self._input[: 3 * num_rows].copy_(self._stages[stage][: 3 * num_rows], non_blocking=True)
+        packed = self._stages[stage][: 3 * num_rows]
+        if not torch.equal(packed, self._sent):  # a step of the same sequences that decode often has the same
+            # Both sides are contiguous and the host's memory is pinned, so the copy is asynchronous.
+            self._input[: 3 * num_rows].copy_(packed, non_blocking=True)
+            self._sent = packed.clone()
         if size is not None and size.num_hidden is not None:
             rows = np.zeros(size.num_hidden, np.int64)  # padding: any valid row
             if step.hidden_rows is not None:
@@ -365,6 +369,7 @@ class CudaModelRunner(ModelRunner):
     ) -> None:
         """Runs each segment once. `fetched` is what `middle` gets of attn_out."""
         self._backend.begin_step(StepPlan(0), len(qkv), num_sampled)  # all rows are padding
+        self._sent = self._sent[:0]
         self._input.zero_()  # it may hold packed input of an earlier attachment's steps, which are not valid token ids
         token_ids, _, sampled_rows = _unpack(self._input, len(qkv))
         residual = self._backend.first(token_ids, qkv)

@@ -86,6 +86,8 @@ class Sampler:
         # Edits need float32. Other steps choose from logits as they are: to convert those of a large step takes longer.
         edited_shape = (0 if logits_dtype == torch.float32 else max_num_seqs, vocab_size)
         self._edited = torch.empty(edited_shape, dtype=torch.float32, device=self._device)
+        # The slots of the newest step, which mostly are those of the one before.
+        self._slots, self._slots_on_device = np.empty(0, np.int64), torch.empty(0, dtype=torch.int64)
         self._draw_tokens, self._find_greatest = gumbel.draw, partial(torch.argmax, dim=-1)
         if self._device.type == "cuda":
             from services.dense_worker.sampling import triton_greedy, triton_gumbel
@@ -165,7 +167,9 @@ class Sampler:
         for editor, rows in edits:
             editor.apply(logits, rows)
         token_ids = self._choose(logits, options, positions)
-        self.last_token[self._upload(slots)] = token_ids
+        if not np.array_equal(slots, self._slots):
+            self._slots, self._slots_on_device = slots.copy(), self._upload(slots)
+        self.last_token[self._slots_on_device] = token_ids
         for editor, rows in edits:
             editor.append(rows, token_ids)
 
