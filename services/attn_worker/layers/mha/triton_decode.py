@@ -66,8 +66,8 @@ def choose_decode_tiles(
 ) -> DecodeTiles:
     """Chooses small tiles, so that several programs share an SM; measured in bench/results/attention.md.
 
-    With a cache of 8 bits programs of a single warp are faster, as no warp waits for another, if they are many. Tiles
-    for heads of more than 256 dimensions have not been measured.
+    Few sequences leave SMs free, and get larger tiles. With a cache of 8 bits programs of a single warp are faster, as
+    no warp waits for another, if they are many. Tiles for heads of more than 256 dimensions have not been measured.
     """
     if head_dim > 256:
         return DecodeTiles(block_n=16 if dtype == torch.float32 else 32, num_warps=8, num_stages=2)
@@ -333,7 +333,7 @@ def _decode_kernel(
             waits_in_loop, PDL,
         )  # fmt: skip
 
-    # Not before: then the product behind the next flag is launched, and its loads would delay those of the loop.
+    # Not before the last loads: then the product behind the next flag is launched, and its loads would delay them.
     if PDL:
         gdc_launch_dependents()
     if NUM_SINK_TOKENS > 0:  # the first item of a row adds those before its window
