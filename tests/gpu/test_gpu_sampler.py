@@ -59,7 +59,7 @@ def sample_steps(device: str) -> Iterator[SampledTokens]:
 
 
 def test_tokens_and_logprobs_equal_those_of_the_cpu_and_nothing_waits() -> None:
-    for on_cpu, on_gpu in zip(sample_steps("cpu"), sample_steps("cuda"), strict=True):
+    for on_cpu, on_gpu in zip(sample_steps("cpu"), sample_steps("cuda:0"), strict=True):
         assert on_gpu.token_ids.tolist() == on_cpu.token_ids.tolist()
         ranked = on_gpu.ranked.to_host()
         torch.cuda.synchronize()

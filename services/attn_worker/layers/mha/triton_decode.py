@@ -78,10 +78,8 @@ def choose_decode_tiles(
         if cache_dtype == torch.int8:
             return DecodeTiles(block_n=32, num_warps=1, num_stages=3)
         return DecodeTiles(block_n=16, num_warps=1, num_stages=4)
-    if head_dim <= 128 and group <= 16 and programs_per_sm < FEW_BELOW:
-        if group == 1:
-            return DecodeTiles(block_n=64, num_warps=4, num_stages=3, is_for_few=True)
-        return DecodeTiles(block_n=128, num_warps=8, num_stages=2, is_for_few=True)
+    if head_dim <= 128 and group <= 16 and cache_dtype != torch.int8 and programs_per_sm < FEW_BELOW:
+        return DecodeTiles(block_n=64, num_warps=2 if cache_dtype.itemsize == 1 else 4, num_stages=3, is_for_few=True)
     num_warps = 2 if group <= 16 else 4 if group <= 32 else 8  # larger groups need more registers
     return DecodeTiles(block_n=32, num_warps=num_warps, num_stages=3)
 
