@@ -104,7 +104,6 @@ class Child:
 
     def _start(self) -> None:
         listener = self.options.http_listener
-        # A process that runs already can inherit no listener.
         early = None if self._early is None or listener is not None else self._early.take(self.module)
         if early is not None:
             own_end, self._process = early.line, early.process

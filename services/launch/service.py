@@ -118,7 +118,8 @@ class Launcher:
         has_all_workers = {role for role, _ in addresses} == {*SECTIONS}
         counts_dir = self._opened.enter_context(run_directory(SHM_DIR)) if num_gateways(config) > 1 else None
         services = service_configs(config, run_dir, addresses, counts_dir, [each.fileno() for each in passed])
-        self._early.keep({f"services.{service.role}" for service in services})
+        # A process that runs already can inherit no listener.
+        self._early.keep({f"services.{each.role}" for each in services if each.options.http_listener is None})
         remove_stale_regions()  # of a launcher that was killed; their memory is free then
         await asyncio.to_thread(check_memory, config)
         if has_all_workers:

@@ -25,12 +25,14 @@ from pathlib import Path
 import pytest
 
 from services.common.config import load_config
+from services.common.early_start import EARLY_FLAG
 from services.common.errors import ConfigError
 from services.launch import passed_sockets
 from services.launch.passed_sockets import address_of, check_same_address, take_passed_sockets, with_passed_sockets
 from tests.deploy.compose_file import DEPLOY
-from tests.support.cluster import STOP_TIMEOUT_S, Cluster, free_port, running_cluster
+from tests.support.cluster import STOP_TIMEOUT_S, Cluster, children_of, free_port, running_cluster
 from tests.support.models import ONE_LAYER
+from tests.support.warm_process import EARLY
 
 UNITS = DEPLOY / "systemd"
 TIMEOUT_S = 60.0
@@ -43,10 +45,14 @@ def listening(port: int = 0, *, shares_port: bool = False) -> socket.socket:
 
 
 @contextmanager
-def activated(directory: Path, *listeners: socket.socket, settings: tuple[str, ...] = ()) -> Iterator[Cluster]:
+def activated(
+    directory: Path, *listeners: socket.socket, settings: tuple[str, ...] = (), is_early: bool = False
+) -> Iterator[Cluster]:
     directory.mkdir(exist_ok=True)
     names = ":".join("http" for _ in listeners)
     env = os.environ | {"LISTEN_FDS": str(len(listeners)), "LISTEN_FDNAMES": names}
+    if is_early:
+        env[EARLY] = "1"
     settings = (ONE_LAYER, "model.name=mine", *settings)
     options = {"is_warm": True, "launcher": LAUNCHER, "env": env, "listeners": listeners}
     with running_cluster(directory, *settings, **options) as cluster:
@@ -124,6 +130,16 @@ def test_each_gateway_has_a_socket_and_one_that_is_killed_loses_no_connection_th
             os.kill(gateway, signal.SIGKILL)
             assert {each.result(TIMEOUT_S) for each in answers} == {200}
             assert complete(("127.0.0.1", port)) == 200
+
+
+def test_no_process_waits_for_a_gateway_that_inherits_a_socket(tmp_path: Path) -> None:
+    with listening() as listener, activated(tmp_path, listener, is_early=True) as cluster:
+        lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children_of(cluster.process.pid)]
+        assert sorted(line.split("\0")[2] for line in lines if EARLY_FLAG in line) == [
+            "services.attn_worker",
+            "services.dense_worker",
+        ]
+        assert complete(listener.getsockname()) == 200
 
 
 def test_the_sockets_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
