@@ -221,6 +221,15 @@ def proportional_bytes(pid: int) -> int:
         return 0
 
 
+def anonymous_bytes(pid: int) -> int:
+    """Memory of a process that is in RAM and has no pages of files. 0 if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/status") as status:
+            return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon:"))
+    except (OSError, StopIteration):
+        return 0
+
+
 def cpu_wait_s(pid: int) -> float:
     """How long a process's main thread has waited for a CPU since its start: able to run, while others ran.
 

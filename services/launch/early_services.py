@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
 from services.common.early_start import EARLY_FLAG
-from services.common.process import holding_back_signals
+from services.common.process import anonymous_bytes, holding_back_signals
 
 MODULES = ("services.attn_worker", "services.dense_worker", "services.gateway")
 
@@ -71,6 +71,10 @@ class EarlyServices:
     def take(self, module: str) -> EarlyService | None:
         """The process of this module, once; None if there is none."""
         return self._services.pop(module, None)
+
+    def taken_bytes(self) -> int:
+        """Memory of the host that they have so far, without pages of files."""
+        return sum(anonymous_bytes(each.process.pid) for each in [*self._services.values()])
 
     def keep(self, modules: Set[str]) -> None:
         """Ends the others."""

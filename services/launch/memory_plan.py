@@ -96,8 +96,11 @@ class Place:
         )
 
 
-def plan_memory(config: Config) -> list[Place]:
-    """What the services of `launch.services` need. Raises `ModelError` for a damaged checkpoint or config.json."""
+def plan_memory(config: Config, taken_bytes: Callable[[], int] = lambda: 0) -> list[Place]:
+    """What the services of `launch.services` need. Raises `ModelError` for a damaged checkpoint or config.json.
+
+    `taken_bytes`: what some of them have of the host already.
+    """
     services = config.launch.services
     has_dense, has_attention = DENSE_ROLE in services, ATTENTION_ROLE in services
     is_dense_on_gpu, is_attention_on_gpu = is_on_gpu(config.dense.device), is_on_gpu(config.attention.device)
@@ -120,7 +123,7 @@ def plan_memory(config: Config) -> list[Place]:
     num_processes = (has_dense + has_attention * config.attention.workers) * num_ranks + num_gateways(config)
     host.append(Need(f"{num_processes} processes", num_processes * PROCESS_BYTES))
     host += _standbys(config)
-    places = [Place("host memory", available_bytes(), tuple(host), MORE)]
+    places = [Place("host memory", available_bytes() + taken_bytes(), tuple(host), MORE)]
     if has_attention and SHM_DIR.is_dir():
         shared = [*tiers] if is_dense_on_gpu else [*tiers, _of_each(_region(config), num_workers)]
         last = "in a container raise --shm-size by {excess} bytes"
@@ -187,14 +190,15 @@ def _gpu(
     return Place(f"the GPU {gpu.name}, {gpu.uuid},", gpu.free_bytes, (*needs, *later), MORE)
 
 
-def check_memory(config: Config) -> None:
+def check_memory(config: Config, taken_bytes: Callable[[], int] = lambda: 0) -> None:
     """Raises `CapacityError` if something will not fit, and `ModelError` for a damaged checkpoint.
 
-    Where several places have too little the error is of the one that lacks most: a setting may count in all of them.
+    `taken_bytes`: see `plan_memory`. Where several places have too little the error is of the one that lacks most: a
+    setting may count in all of them.
     Raises `ConfigError` for more ranks than the model can be dealt to: they are not what memory lacks for.
     """
     _check_dealt(config)
-    max(plan_memory(config), key=lambda place: place.num_bytes - place.free_bytes).check()
+    max(plan_memory(config, taken_bytes), key=lambda place: place.num_bytes - place.free_bytes).check()
 
 
 def _check_dealt(config: Config) -> None:

@@ -121,7 +121,7 @@ class Launcher:
         # A process that runs already can inherit no listener.
         self._early.keep({f"services.{each.role}" for each in services if each.options.http_listener is None})
         remove_stale_regions()  # of a launcher that was killed; their memory is free then
-        await asyncio.to_thread(check_memory, config)
+        await asyncio.to_thread(check_memory, config, self._early.taken_bytes)
         if has_all_workers:
             self._mps = start_mps(config, run_dir)
             if self._mps is not None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.model.weights import empty_weights, whole_embedding
 from services.dense_worker.parameters import parts_of_type
 from services.launch import memory_plan
+from services.launch.early_services import EarlyServices
 from services.launch.gpus import Gpu
 from services.launch.memory_plan import Need, check_memory, plan_memory, tower_bytes, weight_bytes
 from tests.support.cluster import REPOSITORY
@@ -134,6 +136,23 @@ def test_the_proposed_value_is_the_greatest_that_fits(
     if value.isdecimal():
         with pytest.raises(CapacityError):
             check_memory(load_config(None, [*CPU, *settings, f"{named}={int(value) + 1}"]))
+
+
+def test_what_processes_have_taken_that_run_already_is_free_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(None, CPU)
+    needed = plan_memory(config)[0].num_bytes
+    early = EarlyServices(["tests.support.workers.early_report"])
+    try:
+        deadline = time.monotonic() + 60.0
+        while (taken := early.taken_bytes()) < 2**20:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        with_memory(monkeypatch, needed - taken)
+        with pytest.raises(CapacityError):
+            check_memory(config)
+        check_memory(config, early.taken_bytes)
+    finally:
+        early.keep(set())
 
 
 @pytest.mark.parametrize(
