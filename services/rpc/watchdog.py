@@ -94,9 +94,10 @@ class Watchdog:
         last, self.stall = self.stall, stall
         if stall is None or last is None or last.waits_for != stall.waits_for:
             if stall is not None:
-                log.error("stalled", error=describe_stall(stall), role=stall.role, waits_for=stall.waits_for)
                 if last is None:
                     log.error("stacks of all threads", role=stall.role, stack=stacks_of_threads())
+                # The last of both: the launcher tells the last error if the process is killed now.
+                log.error("stalled", error=describe_stall(stall), role=stall.role, waits_for=stall.waits_for)
             await self._on_stall(stall)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -89,7 +90,9 @@ def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
     assert len(watched.reported) == 1
 
 
-def test_the_stacks_of_a_stalled_service_are_one_event_of_its_log(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_stacks_of_a_stalled_service_are_one_event_of_its_log(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     may_end = threading.Event()
 
     def hang_in_a_known_place() -> None:
@@ -97,12 +100,13 @@ def test_the_stacks_of_a_stalled_service_are_one_event_of_its_log(capfd: pytest.
 
     thread = threading.Thread(target=hang_in_a_known_place)
     thread.start()
-    configure_logs(LogSection(format="json"), "dense_worker")
+    configure_logs(LogSection(format="json"), "dense_worker", tmp_path / "error")
     watched = Watched()
     watched.progress = Progress((1,), step_id=7)
     watched.check(2 * CHECKS_PER_BOUND)
     may_end.set()
     thread.join()
-    stalled, stacks = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    stacks, stalled = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert stalled["event"] == "stalled" and stacks["level"] == "error" and stacks["role"] == "dense_worker"
     assert "in hang_in_a_known_place\n" in stacks["stack"] and "in check\n" in stacks["stack"]
+    assert (tmp_path / "error").read_text().startswith("stalled: "), "the launcher tells why it was killed"
