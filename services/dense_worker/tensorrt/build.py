@@ -32,7 +32,7 @@ from services.dense_worker.tensorrt.files.network_record import NetworkRecord
 from services.dense_worker.tensorrt.gpu import current_gpu, on_device
 from services.dense_worker.tensorrt.measure import known_measurements, measure_plans, store_measurements
 from services.dense_worker.tensorrt.optional_packages import require
-from services.dense_worker.tensorrt.profiles import Limits, parse_profiles
+from services.dense_worker.tensorrt.profiles import Limits, check_cover, parse_profiles
 
 
 def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
@@ -59,10 +59,11 @@ def build(arguments: argparse.Namespace, cache: EnginePlanCache) -> list[EngineP
     from services.dense_worker.tensorrt.engine_plan_builder import EnginePlanBuilder
 
     profiles, device = parse_profiles(arguments.profiles), torch.device(arguments.device)
-    config, vision, dtype, networks = _read_networks(arguments)
-    of_tower = {name: networks.pop(name) for name in [*networks] if name.startswith(PREFIX)}
     most = profiles[-1].high
     limits = Limits(arguments.max_num_batched_tokens or most, arguments.max_num_seqs or most)
+    check_cover(profiles, limits)  # now, because builds take long
+    config, vision, dtype, networks = _read_networks(arguments)
+    of_tower = {name: networks.pop(name) for name in [*networks] if name.startswith(PREFIX)}
     groups = [(config, networks, profiles, limits)] + ([(vision, of_tower, PROFILES, None)] if of_tower else [])
     records = [
         (NetworkRecord(cache.directory, source, dtype), own) for source, own, *_ in groups if source is not None

@@ -40,7 +40,7 @@ def make_parser(program: str) -> argparse.ArgumentParser:
         metavar="RANGES",
         help="numbers of tokens, each range FROM-TO or FROM-TO@BEST; default: %(default)s",
     )
-    limits = {"type": int, "metavar": "N", "help": "builds no plans that a server with this setting has no use for"}
+    limits = {"type": _count, "metavar": "N", "help": "builds no plans that a server with this setting has no use for"}
     parser.add_argument("--max-num-batched-tokens", **limits)
     parser.add_argument("--max-num-seqs", **limits)
     parser.add_argument(
@@ -55,6 +55,12 @@ def make_parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument("--num-layers", type=int, metavar="N", help="use only the first N layers")
     parser.add_argument("--inspect", action="store_true", help="print profiles, inputs, layers and fused kernels")
     return parser
+
+
+def _count(text: str) -> int:
+    if re.fullmatch(r"0*[1-9]\d*", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)
 
 
 def _device(text: str) -> str:

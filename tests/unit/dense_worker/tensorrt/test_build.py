@@ -292,6 +292,11 @@ def test_command_builds_from_an_export(
         ({}, ["--load-format", "dummy"], "TensorRT 8.6.0 has no bfloat16: use float16"),
         ({}, ["--load-format", "dummy", "--num-layers", "9"], "num_layers is 9"),
         ({}, ["--load-format", "dummy", "--profiles", "1-16,32-64"], "must go on at 17"),
+        (
+            {},
+            ["--load-format", "dummy", "--dtype", "float16", "--profiles", "1-8", "--max-num-seqs", "9"],
+            "max_num_seqs is 9, dense.profiles '1-8@4' end at 8",
+        ),
         ({"model_type": "rwkv"}, ["--load-format", "dummy"], "model_type 'rwkv', supported: llama, mistral"),
     ],
 )
@@ -309,6 +314,17 @@ def test_command_refuses_in_one_line(
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (tmp_path / "plans").exists()
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "1.5"])
+@pytest.mark.parametrize("option", ["--max-num-seqs", "--max-num-batched-tokens"])
+def test_command_refuses_a_limit_that_no_server_has(
+    option: str, limit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        command("--model", tmp_path, option, limit)
+    assert raised.value.code == 2
+    assert f"argument {option}: {limit!r} is not a number from 1 on" in capsys.readouterr().err
 
 
 def test_command_says_that_the_disk_is_full(
