@@ -12,6 +12,7 @@ from typing import ClassVar
 from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.limits import SchedulerLimits
+from services.dense_worker.engine.observer import EngineObserver
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.feature import Feature
@@ -148,6 +149,7 @@ def started_engine(
     num_blocks: int = 100,
     features: Sequence[Feature] = (),
     drafting: Drafting | None = None,
+    observers: Sequence[EngineObserver] = (),
 ) -> Engine:
     engine = Engine(
         limits,
@@ -155,6 +157,7 @@ def started_engine(
         attention,
         reports.put,
         result_timeout_s=timeout_s,
+        observers=observers,
         features=features,
         drafting=drafting,
     )

@@ -379,8 +379,8 @@ class Engine:
         finally:
             if report.started or report.outputs or report.reports:
                 self._deliver(report)
-        for observer in self._observers:
-            observer.on_step(stats, report.started, others)
+            for observer in self._observers:
+                observer.on_step(stats, report.started, others)
 
     def _check_deadlines(self) -> None:
         """Checks the deadlines of waiting sequences, of unclaimed blocks, and of openings without an answer."""

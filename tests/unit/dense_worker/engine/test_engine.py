@@ -121,13 +121,20 @@ def test_tokens_are_delivered_although_the_next_plan_cannot_be_published() -> No
                 raise PeerError("the attention worker went away")
             super().publish(attachment, plan)
 
-    attention, reports = Attention(), queue.Queue[StepReport]()
-    engine = started_engine(FakeRunner(), attention, reports, TIMEOUT_S, drafting=NoDrafts())
+    attention, reports, seen = Attention(), queue.Queue[StepReport](), list[str | int]()
+    observer = SimpleNamespace(
+        on_step=lambda stats, started, outputs: seen.append(stats.num_output_tokens),
+        on_handoff_abort=lambda: seen.append("abort"),
+    )
+    engine = started_engine(
+        FakeRunner(), attention, reports, TIMEOUT_S, drafting=NoDrafts(), observers=[observer]
+    )
     engine.submit(new_sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=3))
     assert attention.dropped.get(timeout=TIMEOUT_S) == "the attention worker went away"
     outputs = [output for report in list(reports.queue) for output in report.outputs]
     engine.stop(TIMEOUT_S)
     assert [output.token_ids for output in outputs] == [[9]]
+    assert seen[:2] == [1, "abort"]  # observers know of the step, too
 
 
 class SmallAttention(FakeAttention):
