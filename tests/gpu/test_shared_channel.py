@@ -161,3 +161,22 @@ def test_a_worker_that_is_gone_is_unmapped_when_another_one_comes(
     channel.begin_step(2, 1)
     channel.close()
     assert all(each.is_closed for each in (*workers.values(), come))
+
+
+def test_a_worker_that_is_gone_is_unmapped_soon_although_no_other_one_comes(
+    workers: dict[int, Worker], channel: CudaSharedChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one may have no room for its KV cache or its region before."""
+    from services.dense_worker.attention_workers import cuda_joined_channel
+
+    now_s = 100.0
+    monkeypatch.setattr(cuda_joined_channel, "time", SimpleNamespace(monotonic=lambda: now_s), raising=False)
+    closed = []
+    for step_id, lost, passed_s in ((1, 7, 0.0), (2, None, 0.2), (3, 9, 0.0), (4, None, 0.2), (5, None, 0.2)):
+        now_s += passed_s
+        if lost is not None:
+            channel.lose(lost)
+        channel.expect(step_id, {0: np.array([0])})
+        channel.begin_step(step_id, 1)
+        closed.append([cache_id for cache_id, each in workers.items() if each.is_closed])
+    assert closed == [[], [], [], [], [7, 9]], "not just after a death"

@@ -7,6 +7,7 @@ of workers.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
@@ -19,6 +20,7 @@ from services.dense_worker.attention_workers.joined_channel import JoinedSeams, 
 from services.dense_worker.attention_workers.triton_rows import copy_rows
 
 _NUM_STAGES = 4  # pinned buffers, used in turn: one is being filled, others may have pending copies
+_KEPT_S = 0.3  # how long a worker that is gone stays mapped, if no other one comes
 
 
 class CudaJoinedChannel(JoinedSeams[CudaIpcChannel]):
@@ -45,6 +47,7 @@ class CudaJoinedChannel(JoinedSeams[CudaIpcChannel]):
         self._inputs = torch.zeros(size, dtype=torch.int32, device=device)
         self._stages = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(_NUM_STAGES)]
         self._dropped: list[CudaIpcChannel] = []  # still mapped
+        self._dropped_s = 0.0  # since when, for the newest one
         self._num_begun = 0
         self._num_rows = 0  # of the layers that are being enqueued or captured
         self._flags = SlotFlags(device, self._table, self._inputs[:NUM_SLOTS])
@@ -73,6 +76,8 @@ class CudaJoinedChannel(JoinedSeams[CudaIpcChannel]):
     def begin_step(self, step_id: int, num_rows: int) -> None:
         """Enqueues the tables of a step of `num_rows` rows, padding included; rows of nobody are passed by."""
         dealt = self._take_expected(step_id)
+        if self._dropped and time.monotonic() - self._dropped_s > _KEPT_S:
+            self._close_dropped()
         stage = self._stages[self._num_begun % _NUM_STAGES]
         self._num_begun += 1
         slots = {self._slots[each]: rows for each, rows in dealt.items() if each in self._slots}
@@ -102,11 +107,12 @@ class CudaJoinedChannel(JoinedSeams[CudaIpcChannel]):
         self._slots = {cache_id: slot for cache_id, slot in self._slots.items() if cache_id in self._members}
 
     def _drop(self, channel: CudaIpcChannel) -> None:
-        """Leaves it mapped. Unmapping takes longer than a step, for which all streams would wait just when others have
-        to be computed again.
+        """Leaves it mapped for now. Unmapping takes longer than a step, for which all streams would wait just when
+        others have to be computed again. But one that is to come may have no room before, and then would never come.
         """
         channel.retire()
         self._dropped.append(channel)
+        self._dropped_s = time.monotonic()
 
     def close(self) -> None:
         super().close()
