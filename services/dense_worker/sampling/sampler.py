@@ -168,7 +168,8 @@ class Sampler:
             editor.apply(logits, rows)
         token_ids = self._choose(logits, options, positions)
         if not np.array_equal(slots, self._slots):
-            self._slots, self._slots_on_device = slots.copy(), self._upload(slots)
+            self._slots = slots.copy()  # on a CPU an upload is the same memory
+            self._slots_on_device = self._upload(self._slots)
         self.last_token[self._slots_on_device] = token_ids
         for editor, rows in edits:
             editor.append(rows, token_ids)

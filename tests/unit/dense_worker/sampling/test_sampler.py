@@ -410,3 +410,13 @@ def test_if_bad_words_forbid_all_allowed_tokens_one_of_them_is_chosen() -> None:
     drawn = [choose([1], seed=seed) for seed in range(200)]
     assert set(drawn) == {7, 8}
     assert 70 <= drawn.count(7) <= 130, "both are equally likely, within four standard deviations"
+
+
+def test_the_memory_of_slots_may_be_reused_after_a_step() -> None:
+    sampler, slots, lens = Sampler(4, VOCAB_SIZE, "cpu"), np.array([0, 1]), np.array([1, 1])
+    for slot in range(4):
+        sampler.add(slot, SamplingParams(temperature=0.0), [0], [], [])
+    sampler.sample(torch.eye(VOCAB_SIZE)[[3, 4]], slots, lens, lens)
+    slots[:] = [2, 3]
+    sampler.sample(torch.eye(VOCAB_SIZE)[[5, 6]], np.array([0, 1]), lens, lens)
+    assert sampler.last_token.tolist() == [5, 6, 0, 0]
