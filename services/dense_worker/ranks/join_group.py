@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Self
 
@@ -17,24 +16,26 @@ from services.common.rank import Rank
 from services.dense_worker.ranks.group import LOOPBACK, GlooGroup, RankGroup, naming_ranks
 
 STORE_TIMEOUT = timedelta(seconds=30)
+CONNECT_TIMEOUT = timedelta(seconds=5)  # to the first rank's end, which is there before others are told of it
 _POLL_S = 0.01
 _MET, _FAILED = "met", "failed"  # keys that the first rank sets
 
 
-@dataclass(frozen=True, slots=True)
 class RankStore:
     """Where the ranks of one attachment find one another: kept by the first rank, at a port of loopback."""
 
-    store: dist.Store
-    port: int
+    def __init__(self, store: dist.Store, port: int, kept: dist.Store | None = None) -> None:
+        """`store`: a connection, which is busy while a library waits in it. `kept`: the first rank's end has the store.
+        """
+        self.store, self.port, self._kept = store, port, kept
 
     @classmethod
     def create(cls) -> Self:
-        """The first rank's end."""
+        """The first rank's end, which has the store until `close`."""
         # Of itself the store would listen on all interfaces, and it asks nobody who he is.
         with socket.create_server((LOOPBACK, 0)) as listener:
             port = listener.getsockname()[1]
-            store = dist.TCPStore(
+            kept = dist.TCPStore(
                 LOOPBACK,
                 port,
                 is_master=True,
@@ -42,13 +43,16 @@ class RankStore:
                 timeout=STORE_TIMEOUT,
                 master_listen_fd=listener.detach(),
             )
-        return cls(store, port)
+        return cls(_connect(port), port, kept)
 
     @classmethod
     def find(cls, port: int) -> Self:
         """The end of another rank. Raises `PeerError` if nobody keeps it."""
-        with naming_ranks():
-            return cls(dist.TCPStore(LOOPBACK, port, is_master=False, timeout=STORE_TIMEOUT), port)
+        try:
+            socket.create_connection((LOOPBACK, port), CONNECT_TIMEOUT.total_seconds()).close()
+        except OSError as error:  # where nobody listens any more, torch's store would try again until its time is over
+            raise PeerError(f"the first rank is gone, or does not answer: {error.strerror or error}") from error
+        return cls(_connect(port), port)
 
     def meet(self, rank: Rank, timeout_s: float) -> None:
         """Returns on all ranks when all have come, or raises `PeerError` on all.
@@ -71,8 +75,16 @@ class RankStore:
             store.set(_MET, "")
 
     def fail(self, reason: str) -> None:
-        """Ends the meeting on all ranks, if they have not met: one cannot come. For the first rank, from any thread."""
-        self.store.set(_FAILED, reason)
+        """Ends the meeting on all ranks, if they have not met: one cannot come. For the first rank, from any thread.
+
+        It waits for nobody, also while a library waits for a rank that has met the others, and has died.
+        """
+        assert self._kept is not None, "the first rank decides"
+        self._kept.set(_FAILED, reason)
+
+    def close(self) -> None:
+        """Releases all who wait in the store, here and on other ranks. For the first rank."""
+        self._kept = None
 
     def _wait(self, keys: list[str], timeout_s: float, who: str) -> None:
         deadline = time.monotonic() + timeout_s
@@ -82,6 +94,13 @@ class RankStore:
             if time.monotonic() > deadline:
                 raise PeerError(f"{who} has not come within {timeout_s:g} s")
             time.sleep(_POLL_S)
+
+
+def _connect(port: int) -> dist.Store:
+    with naming_ranks():
+        store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=CONNECT_TIMEOUT)
+        store.set_timeout(STORE_TIMEOUT)
+    return store
 
 
 def _here(index: int) -> str:

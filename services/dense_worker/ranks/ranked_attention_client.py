@@ -55,6 +55,8 @@ _REFUSALS = (
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.DEADLINE_EXCEEDED,
 )
+# How long ranks can still read why they do not meet. Then those are released that wait in a library, for a dead one.
+_REASON_STAYS_S = 1.0
 
 T = TypeVar("T")
 
@@ -111,6 +113,7 @@ class RankedAttentionClient(AttentionClient):
         self._report_loading = report_loading
         self._loading: dict[int, str] = {}  # what shards have reported that load, by rank
         self._serving: _Serving | None = None
+        self._store: RankStore | None = None  # of the present groups, which may still use it
         self._given_up: dict[asyncio.Future[Sequence[RankGroup]], float] = {}  # meetings in threads, and since when
 
     async def run(self, listener: AttentionListener, watcher: AttachmentWatcher) -> None:
@@ -216,6 +219,7 @@ class RankedAttentionClient(AttentionClient):
                 groups, *_ = await _all_or_none([asyncio.shield(meeting), *joins])
         except BaseException as error:
             store.fail(str(error) or "the first rank stops")
+            asyncio.get_running_loop().call_later(_REASON_STAYS_S, store.close)
             self._given_up[meeting] = time.monotonic()
             meeting.add_done_callback(_abort_met)
             if isinstance(error, TimeoutError):
@@ -223,6 +227,7 @@ class RankedAttentionClient(AttentionClient):
                     f"they have not been connected within {self._connect_timeout_s:g} s (peers.connect_timeout_s)"
                 ) from error
             raise
+        self._store = store
         return groups
 
     async def _join(self, rank: int, attachment_id: int, seam: attn_pb2.AttachReply, store_port: int) -> None:

@@ -193,9 +193,9 @@ class ShardServicer(shard_pb2_grpc.DenseShardServicer):
         return _Attachment(request.attachment_id, channels, groups)
 
     def _join_groups(self, store_port: int, num_lanes: int) -> Sequence[RankGroup]:
-        store = RankStore.find(store_port)
         self._is_meeting = True
         try:
+            store = RankStore.find(store_port)
             store.meet(self._rank, self._wait_timeout_s)
         finally:
             self._is_meeting = False

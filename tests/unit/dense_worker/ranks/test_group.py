@@ -180,12 +180,48 @@ def test_a_rank_that_has_met_the_others_and_does_not_connect_is_found() -> None:
     run_ranks(2, lambda group: join(group.rank.index))
 
 
-def test_a_first_rank_that_cannot_be_reached_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(join_group, "STORE_TIMEOUT", timedelta(seconds=1))
+def test_a_first_rank_that_has_died_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's store would look for it until its time is over."""
+    monkeypatch.setattr(join_group, "_connect", lambda port: pytest.fail("nobody listens there"))
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(PeerError, match="the first rank is gone, or does not answer: Connection refused"):
+        RankStore.find(port)
+
+
+def test_a_first_rank_that_dies_while_it_is_looked_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join_group, "CONNECT_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(socket, "create_connection", lambda *arguments: socket.socket())  # it was still there
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(PeerError, match="another rank is gone, or does not answer"):
         RankStore.find(port)
+
+
+def test_who_waits_for_a_rank_that_has_met_the_others_and_died_holds_up_nobody() -> None:
+    """As gloo waits in its constructor. The event loop of the first rank must not wait for that."""
+    store = RankStore.create()
+    waiting = [store, RankStore.find(store.port)]
+    errors = list[BaseException]()
+
+    def wait(of: RankStore) -> None:
+        try:
+            of.store.wait(["of a rank that has died"], timedelta(seconds=60))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=wait, args=(each,), daemon=True) for each in waiting]
+    for each in threads:
+        each.start()
+    time.sleep(0.2)  # so that they wait
+    failing = threading.Thread(target=store.fail, args=("it has died",), daemon=True)
+    failing.start()
+    failing.join(10.0)
+    assert not failing.is_alive() and not errors
+    store.close()
+    for each in threads:
+        each.join(10.0)
+    assert [type(error) for error in errors] == [torch.distributed.DistNetworkError] * 2
 
 
 def test_only_errors_of_ranks_are_named_so() -> None:
