@@ -16,7 +16,8 @@ from services.common.rank import Rank
 from services.dense_worker.ranks.group import LOOPBACK, GlooGroup, RankGroup, naming_ranks
 
 STORE_TIMEOUT = timedelta(seconds=30)
-CONNECT_TIMEOUT = timedelta(seconds=5)  # to the first rank's end, which is there before others are told of it
+CONNECT_TIMEOUT = timedelta(seconds=1)  # to the first rank's end, which is there before others are told of it
+_CONNECT_TRIES = 5
 _POLL_S = 0.01
 _MET, _FAILED = "met", "failed"  # keys that the first rank sets
 
@@ -48,11 +49,17 @@ class RankStore:
     @classmethod
     def find(cls, port: int) -> Self:
         """The end of another rank. Raises `PeerError` if nobody keeps it."""
-        try:
-            socket.create_connection((LOOPBACK, port), CONNECT_TIMEOUT.total_seconds()).close()
-        except OSError as error:  # where nobody listens any more, torch's store would try again until its time is over
-            raise PeerError(f"the first rank is gone, or does not answer: {error.strerror or error}") from error
-        return cls(_connect(port), port)
+        for left in reversed(range(_CONNECT_TRIES)):
+            try:
+                socket.create_connection((LOOPBACK, port), CONNECT_TIMEOUT.total_seconds()).close()
+            except OSError as error:  # torch's store would try again until its time is over
+                raise PeerError(f"the first rank is gone, or does not answer: {error.strerror or error}") from error
+            try:
+                return cls(_connect(port), port)
+            except PeerError:
+                if not left:
+                    raise
+        raise AssertionError("the last try returns or raises")
 
     def meet(self, rank: Rank, timeout_s: float) -> None:
         """Returns on all ranks when all have come, or raises `PeerError` on all.

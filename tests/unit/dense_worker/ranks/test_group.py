@@ -190,12 +190,20 @@ def test_a_first_rank_that_has_died_is_not_waited_for(monkeypatch: pytest.Monkey
 
 
 def test_a_first_rank_that_dies_while_it_is_looked_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(join_group, "CONNECT_TIMEOUT", timedelta(seconds=1))
-    monkeypatch.setattr(socket, "create_connection", lambda *arguments: socket.socket())  # it was still there
+    """Soon: the try that was under way ends, and the next one finds nobody."""
+    found = list[int]()
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
-    with pytest.raises(PeerError, match="another rank is gone, or does not answer"):
-        RankStore.find(port)
+
+        def connect(port: int) -> None:
+            found.append(port)
+            listener.close()
+            raise PeerError("in a second")
+
+        monkeypatch.setattr(join_group, "_connect", connect)
+        with pytest.raises(PeerError, match="the first rank is gone, or does not answer: Connection refused"):
+            RankStore.find(port)
+    assert found == [port]
 
 
 def test_who_waits_for_a_rank_that_has_met_the_others_and_died_holds_up_nobody() -> None:
