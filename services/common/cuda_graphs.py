@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Generic, TypeVar
 
 import structlog
@@ -23,7 +24,7 @@ class StepGraphs(Generic[Size]):
     """One graph of `run(size)` for each size, all in one memory pool. For one thread.
 
     Before each capture, `warm_up(size)` runs uncaptured to compile kernels. Neither function may wait for the peer.
-    `what`: the graphs, in errors.
+    `what`: the graphs, in errors. `undisturbed`: contexts from the first captured call to the end of a capture.
     """
 
     def __init__(
@@ -33,8 +34,9 @@ class StepGraphs(Generic[Size]):
         run: Callable[[Size], None],
         *,
         what: str = "the CUDA graphs of steps",
+        undisturbed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._what = what
+        self._what, self._undisturbed = what, undisturbed
         self._stream = stream
         self._warm_up = warm_up
         self._run = run
@@ -104,7 +106,11 @@ class StepGraphs(Generic[Size]):
         ):
             self._warm_up(size)
             try:
-                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                with (
+                    ExitStack() as until_end,
+                    torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+                ):
+                    until_end.enter_context(self._undisturbed())  # not before: a capture begins when the device is idle
                     self._run(size)
             except BaseException:
                 graph.reset()  # an error keeps this frame, and with it what the graph uses, such as NCCL's connections

@@ -104,7 +104,7 @@ class CudaShardRunner(ShardRunner):
         def run(size: _Size) -> None:
             self._residuals[lane, size] = self._run_rows(channel, size, None, lane)
 
-        return StepGraphs(self._stream, lambda size: None, run)
+        return StepGraphs(self._stream, lambda size: None, run, undisturbed=self._groups[lane].capturing)
 
     def _tokens(self, num_rows: int) -> torch.Tensor:
         token_ids = torch.zeros(num_rows, dtype=torch.int64, device=self._device)

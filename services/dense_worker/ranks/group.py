@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Protocol
 
@@ -48,6 +48,9 @@ class RankGroup(Protocol):
 
     def begin_receive(self, tensor: torch.Tensor, sender: int) -> Callable[[], None]:
         """As `receive`, which ends when what is returned has been called: until then it waits for nothing."""
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """A context in which a CUDA graph with operations is captured: an abort takes effect at its end."""
 
     def abort(self) -> None:
         """Releases whoever waits in it, here and on other ranks. May be called from any thread, also twice."""
@@ -113,6 +116,10 @@ class GlooGroup:
                 work.wait()
 
         return end
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """On CPUs nothing is captured."""
+        return nullcontext()
 
     def abort(self) -> None:
         """Closes the connections, now or at the end of the present operation."""

@@ -28,8 +28,8 @@ SETTINGS = {
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_SOCKET_IFNAME": "lo",
 }
-# How long an abort waits for an operation that is being enqueued, which takes microseconds. If the device has no room
-# for more work, it takes as long as other ranks let the device wait.
+# How long an abort waits for an operation that is being enqueued, which takes microseconds, or for the capture of a
+# graph. If the device has no room for more work, an operation takes as long as other ranks let the device wait.
 _ENQUEUING_S = 0.5
 
 
@@ -44,7 +44,7 @@ class NcclGroup:
         _warn_of_slow_links(rank, device)
         self.rank = rank
         self._is_aborted = False
-        self._enqueuing = threading.Lock()
+        self._enqueuing = threading.RLock()  # of the thread that enqueues an operation, or captures some in a graph
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
         with naming_ranks():
@@ -117,17 +117,22 @@ class NcclGroup:
         self._group.abort()
 
     @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """NCCL's abort would make the capture fail, as if the GPU had. The next operation after an abort raises."""
+        with self._enqueuing:
+            if self._is_aborted:
+                raise PeerError("the ranks have been given up")
+            yield
+
+    @contextmanager
     def _operation(self) -> Iterator[None]:
         """A context in which an operation is enqueued. Raises `PeerError` after an abort.
 
         NCCL would let it wait for the end of the abort, which waits until no graph with sums is left. Graphs are the
         thread's that enqueues, which may be capturing one: both would wait for ever.
         """
-        with self._enqueuing:
-            if self._is_aborted:
-                raise PeerError("the ranks have been given up")
-            with naming_ranks():
-                yield
+        with self.capturing(), naming_ranks():
+            yield
 
 
 def _warn_of_slow_links(rank: Rank, device: torch.device) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import combinations
 from typing import NamedTuple
@@ -84,6 +84,7 @@ class CudaModelRunner(ModelRunner):
         self._captures_lazily, self._num_lanes = captures_lazily, num_lanes
         self._before_capture = before_capture
         self._has_ranks = False
+        self._undisturbed: Callable[[], AbstractContextManager[None]] = nullcontext  # of captures, by other ranks' ends
         self._without_graph = set[_Size]()  # since memory had no room
         self._graphs: dict[Channel, StepGraphs[_Size]] = {}
         # One step's input, packed so that one copy moves it; see `_unpack`.
@@ -142,6 +143,7 @@ class CudaModelRunner(ModelRunner):
         self._graphs.clear()  # frees their memory before the new graphs need it
         self._without_graph.clear()
         self._has_ranks = ranks is not None
+        self._undisturbed = nullcontext if ranks is None else ranks.group.capturing
         has_others = self._has_ranks or self._num_lanes > 1
         for channel in channels:
             self._graphs[channel] = graphs = self._make_graphs(channel)
@@ -173,7 +175,7 @@ class CudaModelRunner(ModelRunner):
             with self._activated(size.active):
                 self._warm_up(channel, size)
 
-        return StepGraphs(self._stream, warm_up, run)
+        return StepGraphs(self._stream, warm_up, run, undisturbed=self._undisturbed)
 
     def _prepare(self, num_rows: int) -> None:
         if self._before_capture is not None:

@@ -55,6 +55,9 @@ class ThreadGroup:
         self.receive(tensor, sender)  # as if the caller's next operation came after it on a GPU
         return lambda: None
 
+    def capturing(self) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
     def of_lane(self, sent: defaultdict[tuple[int, int], queue.Queue[torch.Tensor]]) -> ThreadGroup:
         """The same ranks, as another lane meets them; `sent`: by ranks, in that lane."""
         return ThreadGroup(self.rank, self._tensors, self._barrier, sent)

@@ -59,7 +59,9 @@ class TorchWithoutCuda:
 class EagerGraphs:
     """`StepGraphs` that captures nothing."""
 
-    def __init__(self, stream: object, warm_up: object, run: Callable[[tuple[int, int]], None]) -> None:
+    def __init__(
+        self, stream: object, warm_up: object, run: Callable[[tuple[int, int]], None], *, undisturbed: object = None
+    ) -> None:
         self._run = run
 
     def find(self, size: tuple[int, int]) -> SimpleNamespace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -43,12 +44,12 @@ def test_a_size_that_the_first_rank_warms_up_is_captured_at_once(monkeypatch: py
         last=lambda attn_out, residual, rows, hidden_out=None: torch.zeros(len(rows), 1),
         always_ends=False,
     )
-    used: list[str] = []
+    used: list[Any] = []
     operations: Any = SimpleNamespace(use_group=used.append, share_tokens=lambda token_ids: None)
     lora = Mock()
     runner = CudaShardRunner(backend, operations, num_layers=1, max_num_tokens=32, device=CPU, lora=lora)
     channels: Any = {0: FakeChannel(), 1: FakeChannel()}
-    groups: Any = ["of lane 0", "of lane 1"]
+    groups: Any = [SimpleNamespace(capturing=nullcontext, lane=lane) for lane in range(2)]
     runner.attach(channels, groups)
     runner.run_step(StepPlan(0), num_rows=8, num_sampled=4)
     assert CountedGraphs.calls == [("capture", 8, 4, False)]
@@ -60,7 +61,7 @@ def test_a_size_that_the_first_rank_warms_up_is_captured_at_once(monkeypatch: py
     assert len(CountedGraphs.calls) == 2, "the other lane has no graph of that size yet"
     runner.run_step(StepPlan(0, lane=1), num_rows=8, num_sampled=4)
     assert CountedGraphs.calls[2:] == [("capture", 8, 4, False)]
-    assert used == ["of lane 0"] * 3 + ["of lane 1"] * 2
+    assert used == [groups[0]] * 3 + [groups[1]] * 2
     runner.run_step(make_plan([(1, 3, 0)]), num_rows=8, num_sampled=4, row_slots=[1] * 3 + [-1] * 5)
     assert len(CountedGraphs.calls) == 3, "rows with adapters run other kernels"
     runner.run_step(StepPlan(0), num_rows=8, num_sampled=4, row_slots=[-1] * 8)

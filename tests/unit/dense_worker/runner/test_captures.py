@@ -4,6 +4,7 @@ lanes at their start."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ class CountedGraphs:
     at_once: list[list[int]]
     later: list[list[int]]
 
-    def __init__(self, stream: object, warm_up: object, run: Callable[[Any], None]) -> None: ...
+    def __init__(self, stream: object, warm_up: object, run: Callable[[Any], None], *, undisturbed: object) -> None: ...
 
     def capture_all(self, sizes: Iterable[Any]) -> None:
         self.at_once.append(sorted({size.num_rows for size in sizes}))
@@ -54,7 +55,7 @@ def test_no_attachment_waits_for_graphs_but_the_first_one_of_ranks_or_lanes(
     options = {"captures_lazily": captures_lazily, "num_lanes": num_lanes}
     runner = CudaModelRunner(backend, sampler, config, torch.float32, *sizes, **options)
     channel: Any = FakeChannel()
-    ranks: Any = object() if has_ranks else None
+    ranks: Any = SimpleNamespace(group=SimpleNamespace(capturing=nullcontext)) if has_ranks else None
     for _ in range(3):
         runner.attach([channel], ranks)
     every, has_others = token_buckets(*sizes), has_ranks or num_lanes > 1
@@ -69,7 +70,7 @@ def test_products_are_chosen_before_a_number_of_rows_is_captured_or_runs_for_a_s
     warm_ups: list[Callable[[Any], None]] = []
     seen: list[object] = []
 
-    def make_graphs(stream: object, warm_up: Callable[[Any], None], run: object) -> Any:
+    def make_graphs(stream: object, warm_up: Callable[[Any], None], run: object, **options: object) -> Any:
         warm_ups.append(warm_up)
         return SimpleNamespace(capture_later=lambda sizes: None)
 
