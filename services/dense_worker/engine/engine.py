@@ -423,7 +423,14 @@ class Engine:
             self._deliver(StepReport(0, outputs=StepOutputs(others=outputs)))
 
     def _attach(self, attachment: Attachment) -> None:
-        self._runner.attach(attachment.channels.values(), attachment.ranks)
+        try:
+            self._runner.attach(attachment.channels.values(), attachment.ranks)
+        except PeerError as error:  # another rank has gone while graphs were captured with it
+            log.warning("not attached", epoch=f"{attachment.epoch:016x}", reason=str(error))
+            self._attention.drop(attachment, AttachmentEnd(str(error), is_crash=True))
+            attachment.abort()
+            attachment.close()
+            return
         self._session = Session(attachment)  # the watchdog watches from now on; attaching takes long on a GPU
         self._scheduler.begin(self._session)
         log.info("attached", epoch=f"{attachment.epoch:016x}", num_blocks=attachment.num_blocks)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from services.common.errors import PeerError
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.attachment import AttachedCache, Attachment, AttachmentEnd
 from services.step import PlanAccepted, SequenceOpened, StepPlan
@@ -42,6 +43,26 @@ def test_an_engine_is_ready_when_its_runner_has_attached() -> None:
     assert attention.ready_for.empty()
     may_attach.set()
     assert attention.ready_for.get(timeout=TIMEOUT_S) == 1
+    engine.stop(TIMEOUT_S)
+
+
+def test_an_attachment_whose_ranks_part_before_it_is_ready_is_given_up_and_the_next_one_serves() -> None:
+    class CapturingRunner(FakeRunner):
+        num_attached = 0
+
+        def attach(self, channels: object, ranks: object) -> None:
+            self.num_attached += 1
+            if self.num_attached == 1:
+                raise PeerError("the ranks have been given up")
+
+    attention, calls = RecordingAttention(), queue.Queue[str]()
+    attention.channel.abort, attention.channel.close = lambda: calls.put("abort"), lambda: calls.put("close")
+    engine = started_engine(CapturingRunner(), attention, queue.Queue(), TIMEOUT_S)
+    assert attention.dropped.get(timeout=TIMEOUT_S) == "the ranks have been given up"
+    assert [calls.get(timeout=TIMEOUT_S) for _ in range(2)] == ["abort", "close"]
+    engine.on_attached(make_attachment(attention, 2))
+    assert attention.ready_for.get(timeout=TIMEOUT_S) == 2
+    assert attention.ready_for.empty()
     engine.stop(TIMEOUT_S)
 
 

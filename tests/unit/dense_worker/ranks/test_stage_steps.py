@@ -48,7 +48,9 @@ PROMPTS = {1: [5, 9, 17, 3, 44, 21, 8, 30, 12], 2: [61, 4, 7]}
 class WarmedGraphs(EagerGraphs):
     """`StepGraphs` that captures nothing, but warms up."""
 
-    def __init__(self, stream: object, warm_up: Callable[[Any], None], run: Callable[[Any], None]) -> None:
+    def __init__(
+        self, stream: object, warm_up: Callable[[Any], None], run: Callable[[Any], None], *, undisturbed: object
+    ) -> None:
         super().__init__(stream, warm_up, run)
         self._warm_up = warm_up
 
