@@ -84,7 +84,8 @@ class CrashRecord:
                     continue
                 entry.crash_start = span.start
             entry.num_crashes += 1
-            is_alone = len(present) == 1 or entry.num_crashes > MAX_CRASHES_TOGETHER
+            was_alone, entry.was_alone_in_crash = entry.was_alone_in_crash, len(present) == 1
+            is_alone = (was_alone and entry.was_alone_in_crash) or entry.num_crashes > MAX_CRASHES_TOGETHER
             if is_alone and entry.num_crashes >= MAX_CRASHES_TOGETHER:
                 log.error("request given up", request_id=entry.spec.request_id, num_crashes=entry.num_crashes)
                 entry.fail(

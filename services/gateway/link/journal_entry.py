@@ -225,6 +225,7 @@ class JournalEntry:
         "seq_id",
         "spec",
         "updates",
+        "was_alone_in_crash",
     )
 
     def __init__(
@@ -254,6 +255,7 @@ class JournalEntry:
         self.error: TwostrokeError | None = None
         self.is_admitted = False  # whether steps of the dense worker may run it
         self.num_crashes = 0  # consecutive worker crashes, without a token in between, that it may have caused
+        self.was_alone_in_crash = False  # in the last of these crashes
         self.crash_start = 0  # index of the first token being computed in the last of these crashes, if known
         self.followers: list[JournalEntry] = []
         self.is_follower = False

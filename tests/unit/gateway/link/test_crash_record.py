@@ -70,6 +70,19 @@ def test_a_request_alone_in_two_consecutive_crashes_fails() -> None:
     assert "'r0'" in str(error) and "2 crashes" in str(error)
 
 
+def test_a_request_that_only_happens_to_run_first_after_a_crash_does_not_fail() -> None:
+    """The next worker dies before it has admitted the others. It was not alone in the first crash."""
+    story = Story(3)
+    story.admit(*story.entries)
+    story.crash()
+    story.admit(story.entries[0])
+    story.crash()
+    assert story.failed == []
+    story.admit(story.entries[0])  # a suspect now
+    story.crash()
+    assert story.failed == [0]
+
+
 def test_a_token_between_crashes_clears_a_sequence() -> None:
     story = Story(1)
     for _ in range(20):
