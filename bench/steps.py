@@ -64,7 +64,7 @@ class Steps:
         self.runner.attach(())
         metrics = DenseMetrics(CollectorRegistry())
         tracer: Any = SimpleNamespace(end=lambda *outcome: None)
-        self.servicer = DenseServicer(metrics, tracer)
+        self.servicer = DenseServicer(metrics, tracer, 2**20)
         self.outbox: asyncio.Queue[Any] = asyncio.Queue()
         self.servicer._streams[1] = self.outbox
         self.report: Any = None

@@ -162,7 +162,7 @@ class DenseWorker:
         return await asyncio.to_thread(replace(prepared, config=self._config).load)
 
     async def _start_server(self, tracer: Tracer) -> str:
-        self._servicer = DenseServicer(self._metrics, SequenceTracer(tracer))
+        self._servicer = DenseServicer(self._metrics, SequenceTracer(tracer), self._config.peers.max_message_bytes)
         self._server = make_server(self._config, self._servicer)
         address = await self._server.start()
         self._opened.push_async_callback(self._server.stop, STOP_GRACE_S)

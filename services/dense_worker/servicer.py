@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
 from functools import partial
@@ -34,6 +34,7 @@ from services.dense_worker.features.installed import has_progress, prepare_polic
 from services.dense_worker.metrics import DenseMetrics
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.server import until_over
+from services.rpc.stream_socket import SocketOffer
 from services.rpc.watchdog import Watchdog
 from services.step.sequence_spec import decode_spec
 
@@ -95,9 +96,11 @@ class GatewayEngine(Protocol):
 class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
     """Serves gateways. It knows which gateway owns which sequence; the engine does not."""
 
-    def __init__(self, metrics: DenseMetrics, tracer: SequenceTracer) -> None:
+    def __init__(self, metrics: DenseMetrics, tracer: SequenceTracer, max_message_bytes: int) -> None:
+        """`max_message_bytes`: of a gateway's message."""
         self._metrics = metrics
         self._tracer = tracer
+        self._max_message_bytes = max_message_bytes
         self._preparing: dict[asyncio.Task[None], _Outbox] = {}  # of sequences that are not ready for the queue
         self.status = dense_pb2.DenseStatus(state=dense_pb2.DenseStatus.LOADING)  # `Readiness` updates it
         self.may_attach = asyncio.Event()  # set while this worker may attach
@@ -105,16 +108,18 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         self._engine: GatewayEngine | None = None
         self._watchdog: Watchdog | None = None
         self._features: SequenceOf[Feature] = ()
+        self._receivers: dict[str, Feature] = {}  # by the kind of their messages
         self._info: dense_pb2.DenseInfo | None = None  # None: refuse gateways
         self._is_ready = asyncio.Event()  # set while there is an info
         self._owned: dict[int, tuple[Sequence, _Outbox]] = {}  # by seq_id
         self._streams: dict[int, _Outbox] = {}  # by number
         self._stream_numbers = itertools.count(1)
-        self._readers: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # those that nobody waits for
 
     def set_engine(self, engine: GatewayEngine, watchdog: Watchdog, features: SequenceOf[Feature]) -> None:
         """Called when the model is loaded. features: those of the engine"""
         self._engine, self._watchdog, self._features = engine, watchdog, features
+        self._receivers = {feature.message: feature for feature in features if feature.message}
 
     def set_info(self, info: dense_pb2.DenseInfo | None) -> None:
         """Makes the worker serve gateways, or with None refuse them as UNAVAILABLE."""
@@ -122,6 +127,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         if info is None:
             self._is_ready.clear()
         else:
+            info.offers_socket = True
             self._is_ready.set()
 
     def spans_under_way(self) -> list[dense_pb2.SequenceSpan]:
@@ -245,27 +251,36 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         self, requests: AsyncIterator[dense_pb2.GatewayMessage], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[dense_pb2.StepOutput]:
         engine, info = self._require_ready()
-        await context.send_initial_metadata(dense_info_metadata(info))
         outbox: _Outbox = asyncio.Queue()
         number = next(self._stream_numbers)
         self._streams[number] = outbox
-        reader = asyncio.create_task(self._read(requests, engine, number, info.vocab_size))
-        self._readers.add(reader)
-        reader.add_done_callback(self._readers.discard)
+        handle = partial(self._handle_or_end, engine, number, info.vocab_size)
+        offer = self._offer_socket(handle, outbox)
         peer = context.peer()  # reading it after the end of the call would crash
         log.info("gateway connected", peer=peer)
         try:
+            own_metadata = () if offer is None else offer.metadata
+            await context.send_initial_metadata((*dense_info_metadata(info), *own_metadata))
+            self._keep(asyncio.create_task(_read(requests, handle, outbox)))
             is_last = False
             while not is_last:
                 output = await outbox.get()
                 if isinstance(output, Exception):
                     raise output
                 is_last = output.HasField("farewell")
-                yield output
+                if offer is not None and offer.connected is not None:
+                    offer.connected.send(output.SerializeToString())
+                    await offer.connected.drain()
+                else:
+                    yield output
+            if offer is not None:
+                await offer.close()  # which waits until the farewell is written
         finally:
             # The reader ends with the call. It is not cancelled, because gRPC would write a message that is just
             # arriving into freed memory.
             del self._streams[number]
+            if offer is not None:
+                self._keep(asyncio.create_task(offer.close()))
             for feature in self._features:
                 feature.end_stream(number)
             orphans = [seq_id for seq_id, (_, owner) in self._owned.items() if owner is outbox]
@@ -274,6 +289,23 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                 self._tracer.end(seq_id, "gateway_gone")
                 engine.cancel(seq_id)
             log.info("gateway gone", peer=peer, cancelled=len(orphans))
+
+    def _offer_socket(self, handle: Callable[[dense_pb2.GatewayMessage], None], outbox: _Outbox) -> SocketOffer | None:
+        """A socket for the messages of a stream whose gateway is on this host; None: there can be none."""
+
+        def receive(message: bytes) -> None:
+            handle(dense_pb2.GatewayMessage.FromString(message))
+
+        try:
+            return SocketOffer(receive, outbox.put_nowait, self._max_message_bytes)
+        except OSError as error:
+            log.warning("messages go by gRPC, a socket cannot be opened", reason=str(error))
+            return None
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        """Keeps a task until it has ended, which the event loop does not."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def deliver(self, report: StepReport) -> None:
         """Sends the results of a step to the gateways, one message each. Called on the event loop."""
@@ -346,60 +378,67 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             raise PeerError(f"the dense worker does not serve now: it is {state}")
         return self._engine, self._info
 
-    async def _read(
-        self, requests: AsyncIterator[dense_pb2.GatewayMessage], engine: GatewayEngine, number: int, vocab_size: int
+    def _handle_or_end(
+        self, engine: GatewayEngine, number: int, vocab_size: int, request: dense_pb2.GatewayMessage
     ) -> None:
-        outbox = self._streams[number]
+        """Handles a message of a stream that has not ended. An error ends it."""
+        if (outbox := self._streams.get(number)) is None:
+            return
         try:
-            await self._handle_all(requests, engine, number, vocab_size)
-        except Exception as error:  # no one awaits the reader task
+            self._handle(request, engine, number, vocab_size)
+        except Exception as error:  # nobody waits for it
             outbox.put_nowait(error)
 
-    async def _handle_all(
-        self, requests: AsyncIterator[dense_pb2.GatewayMessage], engine: GatewayEngine, number: int, vocab_size: int
+    def _handle(
+        self, request: dense_pb2.GatewayMessage, engine: GatewayEngine, number: int, vocab_size: int
     ) -> None:
         outbox = self._streams[number]
-        receivers = {feature.message: feature for feature in self._features if feature.message}
-        async for request in until_over(requests):
-            if number not in self._streams:
-                return
-            kind = request.WhichOneof("message")
-            if kind == "submit":
-                sequence = decode_sequence(request.submit, number)
-                log.debug("submitted", request_id=sequence.spec.request_id, seq_id=f"{sequence.seq_id:x}")
-                if sequence.seq_id in self._owned:
-                    engine.cancel(sequence.seq_id)  # it was submitted again before its old stream broke
-                self._owned[sequence.seq_id] = sequence, outbox
-                is_recovered = has_progress(request.submit)
-                self._metrics.on_submitted(is_recovered=is_recovered)
-                self._tracer.begin(sequence, is_recovered=is_recovered)
-                try:
-                    preparations = self._admit(sequence, request.submit)
-                except InvalidRequest as error:
-                    self._refuse(sequence, error)
-                    continue
-                if (preparation := prepare_policy(sequence, request.submit, vocab_size)) is not None:
-                    preparations.append(preparation)
-                if preparations:
-                    task = asyncio.create_task(self._submit_prepared(sequence, preparations, engine))
-                    self._preparing[task] = outbox
-                    task.add_done_callback(self._preparing.pop)
-                else:
-                    engine.submit(sequence)
-            elif (feature := receivers.get(kind)) is not None:
-                feature.receive(request, number)
-            elif kind == "resumed":
-                preparing = [task for task, owner in self._preparing.items() if owner is outbox]
-                if preparing:  # their blocks are claimed, too
-                    await asyncio.wait(preparing)
-                engine.close_orphans(request.resumed.gateway)
-            elif kind == "forget_prefixes":
-                forgotten = engine.forget_prefixes(request.forget_prefixes.generation or None)
-                asyncio.wrap_future(forgotten).add_done_callback(partial(_confirm, outbox))
-            else:
-                self._owned.pop(request.cancel.seq_id, None)
-                self._tracer.end(request.cancel.seq_id, "cancelled")
-                engine.cancel(request.cancel.seq_id)
+        kind = request.WhichOneof("message")
+        if kind == "submit":
+            self._handle_submit(request.submit, engine, number, vocab_size)
+        elif kind == "resumed":
+            self._keep(asyncio.create_task(self._close_orphans(engine, request.resumed.gateway, outbox)))
+        elif kind == "forget_prefixes":
+            forgotten = engine.forget_prefixes(request.forget_prefixes.generation or None)
+            asyncio.wrap_future(forgotten).add_done_callback(partial(_confirm, outbox))
+        elif kind == "cancel":
+            self._owned.pop(request.cancel.seq_id, None)
+            self._tracer.end(request.cancel.seq_id, "cancelled")
+            engine.cancel(request.cancel.seq_id)
+        elif (feature := self._receivers.get(kind)) is not None:
+            feature.receive(request, number)
+
+    def _handle_submit(
+        self, submit: dense_pb2.Submit, engine: GatewayEngine, number: int, vocab_size: int
+    ) -> None:
+        outbox = self._streams[number]
+        sequence = decode_sequence(submit, number)
+        log.debug("submitted", request_id=sequence.spec.request_id, seq_id=f"{sequence.seq_id:x}")
+        if sequence.seq_id in self._owned:
+            engine.cancel(sequence.seq_id)  # it was submitted again before its old stream broke
+        self._owned[sequence.seq_id] = sequence, outbox
+        is_recovered = has_progress(submit)
+        self._metrics.on_submitted(is_recovered=is_recovered)
+        self._tracer.begin(sequence, is_recovered=is_recovered)
+        try:
+            preparations = self._admit(sequence, submit)
+        except InvalidRequest as error:
+            self._refuse(sequence, error)
+            return
+        if (preparation := prepare_policy(sequence, submit, vocab_size)) is not None:
+            preparations.append(preparation)
+        if preparations:
+            task = asyncio.create_task(self._submit_prepared(sequence, preparations, engine))
+            self._preparing[task] = outbox
+            task.add_done_callback(self._preparing.pop)
+        else:
+            engine.submit(sequence)
+
+    async def _close_orphans(self, engine: GatewayEngine, gateway: int, outbox: _Outbox) -> None:
+        preparing = [task for task, owner in self._preparing.items() if owner is outbox]
+        if preparing:  # their blocks are claimed, too
+            await asyncio.wait(preparing)
+        engine.close_orphans(gateway)
 
     def _admit(self, sequence: Sequence, submit: dense_pb2.Submit) -> list[Awaitable[None]]:
         """Gives a sequence its features, and returns what has to end before it is submitted; mostly nothing.
@@ -453,6 +492,18 @@ def decode_sequence(submit: dense_pb2.Submit, stream: int) -> Sequence:
         group_id=submit.group_id,
         stream=stream,
     )
+
+
+async def _read(
+    requests: AsyncIterator[dense_pb2.GatewayMessage],
+    handle: Callable[[dense_pb2.GatewayMessage], None],
+    outbox: _Outbox,
+) -> None:
+    try:
+        async for request in until_over(requests):
+            handle(request)
+    except Exception as error:  # no one awaits this task
+        outbox.put_nowait(error)
 
 
 def _confirm(outbox: _Outbox, forgotten: asyncio.Future[int]) -> None:

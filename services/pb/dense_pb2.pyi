@@ -253,7 +253,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self, wait_ms: _Optional[int] = ..., example: _Optional[_Union[_images_pb2.MemoryFile, _Mapping]] = ...) -> None: ...
 
 class DenseInfo(_message.Message):
-    __slots__ = ("family", "dtype", "vocab_size", "num_layers", "max_model_len", "weights_hash", "backend", "device", "epoch", "max_beam_width", "max_num_seqs", "hidden_size", "continues_sequences", "reads_memory_files")
+    __slots__ = ("family", "dtype", "vocab_size", "num_layers", "max_model_len", "weights_hash", "backend", "device", "epoch", "max_beam_width", "max_num_seqs", "hidden_size", "continues_sequences", "reads_memory_files", "offers_socket")
     FAMILY_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -268,6 +268,7 @@ class DenseInfo(_message.Message):
     HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
     CONTINUES_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     READS_MEMORY_FILES_FIELD_NUMBER: _ClassVar[int]
+    OFFERS_SOCKET_FIELD_NUMBER: _ClassVar[int]
     family: str
     dtype: str
     vocab_size: int
@@ -282,7 +283,8 @@ class DenseInfo(_message.Message):
     hidden_size: int
     continues_sequences: bool
     reads_memory_files: bool
-    def __init__(self, family: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., max_model_len: _Optional[int] = ..., weights_hash: _Optional[str] = ..., backend: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., max_beam_width: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., hidden_size: _Optional[int] = ..., continues_sequences: _Optional[bool] = ..., reads_memory_files: _Optional[bool] = ...) -> None: ...
+    offers_socket: bool
+    def __init__(self, family: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., max_model_len: _Optional[int] = ..., weights_hash: _Optional[str] = ..., backend: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., max_beam_width: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., hidden_size: _Optional[int] = ..., continues_sequences: _Optional[bool] = ..., reads_memory_files: _Optional[bool] = ..., offers_socket: _Optional[bool] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

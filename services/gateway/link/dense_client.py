@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Protocol
 
 import grpc
@@ -27,15 +28,24 @@ from services.gateway.link.dense_messages import (
 )
 from services.gateway.link.journal_entry import JournalEntry
 from services.gateway.link.outbox import Item, Outbox
-from services.gateway.link.served_model import ServedModel, ask_info, peer_error, served_model, wait_info
+from services.gateway.link.served_model import (
+    ServedModel,
+    ask_info,
+    peer_error,
+    served_model,
+    wait_info,
+    wait_offer,
+)
 from services.gateway.link.stream_sequences import StreamSequences
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.client import open_channel, read_peer_tls
+from services.rpc.stream_socket import StreamSocket
 
 log = structlog.get_logger()
 
 FIRST_RETRY_S = 0.02
 MAX_RETRY_S = 0.1
+LAST_MESSAGES_S = 1.0  # that a stream that has ended may go on by its socket, or the other way round
 
 
 class StreamReopened(PeerError):
@@ -177,9 +187,11 @@ class DenseClient:
     async def _converse(self, call: grpc.aio.StreamStreamCall, info: dense_pb2.DenseInfo) -> None:
         sent_pictures = SentPictures(shares_memory=info.reads_memory_files)
         # No TaskGroup: in Python 3.11 it loses a cancellation if one of its tasks fails at the same time.
-        tasks = [asyncio.create_task(self._read(call))]
+        socket = await self._reach_socket(call) if info.offers_socket else None
+        tasks = [asyncio.create_task(self._read(call, socket))]
         try:
-            tasks.append(asyncio.create_task(self._write(call, await self._begin(), sent_pictures)))
+            send = partial(_send, call) if socket is None else partial(_send_by_socket, socket)
+            tasks.append(asyncio.create_task(self._write(send, await self._begin(), sent_pictures)))
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()  # raises the error that ended the stream
@@ -187,6 +199,8 @@ class DenseClient:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if socket is not None:
+                socket.close()
             await self._end()
 
     async def _begin(self) -> Outbox:
@@ -218,7 +232,22 @@ class DenseClient:
             self._limit_wait(entry)
         await self._owner.note_connection(self, False)
 
-    async def _write(self, call: grpc.aio.StreamStreamCall, outbox: Outbox, sent_pictures: SentPictures) -> None:
+    async def _reach_socket(self, call: grpc.aio.StreamStreamCall) -> StreamSocket | None:
+        """The socket for the messages of a stream; None: it is elsewhere, or there is none, so that they go by gRPC."""
+        offer = await wait_offer(call, self._peers.rpc_timeout_s)
+        if offer is None:
+            return None
+
+        def receive(message: bytes) -> None:
+            self._receive(dense_pb2.StepOutput.FromString(message))
+
+        try:
+            return await StreamSocket.reach(offer, receive, self._peers.max_message_bytes)
+        except OSError as error:
+            log.info("messages go by gRPC, not by a socket", address=self._address, reason=str(error))
+            return None
+
+    async def _write(self, send: _Send, outbox: Outbox, sent_pictures: SentPictures) -> None:
         """Writes one message per iteration of the event loop: encoding a long prompt takes a millisecond.
 
         A search is encoded in a thread. If what it has found is more than a message may have, it fails alone.
@@ -234,10 +263,10 @@ class DenseClient:
                 table = message.request.prompt_embeds
                 if table is not None and table.hash != table_hash:
                     for part in table_parts(table):
-                        await _write_message(call, part)
+                        await send(part)
                     table_hash = table.hash
                 for part in sent_pictures.parts_for(message.request.pictures):
-                    await _write_message(call, part)
+                    await send(part)
                 if message.search is None:
                     message = encode_submit(message)
                 else:
@@ -245,25 +274,37 @@ class DenseClient:
                     if (error := self._check_size(message)) is not None:
                         entry.fail(error)
                         continue
-            await _write_message(call, message)
+            await send(message)
 
-    async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
+    async def _read(self, call: grpc.aio.StreamStreamCall, socket: StreamSocket | None) -> None:
+        """Receives all messages; ends with the error that ended the stream."""
+        if socket is not None:
+            call.add_done_callback(lambda _: asyncio.get_running_loop().call_later(LAST_MESSAGES_S, socket.close))
+            await asyncio.shield(socket.closed)
+            if socket.error is not None and not isinstance(socket.error, OSError):
+                raise socket.error
         try:
-            async for output in call:
-                self.num_messages += 1
-                if output.reports:  # before the tokens, whose chunks include them
-                    keep_reports(self.sequences, output)
-                if output.HasField("prefix_generation"):
-                    self._owner.prefix_generation = max(self._owner.prefix_generation, output.prefix_generation)
-                    self._confirm(is_forgotten=True)
-                self._crashes.record_admitted(output.admitted)
-                keep_output(self.sequences, output)
-                if output.HasField("farewell"):
-                    self._crashes.record_farewell(output.farewell)
-                    raise PeerError(output.farewell.reason)
+            async with asyncio.timeout(None if socket is None else LAST_MESSAGES_S):
+                async for output in call:
+                    self._receive(output)
         except grpc.aio.AioRpcError as error:
             raise peer_error(error) from error
+        except TimeoutError:
+            pass  # why it has closed the socket is not known
         raise PeerError("the dense worker ended the stream")
+
+    def _receive(self, output: dense_pb2.StepOutput) -> None:
+        self.num_messages += 1
+        if output.reports:  # before the tokens, whose chunks include them
+            keep_reports(self.sequences, output)
+        if output.HasField("prefix_generation"):
+            self._owner.prefix_generation = max(self._owner.prefix_generation, output.prefix_generation)
+            self._confirm(is_forgotten=True)
+        self._crashes.record_admitted(output.admitted)
+        keep_output(self.sequences, output)
+        if output.HasField("farewell"):
+            self._crashes.record_farewell(output.farewell)
+            raise PeerError(output.farewell.reason)
 
     def _confirm(self, *, is_forgotten: bool) -> None:
         confirmed = self._forgetting.popleft()
@@ -299,13 +340,21 @@ class DenseClient:
         self._absence_reason = reason
 
 
-async def _write_message(call: grpc.aio.StreamStreamCall, message: dense_pb2.GatewayMessage) -> None:
+_Send = Callable[[dense_pb2.GatewayMessage], Awaitable[None]]
+
+
+async def _send(call: grpc.aio.StreamStreamCall, message: dense_pb2.GatewayMessage) -> None:
     try:
         await call.write(message)
     except grpc.aio.AioRpcError as error:
         raise peer_error(error) from error
     except asyncio.InvalidStateError as error:
         raise PeerError("the dense worker ended the stream") from error
+
+
+async def _send_by_socket(socket: StreamSocket, message: dense_pb2.GatewayMessage) -> None:
+    socket.send(message.SerializeToString())
+    await socket.drain()
 
 
 @contextlib.contextmanager

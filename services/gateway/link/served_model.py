@@ -12,6 +12,7 @@ from services.common.dense_info import read_dense_info
 from services.common.errors import PeerError
 from services.common.memory_file import MemoryFile
 from services.pb import dense_pb2, dense_pb2_grpc
+from services.rpc.stream_socket import read_offer
 
 log = structlog.get_logger()
 
@@ -80,12 +81,21 @@ def _example() -> MemoryFile | None:
 
 async def wait_info(call: grpc.aio.StreamStreamCall, timeout_s: float) -> dense_pb2.DenseInfo:
     """Reads the description from a stream's metadata: another call could reach another replica. Raises `PeerError`."""
+    info = read_dense_info(await _wait_metadata(call, timeout_s))
+    if info is None:  # the call has failed
+        raise PeerError(f"{(await call.code()).name}: {await call.details()}")
+    return info
+
+
+async def wait_offer(call: grpc.aio.StreamStreamCall, timeout_s: float) -> str | None:
+    """The socket for a stream's messages that its metadata name; None: there is none. Raises `PeerError`."""
+    return read_offer(await _wait_metadata(call, timeout_s))
+
+
+async def _wait_metadata(call: grpc.aio.StreamStreamCall, timeout_s: float) -> grpc.aio.Metadata:
     try:
         async with asyncio.timeout(timeout_s):
-            info = read_dense_info(await call.initial_metadata())
-            if info is None:  # the call has failed
-                raise PeerError(f"{(await call.code()).name}: {await call.details()}")
-            return info
+            return await call.initial_metadata()
     except TimeoutError:
         raise PeerError(f"no dense worker took the stream within {timeout_s:g} s") from None
     except grpc.aio.AioRpcError as error:

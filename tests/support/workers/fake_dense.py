@@ -42,6 +42,7 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
             max_num_seqs=4,
             hidden_size=8,
         )
+        self.further_metadata: tuple[tuple[str, str], ...] = ()  # of streams
         self.errors: dict[str, tuple[grpc.StatusCode, str]] = {}
         self.num_cached_tokens = 0  # reported for every sequence
         self.submits: list[dense_pb2.Submit] = []
@@ -76,7 +77,7 @@ class FakeDense(dense_pb2_grpc.DenseWorkerServicer):
     async def Connect(
         self, requests: AsyncIterator[dense_pb2.GatewayMessage], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[dense_pb2.StepOutput]:
-        await context.send_initial_metadata(dense_info_metadata(self.info))
+        await context.send_initial_metadata((*dense_info_metadata(self.info), *self.further_metadata))
         running: dict[int, _Sequence] = {}
         self._running.append(running)
         self.num_streams += 1

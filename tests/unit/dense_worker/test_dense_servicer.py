@@ -24,6 +24,7 @@ from services.rpc.spans import NoTracer
 from tests.support.clients.dense_stream import submit
 
 TIMEOUT_S = 60.0
+MAX_MESSAGE_BYTES = 2**20
 
 
 class Stream:
@@ -54,7 +55,7 @@ def test_each_stream_gets_the_tokens_of_its_sequences() -> None:
     async def run() -> None:
         submitted: asyncio.Queue[Sequence] = asyncio.Queue()
         engine = Mock(submit=submitted.put_nowait)
-        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()))
+        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), MAX_MESSAGE_BYTES)
         servicer.set_engine(engine, Mock(), ())
         servicer.set_info(dense_pb2.DenseInfo())
         streams, sequences = [Stream(servicer) for _ in range(3)], []
@@ -84,7 +85,7 @@ def test_a_resubmitted_sequence_gets_no_tokens_of_its_first_submission() -> None
     async def run() -> None:
         submitted: asyncio.Queue[Sequence] = asyncio.Queue()
         engine = Mock(submit=submitted.put_nowait)
-        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()))
+        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), MAX_MESSAGE_BYTES)
         servicer.set_engine(engine, Mock(), ())
         servicer.set_info(dense_pb2.DenseInfo())
         old, new = Stream(servicer), Stream(servicer)
@@ -109,7 +110,7 @@ def test_a_search_with_impossible_beams_is_refused_and_its_stream_goes_on() -> N
     async def run() -> None:
         submitted: asyncio.Queue[Sequence] = asyncio.Queue()
         engine = Mock(submit=submitted.put_nowait)
-        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()))
+        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), MAX_MESSAGE_BYTES)
         servicer.set_engine(engine, Mock(), ())
         servicer.set_info(dense_pb2.DenseInfo(vocab_size=50))
         stream = Stream(servicer)
@@ -134,7 +135,7 @@ def test_sequences_with_tokens_or_beams_count_as_recovered() -> None:
     async def run() -> None:
         submitted: asyncio.Queue[Sequence] = asyncio.Queue()
         registry = new_registry("dense")
-        servicer = DenseServicer(DenseMetrics(registry), SequenceTracer(NoTracer()))
+        servicer = DenseServicer(DenseMetrics(registry), SequenceTracer(NoTracer()), MAX_MESSAGE_BYTES)
         servicer.set_engine(Mock(submit=submitted.put_nowait), Mock(), ())
         servicer.set_info(dense_pb2.DenseInfo(vocab_size=50))
         stream = Stream(servicer)
@@ -160,7 +161,7 @@ def test_a_message_that_cannot_be_handled_ends_only_its_own_stream() -> None:
     async def run() -> None:
         submitted: asyncio.Queue[Sequence] = asyncio.Queue()
         engine = Mock(submit=submitted.put_nowait)
-        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()))
+        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), MAX_MESSAGE_BYTES)
         servicer.set_engine(engine, Mock(), ())
         servicer.set_info(dense_pb2.DenseInfo())
         bad, good = Stream(servicer), Stream(servicer)
@@ -180,7 +181,7 @@ def test_a_message_that_cannot_be_handled_ends_only_its_own_stream() -> None:
 @pytest.mark.parametrize("wait_ms", [0, 50, 60_000])
 def test_a_gateway_may_wait_until_the_worker_serves(wait_ms: int) -> None:
     async def run() -> None:
-        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()))
+        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), MAX_MESSAGE_BYTES)
         servicer.set_engine(Mock(), Mock(), ())
         servicer.status.state = dense_pb2.DenseStatus.ATTACHING
         asking = asyncio.create_task(servicer.GetInfo(dense_pb2.GetInfoRequest(wait_ms=wait_ms), Mock()))
@@ -198,7 +199,7 @@ def test_a_gateway_may_wait_until_the_worker_serves(wait_ms: int) -> None:
 
 def test_a_standby_takes_over_with_or_without_weights_but_not_while_it_loads() -> None:
     async def run() -> None:
-        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()))
+        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), MAX_MESSAGE_BYTES)
         request = dense_pb2.TakeOverRequest(returns_at_once=True)
         with pytest.raises(PeerError, match="has not loaded its weights yet"):
             await servicer.TakeOver(request, Mock())

@@ -128,7 +128,7 @@ class EncoderWorker:
             await readiness.detached(AttachmentEnd("another dense worker takes over", is_crash=False))
 
     async def _start_server(self, tracer: SequenceTracer) -> None:
-        self._servicer = DenseServicer(self._metrics, tracer)
+        self._servicer = DenseServicer(self._metrics, tracer, self._config.peers.max_message_bytes)
         self._server = make_server(self._config, self._servicer)
         await self._server.start()
         self._opened.push_async_callback(self._server.stop, STOP_GRACE_S)

@@ -1,0 +1,239 @@
+"""The socket beside a stream: what one end sends the other receives, in order, until either closes it or dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from services.common.errors import PeerError
+from services.rpc import stream_socket
+from services.rpc.stream_socket import SocketOffer, StreamSocket, read_offer
+from tests.support.cluster import REPOSITORY
+from tests.support.running_gateway import until
+
+TIMEOUT_S = 60.0
+MAX_MESSAGE_BYTES = 2**22
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
+
+
+class Server:
+    """The server's end, which keeps what it receives."""
+
+    def __init__(self, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self.received: list[bytes] = []
+        self.lost: asyncio.Queue[PeerError] = asyncio.Queue()
+        self.offer = SocketOffer(self.received.append, self.lost.put_nowait, max_message_bytes)
+
+    @property
+    def description(self) -> str:
+        found = read_offer(self.offer.metadata)
+        assert found is not None
+        return found
+
+    async def connected(self) -> StreamSocket:
+        while self.offer.connected is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        return self.offer.connected
+
+
+@contextlib.asynccontextmanager
+async def pair(receive: Callable[[bytes], None], limit: int = MAX_MESSAGE_BYTES) -> AsyncIterator[tuple[Server, Any]]:
+    """A server, and a client's end that passes its messages to `receive`."""
+    server = Server(limit)
+    client = await StreamSocket.reach(server.description, receive, limit)
+    try:
+        yield server, client
+    finally:
+        client.close()
+        await server.offer.close()
+
+
+def test_messages_of_any_size_arrive_in_order_in_both_directions() -> None:
+    sizes = [0, 1, 700, 2**16, MAX_MESSAGE_BYTES, 3, 2**20, 0, 5]
+    messages = [random.Random(index).randbytes(size) for index, size in enumerate(sizes)]
+
+    async def test() -> None:
+        answers: list[bytes] = []
+        async with pair(answers.append) as (server, client):
+            for message in messages:
+                client.send(message)
+                (await server.connected()).send(message[::-1])
+            await until(lambda: len(server.received) == len(answers) == len(messages))
+            assert server.received == messages
+            assert answers == [each[::-1] for each in messages]
+
+    run(test)
+
+
+def test_who_does_not_know_the_secret_gets_nothing_and_keeps_nobody_away() -> None:
+    async def test() -> None:
+        server = Server()
+        name = server.description.partition(":")[0]
+        answers: list[bytes] = []
+        with pytest.raises(OSError, match="closed"):
+            await StreamSocket.reach(f"{name}:{'0' * 32}", answers.append, MAX_MESSAGE_BYTES)
+        client = await StreamSocket.reach(server.description, answers.append, MAX_MESSAGE_BYTES)
+        client.send(b"known")
+        await until(lambda: server.received == [b"known"])
+        assert not answers
+        client.close()
+        await server.offer.close()
+
+    run(test)
+
+
+def test_a_client_that_says_nothing_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_socket, "HELLO_TIMEOUT_S", 0.05)
+
+    async def test() -> None:
+        server = Server()
+        silent = socket.socket(socket.AF_UNIX)
+        silent.connect("\0" + server.description.partition(":")[0])
+        silent.settimeout(TIMEOUT_S)
+        assert await asyncio.to_thread(silent.recv, 1) == b""
+        silent.close()
+        client = await StreamSocket.reach(server.description, bytes, MAX_MESSAGE_BYTES)
+        client.close()
+        await server.offer.close()
+
+    run(test)
+
+
+def test_an_offer_of_another_machine_or_of_an_ended_stream_cannot_be_reached() -> None:
+    async def test() -> None:
+        server = Server()
+        await server.offer.close()
+        with pytest.raises(OSError, match="refused"):
+            await StreamSocket.reach(server.description, bytes, MAX_MESSAGE_BYTES)
+
+    run(test)
+
+
+def test_a_message_above_the_limit_ends_it_with_both_numbers() -> None:
+    async def test() -> None:
+        async with pair(bytes, limit=100) as (server, client):
+            client.send(bytes(101))
+            error = await server.lost.get()
+            assert "101 bytes" in str(error) and "limit is 100" in str(error)
+            await client.closed
+            with pytest.raises(PeerError):
+                await client.drain()
+            assert not server.received
+
+    run(test)
+
+
+def test_an_error_of_the_receiver_ends_it() -> None:
+    def refuse(message: bytes) -> None:
+        raise ValueError(f"no {message.decode()}")
+
+    async def test() -> None:
+        async with pair(refuse) as (server, client):
+            (await server.connected()).send(b"thanks")
+            await client.closed
+            assert str(client.error) == "no thanks"
+            await server.lost.get()
+
+    run(test)
+
+
+def test_the_event_loop_does_other_work_between_two_messages_that_come_together() -> None:
+    async def test() -> None:
+        turns = list[str]()
+        async with pair(lambda message: turns.append(message.decode())) as (server, _):
+            end = await server.connected()
+            for number in range(20):
+                end.send(str(number).encode())
+            while len(turns) < 20 + turns.count("other"):
+                if turns:
+                    turns.append("other")
+                await asyncio.sleep(0)
+        handled = [index for index, turn in enumerate(turns) if turn != "other"]
+        assert [turns[index] for index in handled] == [str(number) for number in range(20)]
+        assert all(later - earlier > 1 for earlier, later in itertools.pairwise(handled))
+
+    run(test)
+
+
+def test_a_sender_waits_for_a_receiver_that_is_busy_with_many_messages() -> None:
+    message = bytes(2**16)
+
+    async def test() -> None:
+        async with pair(bytes) as (server, client):
+            receiver = await server.connected()
+            receiver._transport.pause_reading()  # as for a process that is stopped
+            num_sent = 0
+            with contextlib.suppress(TimeoutError):
+                while num_sent < 1000:
+                    client.send(message)
+                    async with asyncio.timeout(0.2):
+                        await client.drain()
+                    num_sent += 1
+            assert num_sent < 1000, "nothing limits what is kept for a peer that does not read"
+            receiver._transport.resume_reading()
+            await client.drain()
+            await until(lambda: len(server.received) == num_sent + 1)
+
+    run(test)
+
+
+SENDER = """
+import asyncio, sys
+from services.rpc.stream_socket import StreamSocket
+async def send():
+    end = await StreamSocket.reach(sys.argv[1], bytes, 2**20)
+    for number in range(3000):
+        end.send(b"%d" % number)
+    while end._transport.get_write_buffer_size():
+        await asyncio.sleep(0.001)
+    print("sent", flush=True)
+    await asyncio.sleep(60)
+asyncio.run(send())
+"""
+
+
+def test_what_a_process_sent_before_it_was_killed_arrives_before_the_loss_is_told() -> None:
+    async def test() -> None:
+        server = Server()
+        command = [sys.executable, "-c", SENDER, server.description]
+        sender = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE)  # noqa: ASYNC220  it only starts
+        assert sender.stdout is not None
+        try:
+            assert await asyncio.to_thread(sender.stdout.readline) == b"sent\n"
+            os.kill(sender.pid, signal.SIGKILL)
+            await server.lost.get()
+            assert server.received == [b"%d" % number for number in range(3000)]
+        finally:
+            sender.kill()
+            sender.wait()
+            sender.stdout.close()
+            await server.offer.close()
+
+    run(test)
+
+
+def test_closing_waits_until_the_last_message_is_written() -> None:
+    async def test() -> None:
+        server = Server()
+        answers: list[bytes] = []
+        client = await StreamSocket.reach(server.description, answers.append, MAX_MESSAGE_BYTES)
+        (await server.connected()).send(bytes(MAX_MESSAGE_BYTES))
+        await server.offer.close()
+        await client.closed
+        assert answers == [bytes(MAX_MESSAGE_BYTES)]
+
+    run(test)
