@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
@@ -86,7 +88,7 @@ class EarlyServices:
 def starting_early(argv: Sequence[str]) -> Iterator[EarlyServices]:
     """The processes for a launcher with this command line. Those that it has not taken end with the context.
 
-    There are none if it may need none: it prints help, or `launch.services` is set.
+    There are none if it may need none: it prints help, `launch.services` is set, or the config is a pipe or no TOML.
     """
     early = EarlyServices(MODULES if _needs_all(argv) else ())
     try:
@@ -98,7 +100,23 @@ def starting_early(argv: Sequence[str]) -> Iterator[EarlyServices]:
 def _needs_all(argv: Sequence[str]) -> bool:
     if importlib.util.find_spec("torch") is None or {"-h", "--help"} & {*argv}:
         return False
-    texts = [*argv]
-    with contextlib.suppress(OSError, UnicodeError):  # which the launcher reports
-        texts += [Path(text.rpartition("=")[2]).read_text() for text in argv if text.endswith(".toml")]
-    return not any(re.search(r"\bservices\s*=", text) for text in texts)
+    if any(re.search(r"\bservices\s*=", text) for text in argv):
+        return False
+    return not any(_may_name_services(file) for file in _config_files(argv))
+
+
+def _config_files(argv: Sequence[str]) -> Iterator[Path]:
+    """What `--config` names; argparse takes beginnings of it, too."""
+    for flag, following in itertools.pairwise([*argv, ""]):
+        name, equals, value = flag.partition("=")
+        if len(name) > len("--") and "--config".startswith(name):
+            yield Path(value if equals else following)
+
+
+def _may_name_services(config: Path) -> bool:
+    try:
+        if not config.is_file():  # what a pipe has can be read once
+            return True
+        return "services" in tomllib.loads(config.read_text(encoding="utf-8")).get("launch", ())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, TypeError):  # which the launcher reports
+        return True

@@ -79,9 +79,17 @@ def test_what_has_died_meanwhile_is_told_nothing() -> None:
     [
         ([], True),
         (["--config", "all.toml", "--set", "dense.device=cpu"], True),
-        (["--config", "missing.toml"], True),
+        (["model", "--config=all.toml"], True),
+        (["--config", "missing.toml"], False),
+        (["--config", "broken.toml"], False),
+        (["--config", "pipe"], False),
         (["--config", "gateway.toml"], False),
         (["--config=gateway.toml"], False),
+        (["--config", "gateway.conf"], False),
+        (["--conf=gateway.conf"], False),
+        (["--config", "all.toml", "--config", "gateway.conf"], False),
+        (["gateway.conf"], True),
+        (["--config", "x" * 300], False),
         (["--set", 'launch.services=["gateway"]'], False),
         (["model", "--help"], False),
         (["-h"], False),
@@ -92,6 +100,9 @@ def test_services_are_started_early_for_a_launcher_of_all_services(
 ) -> None:
     (tmp_path / "all.toml").write_text("[scheduler]\nmax_num_seqs = 2\n")
     (tmp_path / "gateway.toml").write_text('[launch]\nservices = ["gateway"]\n')
+    (tmp_path / "gateway.conf").write_text('[launch]\n"services" = ["gateway"]\n')
+    (tmp_path / "broken.toml").write_text("[launch\n")
+    os.mkfifo(tmp_path / "pipe")
     monkeypatch.chdir(tmp_path)
     started = list[str]()
 
