@@ -60,7 +60,8 @@ class GlooGroup:
     """A `RankGroup` of processes of one machine, on CPUs, by gloo over loopback.
 
     Gloo interrupts an operation only where a connection is closed. So `abort` closes this rank's connections, unless it
-    is in an operation itself: at least one rank is not, or all would be done.
+    is in an operation itself: at least one rank is not, or all would be done. They are closed when nobody refers to
+    them: an error of an operation lives on, and with it the frames that it came through, which must not.
     """
 
     def __init__(self, store: dist.Store, rank: Rank, timeout_s: float) -> None:
@@ -81,26 +82,26 @@ class GlooGroup:
 
     def add(self, tensor: torch.Tensor) -> None:
         """The engine thread waits for it."""
-        with self._operation() as group:
-            group.allreduce(tensor).wait()
+        with self._operation():
+            self._connected.allreduce(tensor).wait()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """The engine thread waits for it."""
-        with self._operation() as group:
-            group.broadcast(tensor, 0).wait()
+        with self._operation():
+            self._connected.broadcast(tensor, 0).wait()
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The engine thread waits for it."""
         is_first = self.rank.index == 0
         parts = [torch.empty_like(tensor) for _ in range(self.rank.count)] if is_first else []
-        with self._operation() as group:
-            group.gather(parts, tensor, 0).wait()
+        with self._operation():
+            self._connected.gather(parts, tensor, 0).wait()
         return torch.cat(parts, dim=1) if is_first else tensor
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """The engine thread waits until the connection has taken it."""
-        with self._operation() as group:
-            group.send([tensor], to, _TAG).wait()
+        with self._operation():
+            self._connected.send([tensor], to, _TAG).wait()
 
     def receive(self, tensor: torch.Tensor, sender: int) -> None:
         """The engine thread waits for it."""
@@ -108,12 +109,13 @@ class GlooGroup:
 
     def begin_receive(self, tensor: torch.Tensor, sender: int) -> Callable[[], None]:
         """The rank that sends it does not wait for the end."""
-        with self._operation() as group:
-            work = group.recv([tensor], sender, _TAG)
+        works = list[dist.Work]()
+        with self._operation():
+            works.append(self._connected.recv([tensor], sender, _TAG))
 
         def end() -> None:
             with self._operation():
-                work.wait()
+                works.pop().wait()
 
         return end
 
@@ -128,13 +130,18 @@ class GlooGroup:
             self._group = None
             self._in_use.release()
 
+    @property
+    def _connected(self) -> dist.ProcessGroupGloo:
+        assert self._group is not None, "it is given up between operations"
+        return self._group
+
     @contextmanager
-    def _operation(self) -> Iterator[dist.ProcessGroupGloo]:
+    def _operation(self) -> Iterator[None]:
         try:
             with self._in_use, naming_ranks():
                 if self._is_aborted or self._group is None:
                     raise PeerError("the ranks have parted")
-                yield self._group
+                yield
         finally:
             if self._is_aborted:
                 self.abort()

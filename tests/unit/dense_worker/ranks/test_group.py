@@ -252,3 +252,34 @@ def test_who_waits_is_released_by_the_abort_of_another_rank(receives: bool) -> N
     other.abort()
     with pytest.raises(PeerError, match="the ranks have parted"):
         other.add(torch.ones(3))
+
+
+@pytest.mark.parametrize("receives", [False, True])
+def test_who_waits_for_a_rank_that_another_one_has_failed_is_released(receives: bool) -> None:
+    """Also as long as the error of that rank lives, which refers to the frames that it came through."""
+    of_ranks = groups(4, timeout_s=60.0)
+    errors = dict[int, BaseException]()
+
+    def run(index: int) -> None:
+        try:
+            if receives:
+                of_ranks[index].receive(torch.ones(3), index + 1)
+            else:
+                of_ranks[index].add(torch.ones(3))
+        except PeerError as error:
+            errors[index] = error
+
+    # Each waits for the next one, or, in a sum, for its neighbours in the ring.
+    waiting = {index: threading.Thread(target=run, args=(index,), daemon=True) for index in range(4) if index != 2}
+    if receives:
+        del waiting[3]
+    for thread in waiting.values():
+        thread.start()
+    time.sleep(0.2)  # so that they wait
+    of_ranks[2].abort()
+    waiting[1].join(30.0)
+    for index in waiting:
+        of_ranks[index].abort()
+    for thread in waiting.values():
+        thread.join(30.0)
+    assert errors.keys() == waiting.keys()
