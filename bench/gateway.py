@@ -129,6 +129,7 @@ def run_case(case: Case, arguments: argparse.Namespace) -> tuple[Case, WireRun, 
             token_ids=TOKEN_IDS,
             pace_s=case.pace_ms / 1e3,
             max_backlog=arguments.max_backlog,
+            offers_socket=arguments.worker_link == "socket",
         )
         with running_stub(settings) as stub, running_gateway(directory, arguments, case.num_processes) as gateway:
             _wait_connected(stub, case.num_processes)
@@ -386,7 +387,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="bench/gateway.py",
         description="Throughput, CPU time per token and added latency of gateway processes before a stub worker.",
         epilog="Free-running cases tell throughput: a step is emitted as soon as clients have the tokens of all but "
-        "the last --max-backlog steps. Paced cases tell latency: from the stub handing a step to gRPC to a client's "
+        "the last --max-backlog steps. Paced cases tell latency: from the stub handing a step on to a client's "
         "recv() of the token.",
     )
     add = parser.add_argument
@@ -408,6 +409,10 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--max-backlog", type=whole_number, default=2, metavar="STEPS",
         help="steps in flight in free-running cases (%(default)s)",
+    )
+    add(
+        "--worker-link", choices=["socket", "grpc"], default="socket",
+        help="what the messages of stub and gateway go by (%(default)s)",
     )
     add("--sockets", choices=["tcp", "unix"], default="tcp", help="transport between gateway and clients (%(default)s)")
     add(

@@ -14,6 +14,7 @@ import struct
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -21,7 +22,9 @@ import grpc
 import uvloop
 
 from bench.load.stats import NS_PER_S
+from services.common.config import PeerSection
 from services.pb import dense_pb2, dense_pb2_grpc
+from services.rpc.stream_socket import SocketOffer
 
 MAX_MODEL_LEN = 100_000_000  # no stream ends while it is measured
 RECEIPT = struct.Struct("<q")  # tokens that a client received since its last receipt
@@ -37,6 +40,7 @@ class StubSettings:
     token_ids: tuple[int, ...]  # emitted in turn, the same token to all streams of a step
     pace_s: float  # from one step to the next; 0: as fast as clients take them
     max_backlog: int  # steps in flight, without a pace
+    offers_socket: bool = True  # for messages, beside the gRPC stream, as the dense worker does
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,7 @@ class _StubDense(dense_pb2_grpc.DenseWorkerServicer):
             weights_hash="c0ffee",
             backend="stub",
             device="cpu",
+            offers_socket=self._settings.offers_socket,
         )
 
     async def Connect(
@@ -145,13 +150,24 @@ class _StubDense(dense_pb2_grpc.DenseWorkerServicer):
     ) -> AsyncIterator[dense_pb2.StepOutput]:
         gateway = _Gateway()
         self._gateways.append(gateway)
+        offer = None
+        if self._settings.offers_socket:
+            offer = SocketOffer(partial(self._receive, gateway), lambda error: None, PeerSection().max_message_bytes)
+            await context.send_initial_metadata(offer.metadata)
         reader = asyncio.create_task(self._read(requests, gateway))
         try:
             while True:
-                yield await gateway.outputs.get()
+                output = await gateway.outputs.get()
+                if offer is not None and offer.connected is not None:
+                    offer.connected.send(output.SerializeToString())
+                    await offer.connected.drain()
+                else:
+                    yield output
         finally:
             reader.cancel()
             self._gateways.remove(gateway)
+            if offer is not None:
+                await offer.close()
 
     async def run_steps(self) -> None:
         """Emits steps, each with the streams of all gateways, until cancelled."""
@@ -189,18 +205,24 @@ class _StubDense(dense_pb2_grpc.DenseWorkerServicer):
         return not self._settings.pace_s and self._num_under_way > (self._settings.max_backlog - 1) * num_streams
 
     async def _read(self, requests: AsyncIterator[dense_pb2.GatewayMessage], gateway: _Gateway) -> None:
-        streams = gateway.streams
         async for message in requests:
-            if message.WhichOneof("message") == "submit":
-                submit = message.submit
-                streams[submit.seq_id] = _Stream(submit.spec.sampling.seed, submit.spec.max_tokens)
-            elif message.WhichOneof("message") == "cancel":
-                streams.pop(message.cancel.seq_id, None)
-            elif message.WhichOneof("message") == "resumed":
-                gateway.has_resumed = True
-            if not self._num_streams():
-                self._num_under_way = 0  # cancelled tokens are never reported
-            self._updates.set()
+            self._handle(gateway, message)
+
+    def _receive(self, gateway: _Gateway, message: bytes) -> None:
+        self._handle(gateway, dense_pb2.GatewayMessage.FromString(message))
+
+    def _handle(self, gateway: _Gateway, message: dense_pb2.GatewayMessage) -> None:
+        streams = gateway.streams
+        if message.WhichOneof("message") == "submit":
+            submit = message.submit
+            streams[submit.seq_id] = _Stream(submit.spec.sampling.seed, submit.spec.max_tokens)
+        elif message.WhichOneof("message") == "cancel":
+            streams.pop(message.cancel.seq_id, None)
+        elif message.WhichOneof("message") == "resumed":
+            gateway.has_resumed = True
+        if not self._num_streams():
+            self._num_under_way = 0  # cancelled tokens are never reported
+        self._updates.set()
 
 
 class _Gateway:
