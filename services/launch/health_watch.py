@@ -3,7 +3,8 @@
     it does not answer its health check               → kill only it: the others may just wait for it
     it is stalled in its own computation              → kill it
     it is stalled waiting for the other worker,       → kill the dense worker, which costs no KV cache;
-    which is stalled too, or reports nothing            if that does not help, kill both
+    which is stalled too, or reports nothing            if that does not help, kill both, but no attention worker
+                                                        that has completed a step since then
 
 A process that has not served yet may be silent while it loads or builds: for several times the slowest start of its
 role so far, and, until the server has started, as long as `launch.start_timeout_s`. The time that it, or the launcher,
@@ -52,6 +53,8 @@ class HealthRecord:
     stall: stall_pb2.Stall | None = None  # the stall that it reports
     waited_before_s: float = 0.0  # for a CPU, of this process and the launcher together, until the first missed check
     waited_s: float = 0.0  # since then
+    num_steps: int = 0  # that it has completed, if it is an attention worker
+    num_steps_before: int | None = None  # when the dense worker was ended last, if it was
 
     def note_answer(self) -> None:
         """It has answered now."""
@@ -154,9 +157,14 @@ class HealthWatch:
             return []
         is_again = since_s < 4 * self._stall_timeout_s
         self._dense_ended_at = now
-        roles = (DENSE_ROLE, ATTENTION_ROLE) if is_again else (DENSE_ROLE,)
         reason = "; ".join(describe_stall(stall) for _, stall in stalls)
-        return [(child, reason) for child, _ in records if child.role in roles]
+        culprits = []
+        for child, record in records:
+            was_helped = record.num_steps_before is not None and record.num_steps > record.num_steps_before
+            record.num_steps_before = record.num_steps
+            if child.role == DENSE_ROLE or (child.role == ATTENTION_ROLE and is_again and not was_helped):
+                culprits.append((child, reason))
+        return culprits
 
     async def _check(self, child: Child, record: HealthRecord, *, is_look: bool = False) -> None:
         """Checks the health of one service, and reads its stall if it does not serve. `is_look`: only whether it does.
@@ -180,7 +188,8 @@ class HealthWatch:
             record.note_answer()
             if reply.status == health_pb2.HealthCheckResponse.SERVING:
                 self._note_serving(child.role, record)
-                return
+                if child.role != ATTENTION_ROLE:
+                    return
             try:
                 status = await _read_status(child.role, channel, timeout_s)
             except grpc.aio.AioRpcError as error:  # it cannot report yet
@@ -188,6 +197,8 @@ class HealthWatch:
                 return
             if status is not None and status.HasField("stall"):
                 record.stall = status.stall
+            if isinstance(status, attn_pb2.AttentionStatus):
+                record.num_steps = status.num_steps
             if isinstance(status, dense_pb2.DenseStatus) and status.state == dense_pb2.DenseStatus.STANDBY:
                 record.has_served = True  # it waits, and has no reason to be silent
 

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.common.errors import ConfigError
 from services.common.process import cpu_wait_s
 from services.launch.health_watch import MIN_MISSED, HealthRecord, HealthWatch
-from services.pb import stall_pb2
+from services.pb import attn_pb2, attn_pb2_grpc, stall_pb2
 from services.rpc.health import HealthServicer
 
 BOUND_S, START_S = 10.0, 300.0
@@ -131,6 +131,24 @@ def test_if_both_wait_for_each_other_first_the_dense_worker_is_blamed_and_then_b
     assert blame(watch, now=2000.0, **records) == [DENSE]
 
 
+def test_attention_workers_that_have_worked_since_the_last_stall_keep_their_caches(watch: HealthWatch) -> None:
+    """Ending the dense worker has helped. The next stall has a cause of its own, however soon it comes."""
+    attention, other = stall(ATTENTION, DENSE), stall(ATTENTION, DENSE)
+    records = [(FakeChild(ATTENTION), attention), (FakeChild(ATTENTION), other), (FakeChild(DENSE), stall(DENSE))]
+
+    def blamed(now: float) -> list[object]:
+        found = [child for child, _ in watch.find_culprits(records, now)]
+        return [child for child, _ in records if any(child is each for each in found)]
+
+    attention.num_steps = other.num_steps = 500  # long before
+    assert blamed(1000.0) == [records[2][0]]
+    attention.num_steps += 1
+    other.num_steps += 1
+    assert blamed(1020.0) == [records[2][0]]
+    attention.num_steps += 1
+    assert blamed(1040.0) == [records[1][0], records[2][0]], "the other one may be the cause"
+
+
 def test_a_dense_worker_of_another_launcher_has_time_to_be_ended_there(watch: HealthWatch) -> None:
     waits = stall(ATTENTION, DENSE, stalled_s=21.0)
     assert blame(watch, attn_worker=waits) == []
@@ -227,3 +245,35 @@ def test_the_successor_of_a_service_that_hangs_before_its_first_check_has_the_ti
     watch.note_started()
     assert blame(watch, attn_worker=silent(BOUND_S - 1, has_served=False)) == []
     assert blame(watch, attn_worker=silent(BOUND_S + 1, has_served=False)) == [ATTENTION]
+
+
+class CountingWorker(attn_pb2_grpc.AttentionWorkerServicer):
+    """An attention worker that serves and has completed 41 steps."""
+
+    async def GetStatus(
+        self, request: attn_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> attn_pb2.AttentionStatus:
+        return attn_pb2.AttentionStatus(num_steps=41)
+
+
+def test_the_steps_of_an_attention_worker_that_serves_are_read(tmp_path: Path) -> None:
+    """Whether one has worked since a stall, the next stall is too late to ask."""
+    child = DeafChild(ATTENTION)
+    child.address = f"unix:{tmp_path}/attn.sock"
+    watch = HealthWatch(lambda: [child], 1.0, START_S)
+
+    async def run() -> None:
+        health, server = HealthServicer(), grpc.aio.server()
+        health.set([""], health_pb2.HealthCheckResponse.SERVING)
+        health_pb2_grpc.add_HealthServicer_to_server(health, server)
+        attn_pb2_grpc.add_AttentionWorkerServicer_to_server(CountingWorker(), server)
+        server.add_insecure_port(child.address)
+        await server.start()
+        watching = asyncio.create_task(watch.run())
+        async with asyncio.timeout(60.0):
+            while [each.num_steps for each in watch._records.values()] != [41]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        watching.cancel()
+        await server.stop(0)
+
+    asyncio.run(run())
