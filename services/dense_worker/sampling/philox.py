@@ -8,6 +8,7 @@ Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3
 from __future__ import annotations
 
 import numpy as np
+from numpy.random import Philox  # now: numpy would import it when it is first used, within a step
 
 TOKENS_PER_BLOCK = 8  # a block of the generator is four words of 64 bits
 
@@ -23,7 +24,7 @@ def token_words(seeds: np.ndarray, positions: np.ndarray, vocab_size: int) -> np
     """
     num_words = -(-vocab_size // 2)
     words = np.empty((len(seeds), num_words), dtype="<u8")
-    generator = np.random.Philox(key=np.zeros(2, dtype=np.uint64), counter=np.zeros(4, dtype=np.uint64))
+    generator = Philox(key=np.zeros(2, dtype=np.uint64), counter=np.zeros(4, dtype=np.uint64))
     state = generator.state  # of a new generator; setting it takes a tenth of the time of making one
     key, counter = state["state"]["key"], state["state"]["counter"]
     for row, seed, position in zip(words, seeds.tolist(), positions.tolist(), strict=True):

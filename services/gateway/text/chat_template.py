@@ -5,6 +5,7 @@ It runs on a thread of `Tokenizer`: a template is a program by the model's autho
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
@@ -17,6 +18,7 @@ from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from services.common.errors import InvalidRequest
 from services.gateway.text.chat_message import Message
@@ -67,6 +69,13 @@ class ChatTemplate:
         parameters = inspect.signature(hf_tokenizer.apply_chat_template).parameters
         # Variables that the server passes itself, and special tokens: arguments of these names would replace them.
         self._taken_names = {"messages", *parameters, *hf_tokenizer.special_tokens_map} - {"kwargs"}
+
+    def compile(self) -> None:
+        """Has transformers compile and keep it now: when the first chat is rendered, tracing makes that far slower."""
+        templates = self._hf_tokenizer.chat_template or {}
+        for template in templates.values() if isinstance(templates, Mapping) else [templates]:
+            with contextlib.suppress(jinja2.TemplateError, RecursionError):  # which each chat then gets
+                render_jinja_template([], chat_template=template)
 
     def check(self, chat: Chat) -> None:
         """Raises `InvalidRequest` for a chat that no template could render."""

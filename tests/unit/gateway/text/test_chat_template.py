@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any
 
+import jinja2
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -36,8 +37,33 @@ def hf_tokenizer() -> PreTrainedTokenizerFast:
 
 def encode(hf_tokenizer: PreTrainedTokenizerFast, *messages: Message, **options: Any) -> list[int]:
     tokenizer = Tokenizer(hf_tokenizer)
+    tokenizer.compile_template()
     try:
         return asyncio.run(tokenizer.encode_chat(Chat(messages or [Message("user", "Hi")], **options)))
+    finally:
+        tokenizer.close()
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_template_is_compiled_before_the_first_chat(
+    hf_tokenizer: PreTrainedTokenizerFast, is_named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = f"{TEMPLATE}{{# which no other test has, {is_named} #}}"
+    hf_tokenizer.chat_template = {"default": template, "rag": "{{ 1 }}"} if is_named else template
+    tokenizer, compiled = Tokenizer(hf_tokenizer), list[str]()
+    compile_now = jinja2.Environment.compile
+
+    def count(environment: jinja2.Environment, source: str, *arguments: Any, **options: Any) -> Any:
+        compiled.append(source)
+        return compile_now(environment, source, *arguments, **options)
+
+    monkeypatch.setattr(jinja2.Environment, "compile", count)
+    try:
+        tokenizer.compile_template()
+        assert template in compiled
+        compiled.clear()
+        assert asyncio.run(tokenizer.encode_chat(Chat([Message("user", "Hi")])))
+        assert not compiled
     finally:
         tokenizer.close()
 
