@@ -277,7 +277,7 @@ def _settled_status(arena: Arena) -> launch_pb2.LauncherStatus:
 
 
 def _num_accepted_drafts(metrics_address: str) -> float:
-    text = httpx2.get(f"http://{metrics_address}/metrics").text
+    text = httpx2.get(f"http://{metrics_address}/metrics", timeout=IDLE_TIMEOUT_S).text
     [line] = [line for line in text.splitlines() if line.startswith(ACCEPTED + " ")]
     return float(line.split()[1])
 

@@ -19,7 +19,7 @@ from openai.types.audio import TranscriptionVerbose
 from transformers import AutoTokenizer, WhisperFeatureExtractor, WhisperForConditionalGeneration
 from transformers.models.whisper.tokenization_whisper import _combine_tokens_into_words
 
-from tests.support.cluster import Cluster, running_cluster
+from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, running_cluster
 from tests.support.speech import (
     END,
     FIRST_TIMESTAMP,
@@ -76,8 +76,8 @@ def cluster(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
 @pytest.fixture(scope="module")
 def http(cluster: Cluster) -> Iterator[httpx2.Client]:
     transport = httpx2.HTTPTransport(uds=cluster.http_address.removeprefix("unix:"))
-    headers = {"authorization": f"Bearer {KEY}"}
-    with httpx2.Client(transport=transport, base_url="http://localhost", headers=headers) as http:
+    options = {"headers": {"authorization": f"Bearer {KEY}"}, "timeout": REQUEST_TIMEOUT_S}
+    with httpx2.Client(transport=transport, base_url="http://localhost", **options) as http:
         yield http
 
 

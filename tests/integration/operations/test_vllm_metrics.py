@@ -16,7 +16,7 @@ import pytest
 from services.common.config import EMBEDDED_MODEL, load_config
 from services.common.errors import ConfigError
 from tests.support.adapters import make_adapter
-from tests.support.cluster import REPOSITORY, Cluster, running_cluster
+from tests.support.cluster import REPOSITORY, REQUEST_TIMEOUT_S, Cluster, running_cluster
 from tests.support.observed import free_address, until
 from tests.support.scrape import Scrape
 
@@ -76,14 +76,17 @@ class Server:
     def complete(self, prompt: str, max_tokens: int, **fields: Any) -> dict[str, Any]:
         """One answer; returns its object."""
         body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0} | fields
-        response = httpx2.post(f"{self.url}/v1/completions", json=body, timeout=60)
+        response = httpx2.post(f"{self.url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S)
         assert response.status_code == 200, response.text
         return response.json()
+
+    def get(self, path: str) -> httpx2.Response:
+        return httpx2.get(f"{self.url}{path}", timeout=REQUEST_TIMEOUT_S)
 
     def settled(self) -> Scrape:
         """The metrics once no answer is open."""
         until(lambda: self.scrape().value("twostroke_gateway_answers_open") == 0)
-        httpx2.get(f"{self.url}/load")  # the event loop answers, and has counted the end of the last one before
+        self.get("/load")  # the event loop answers, and has counted the end of the last one before
         return self.scrape()
 
 
@@ -130,8 +133,8 @@ def test_the_protocol_of_model_servers_is_kept(server: Server) -> None:
         assert families[name].type == "gauge"
         for sample in families[name].samples:
             assert labels <= sample.labels.keys()
-    assert httpx2.get(f"{server.url}/health").status_code == 200
-    assert {MODEL, ADAPTER} <= {each["id"] for each in httpx2.get(f"{server.url}/v1/models").json()["data"]}
+    assert server.get("/health").status_code == 200
+    assert {MODEL, ADAPTER} <= {each["id"] for each in server.get("/v1/models").json()["data"]}
 
 
 def test_values_are_what_the_clients_counted(server: Server) -> None:

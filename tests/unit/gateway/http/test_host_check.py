@@ -11,7 +11,7 @@ import pytest
 
 from services.common.config import GatewaySection
 from services.gateway.http.host_check import HostCheck
-from tests.support.cluster import free_port
+from tests.support.cluster import REQUEST_TIMEOUT_S, free_port
 from tests.support.running_gateway import run, running_gateway
 from tests.support.workers.fake_dense import FakeDense
 
@@ -59,7 +59,7 @@ def test_a_rebound_name_is_refused_and_the_servers_own_page_works(tmp_path: Path
         prompt = {"prompt": "Hello", "max_tokens": 1}
         async with (
             running_gateway(tmp_path, dense, http_address=f"127.0.0.1:{port}"),
-            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
+            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=REQUEST_TIMEOUT_S) as client,
         ):
             evil = f"evil.example:{port}"
             # After DNS rebinding the browser believes that the page has the server's origin.
