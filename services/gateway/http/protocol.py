@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import structlog
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from services.gateway.http.body_writer import BodyWriter
@@ -145,7 +146,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         cycle.scope["state"]["body_writer"] = BodyWriter(cycle)
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, _WithoutChunks(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
 
     def _refuse_headers(self) -> None:
         limit = self.limits.max_header_bytes
@@ -219,3 +220,28 @@ class BoundedProtocol(HttpToolsProtocol):
     def _cut(self, reason: str, timeout_s: float) -> None:
         log.info("connection cut", client=self.client, reason=reason, timeout_s=timeout_s)
         self.transport.abort()
+
+
+class _WithoutChunks:
+    """Around the application, for one request of HTTP/1.0, which knows no chunks (RFC 9112, section 7.1).
+
+    The end of the connection ends a body without content-length; uvicorn closes it after each such request.
+    """
+
+    def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
+        self._app, self._cycle = app, cycle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        cycle, has_length = self._cycle, False
+
+        async def send_plain(message: Message) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+                if not has_length:
+                    cycle.chunked_encoding = False
+            elif not has_length:
+                cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares them
+            await send(message)
+
+        await self._app(scope, receive, send_plain)
