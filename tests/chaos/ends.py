@@ -31,7 +31,7 @@ class End:
 def read_ends(log: str) -> list[End]:
     """All ends in a piece of the launcher's log."""
     lines = [line for line in log.splitlines() if re.search(f"service=launch event={EVENTS} role=", line)]
-    found = [re.search(r' role=(\w+) .*?(?:old_)?pid=(\d+) reason=("(?:[^"\\]|\\.)*"|\S+)', line) for line in lines]
+    found = [re.search(r' role=([\w-]+) .*?(?:old_)?pid=(\d+) reason=("(?:[^"\\]|\\.)*"|\S+)', line) for line in lines]
     assert all(found), lines
     return [End(each[1], int(each[2]), each[3].strip('"')) for each in found if each is not None]
 
