@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.cluster import REPOSITORY
+from tests.support.cluster import REPOSITORY, REQUEST_TIMEOUT_S
 
-TIMEOUT_S = 20.0
 TABLE = REPOSITORY / "deploy" / "prometheus" / "metrics.md"
 
 
@@ -31,7 +30,7 @@ class Scrape:
     """All metrics of one service at one time."""
 
     def __init__(self, address: str) -> None:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=TIMEOUT_S) as response:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=REQUEST_TIMEOUT_S) as response:
             self.families: list[Metric] = list(text_string_to_metric_families(response.read().decode()))
 
     def value(self, name: str, **labels: str) -> float:

@@ -10,6 +10,7 @@ from services.launch.resumables import BYTES_PER_ENTRY, Replies, Resumables
 from services.pb import gateway_peers_pb2, resumables_pb2
 
 TIMEOUT_S = 0.05
+MAX_ROUNDS = 20
 
 
 def run(test: Callable[[Resumables], Awaitable[None]], **limits: Any) -> None:
@@ -86,17 +87,29 @@ def test_a_record_that_nobody_claims_is_dropped() -> None:
 
 
 def test_a_released_request_that_is_released_again_has_its_whole_time() -> None:
+    """A busy machine may stop this process for so long that the time is over. Then it is tried again."""
+
     async def test(resumables: Resumables) -> None:
+        loop = asyncio.get_running_loop()
         attached(resumables, "a")
-        resumables.claim("a", claim_of("x"))
-        resumables.release("a", name_of("x"))
-        await asyncio.sleep(0.6 * TIMEOUT_S)
-        resumables.claim("a", claim_of("x"))
-        resumables.release("a", name_of("x"))
-        await asyncio.sleep(0.6 * TIMEOUT_S)
-        assert len(resumables) == 1
-        await asyncio.sleep(TIMEOUT_S)
-        assert len(resumables) == 0
+        for number in range(MAX_ROUNDS):
+            name = f"{number}"
+            resumables.claim("a", claim_of(name))
+            resumables.release("a", name_of(name))
+            await asyncio.sleep(0.6 * TIMEOUT_S)
+            is_claimed_in_time = bool(len(resumables))
+            resumables.claim("a", claim_of(name))
+            released_at = loop.time()
+            resumables.release("a", name_of(name))
+            await asyncio.sleep(0.6 * TIMEOUT_S)
+            is_kept = bool(len(resumables))
+            is_in_time = is_claimed_in_time and loop.time() < released_at + TIMEOUT_S
+            await asyncio.sleep(TIMEOUT_S)
+            assert len(resumables) == 0
+            if is_in_time:
+                assert is_kept
+                return
+        raise AssertionError(f"{MAX_ROUNDS} times too late")
 
     run(test)
 

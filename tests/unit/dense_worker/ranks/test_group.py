@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -24,6 +25,14 @@ CPU = torch.device("cpu")
 
 def groups(count: int, timeout_s: float = 20.0) -> list[GlooGroup]:
     return groups_of_lanes(count, 1, timeout_s)[0]
+
+
+def hurried_groups() -> list[GlooGroup]:
+    """Two ranks with the shortest of some bounds in which this machine connects them: it may be busy."""
+    for timeout_s in (0.5, 2.0):
+        with contextlib.suppress(PeerError):
+            return groups(2, timeout_s)
+    return groups(2, 8.0)
 
 
 def groups_of_lanes(count: int, num_lanes: int, timeout_s: float = 20.0) -> list[list[GlooGroup]]:
@@ -113,8 +122,8 @@ def test_who_has_begun_to_receive_may_go_himself() -> None:
 
 
 def test_a_rank_that_sends_nothing_is_found() -> None:
-    waiting, _other = groups(2, timeout_s=0.5)
-    with pytest.raises(PeerError, match=r"another rank is gone, or does not answer: .*Timed out waiting 500ms"):
+    waiting, _other = hurried_groups()
+    with pytest.raises(PeerError, match=r"another rank is gone, or does not answer: .*Timed out waiting [528]0+ms"):
         waiting.receive(torch.ones(3), 1)
 
 
@@ -137,8 +146,8 @@ def test_the_store_listens_at_loopback_alone() -> None:
 
 
 def test_a_rank_that_does_not_come_is_found() -> None:
-    waiting, _other = groups(2, timeout_s=0.5)
-    with pytest.raises(PeerError, match=r"another rank is gone, or does not answer: .*Timed out waiting 500ms"):
+    waiting, _other = hurried_groups()
+    with pytest.raises(PeerError, match=r"another rank is gone, or does not answer: .*Timed out waiting [528]0+ms"):
         waiting.add(torch.ones(3))
 
 
