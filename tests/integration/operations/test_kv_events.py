@@ -66,9 +66,11 @@ class Subscriber:
             assert number == self.num_batches, "no gap"
             self._take(payload)
 
-    def receive(self, quiet_ms: int = 300) -> None:
-        """Follows the events until none has come for this time."""
-        while self._sub.poll(quiet_ms):
+    def receive(self) -> None:
+        """Follows the events until all have come that the worker has recorded by now."""
+        end = self.num_batches + len(self.ask_from(self.num_batches))
+        while self.num_batches < end:
+            assert self._sub.poll(TIMEOUT_MS), "not sent, but kept"
             topic, number_bytes, payload = self._sub.recv_multipart()
             assert topic.decode() == TOPIC
             number = int.from_bytes(number_bytes, "big")
