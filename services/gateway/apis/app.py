@@ -84,6 +84,7 @@ def build_app(
     app.add_middleware(HeadRequests)
     add_error_handlers(app, service.metrics)
     store = _response_store(section)
+    scoring = score_routes(vectors, section)
     routers = [
         completion_routes(service, section),
         generate_routes(service, section, peers, worker_load),
@@ -92,8 +93,8 @@ def build_app(
         responses_routes(service, section, store),
         stored_response_routes(service, section, store),
         vector_routes(vectors, section),
-        score_routes(vectors, section),
-        tei_routes(vectors, section),
+        scoring,
+        tei_routes(vectors, section, scoring),
         cohere_routes(vectors, section),
         token_routes(service, section),
         audio_routes(service, section, speech),

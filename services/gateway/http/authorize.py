@@ -11,7 +11,8 @@ from services.gateway.http.errors import error_response
 from services.gateway.resources.heavy_work import work_for
 from services.gateway.resources.memory_budget import BYTES_PER_BODY_BYTE, HeldMemory, MemoryBudget
 
-# Paths for probes, scrapers and browsers, which need no key. Their answers reveal nothing about requests.
+# Paths for probes, scrapers and browsers, which need no key. Their answers reveal nothing about requests. A POST to /
+# is a request for vectors, though.
 OPEN_PATHS = frozenset(
     {
         "/",
@@ -45,7 +46,7 @@ class Authorize:
         self._memory = memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] not in OPEN_PATHS:
+        if scope["path"] not in OPEN_PATHS or (scope["path"] == "/" and scope["method"] == "POST"):
             forwarded = [value.decode("latin-1") for name, value in scope["headers"] if name == _FORWARDED_FOR]
             peer, _ = scope.get("client") or (None, None)
             address = self._access.client_addresses.find(peer, forwarded)

@@ -113,6 +113,11 @@ class Vectors:
         return self._pooling
 
     @property
+    def makes_any(self) -> bool:
+        """Whether the model makes vectors."""
+        return self._pooling is not None
+
+    @property
     def is_classifier(self) -> bool:
         return self._pooling is not None and self._pooling.is_classifier
 

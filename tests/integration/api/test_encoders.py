@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -114,6 +115,14 @@ def test_texts_are_answered_as_text_embeddings_inference_does(served: Served) ->
     assert [each["index"] for each in found] == order and found[0].keys() == {"index", "score"}
     best = wanted(served, "w1 w9", DOCUMENTS[order[0]]).sigmoid().item()
     assert found[0]["score"] == pytest.approx(best, abs=TOLERANCE)
+    assert [each["text"] for each in served.post("/", body)] == [DOCUMENTS[i] for i in order[:3]]
+    predicted = served.post("/predict", {"inputs": ["w1 w9", DOCUMENTS[0]], "raw_scores": True})
+    assert predicted == [{"label": "LABEL_0", "score": pytest.approx(logits[0], abs=TOLERANCE)}]
+    for path in ("/predict", "/"):
+        [alone], [pair] = served.post(path, {"inputs": [["w1 w9"], ["w1 w9", DOCUMENTS[0]]]})
+        assert alone["score"] == pytest.approx(wanted(served, "w1 w9").sigmoid().item(), abs=TOLERANCE)
+        assert pair["score"] == pytest.approx(1 / (1 + math.exp(-logits[0])), abs=TOLERANCE)
+    served.post("/predict", {"inputs": ["w1", "w2", "w3"]}, 400)
     long = {"query": "w1", "texts": [" ".join([*WORDS, *WORDS])]}
     assert served.post("/rerank", long, 400)["error"]["param"] == "texts[0]"
     assert len(served.post("/rerank", long | {"truncate": True})) == 1

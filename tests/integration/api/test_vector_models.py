@@ -121,9 +121,11 @@ def test_bge_m3_has_numbers_and_vectors_of_tokens(tmp_path: Path) -> None:
         numbers = post(cluster, "/pooling", {"input": texts, "task": "token_classify"})["data"]
         vectors = post(cluster, "/pooling", {"input": texts, "task": "token_embed"})["data"]
         sparse = post(cluster, "/embed_sparse", {"inputs": texts})
+        every_state = post(cluster, "/embed_all", {"inputs": texts})
         num_zero = 0
         for i, text in enumerate(texts):
             ids, hidden = states(text)
+            np.testing.assert_allclose(every_state[i], hidden, atol=10 * TOLERANCE)  # they are not normalised
             weights = layers["sparse"](hidden)[:, 0].relu()
             num_zero += int((weights == 0).sum())
             np.testing.assert_allclose(numbers[i]["data"], weights[1:-1], atol=TOLERANCE)

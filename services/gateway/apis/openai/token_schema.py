@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, NotRequired
 
 import pydantic
 from pydantic import Discriminator, Field, Tag
@@ -18,22 +18,12 @@ from services.gateway.apis.openai.chat_schema import (
     TemplateText,
 )
 from services.gateway.apis.openai.tool_schema import ToolObjects
-from services.gateway.apis.shared.request_model import RequestModel, TokenIdList, at_most
-
-
-def _kind_of_token_ids(value: Any) -> str:
-    return "<token_id_lists>" if isinstance(value, list) and value and isinstance(value[0], list) else "<token_ids>"
-
+from services.gateway.apis.shared.request_model import RequestModel, TokenLists, at_most
 
 Texts = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[list[str], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("<texts>")],
     Discriminator(lambda value: "<texts>" if isinstance(value, list) else "<text>"),
-]
-TokenLists = Annotated[
-    Annotated[TokenIdList, Tag("<token_ids>")]
-    | Annotated[list[TokenIdList], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("<token_id_lists>")],
-    Discriminator(_kind_of_token_ids),
 ]
 
 

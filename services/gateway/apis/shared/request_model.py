@@ -7,8 +7,10 @@ from typing import Annotated, Any, ClassVar
 
 import pydantic
 import structlog
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from services.common.config import MAX_PROMPTS
 
 log = structlog.get_logger()
 
@@ -58,6 +60,17 @@ def at_most(most: int) -> pydantic.BeforeValidator:
         return value
 
     return pydantic.BeforeValidator(check)
+
+
+def _kind_of_token_ids(value: Any) -> str:
+    return "<token_id_lists>" if isinstance(value, list) and value and isinstance(value[0], list) else "<token_ids>"
+
+
+TokenLists = Annotated[
+    Annotated[TokenIdList, Tag("<token_ids>")]
+    | Annotated[list[TokenIdList], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("<token_id_lists>")],
+    Discriminator(_kind_of_token_ids),
+]
 
 
 class RequestModel(pydantic.BaseModel):

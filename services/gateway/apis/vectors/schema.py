@@ -43,11 +43,11 @@ Input = Annotated[
 ]
 
 
-def input_list(given: str | list[Any]) -> list[VectorInput]:
+def input_list(given: str | list[Any], field: str = "input") -> list[VectorInput]:
     """All inputs of an `Input`, one element each."""
     if isinstance(given, str) or (given and isinstance(given[0], int)):
-        return [VectorInput("input", given)]
-    return [VectorInput(f"input[{i}]" if len(given) > 1 else "input", each) for i, each in enumerate(given)]
+        return [VectorInput(field, given)]
+    return [VectorInput(f"{field}[{i}]" if len(given) > 1 else field, each) for i, each in enumerate(given)]
 
 
 class InputFields(RequestModel):

@@ -85,6 +85,40 @@ def test_embed_answers_as_text_embeddings_inference(tmp_path: Path) -> None:
     serve(tmp_path, test)
 
 
+def test_other_routes_answer_as_text_embeddings_inference(tmp_path: Path) -> None:
+    texts = [" a b", " c", " a b"]
+    lists = [REFERENCE(text)["input_ids"] for text in texts]
+    truth = [fake_vector(each) for each in lists]
+    unit = [each / np.linalg.norm(each) for each in truth]
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        async def post(path: str, **body: Any) -> Any:
+            return (await client.post(path, json=body, headers=HEADERS)).json()
+
+        np.testing.assert_allclose(await post("/embed", inputs=lists), unit, atol=1e-6)
+        np.testing.assert_allclose(await post("/embed", inputs=lists[0]), unit[:1], atol=1e-6)
+        np.testing.assert_allclose(await post("/", inputs=texts), unit, atol=1e-6)
+        sentences = {"source_sentence": texts[0], "sentences": texts[1:]}
+        cosines = [float(unit[0] @ each) for each in unit[1:]]
+        for path in ("/similarity", "/"):
+            assert await post(path, inputs=sentences) == pytest.approx(cosines, abs=1e-6)
+        ranks = await post("/", query=texts[0], texts=texts[1:])
+        assert [each["index"] for each in ranks] == [1, 0] and ranks[0]["score"] == pytest.approx(1, abs=1e-6)
+        special = [REFERENCE.bos_token_id, *REFERENCE(" hello", add_special_tokens=False)["input_ids"]]
+        shown = [REFERENCE.decode(special, skip_special_tokens=each) for each in (True, False)]
+        assert shown[0] != shown[1]
+        assert await post("/decode", ids=special) == shown[:1]
+        assert await post("/decode", ids=[special, special], skip_special_tokens=False) == shown[1:] * 2
+        assert "no classifier" in (await post("/predict", inputs="a"))["error"]["message"]
+        assert (await post("/embed", inputs="a", prompt_name="query"))["error"]["param"] == "prompt_name"
+        info = (await client.get("/info", headers=HEADERS)).json()
+        assert info["model_type"] == {"embedding": {"pooling": "last"}} and info["max_input_length"] >= 2000
+        assert (await client.get("/")).status_code == 200  # the page
+        assert (await client.post("/", json={"inputs": "a"})).status_code == 401
+
+    serve(tmp_path, test)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_numbers_in_base64_have_the_dtype_and_the_order_of_bytes_that_are_asked_for(dtype: str, tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
