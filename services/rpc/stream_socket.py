@@ -24,7 +24,8 @@ from services.common.errors import PeerError
 log = structlog.get_logger()
 
 KEY: Final = "stream-socket"  # initial metadata: the name and the secret
-HELLO_TIMEOUT_S: Final = 1.0  # for either side's first message
+HELLO_TIMEOUT_S: Final = 5.0  # for the server's first message, whose event loop may be busy
+SECRET_TIMEOUT_S: Final = 1.0  # for the client's, which it sends at once; others wait meanwhile
 _HELLO: Final = b""  # the server's first message
 _LENGTH: Final = struct.Struct("!I")
 _MAX_WAITING_BYTES: Final = 2**20  # of complete messages, about
@@ -74,15 +75,15 @@ class StreamSocket(asyncio.Protocol):
             raise
         try:
             end.send(secret.encode())
-            await end.wait_greeted()
+            await end.wait_greeted(HELLO_TIMEOUT_S)
         except BaseException:
             end.close()
             raise
         return end
 
-    async def wait_greeted(self) -> None:
+    async def wait_greeted(self, timeout_s: float) -> None:
         """Waits for the peer's first message. Raises `ConnectionError` or `TimeoutError`, which are OSErrors."""
-        async with asyncio.timeout(HELLO_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             await self.greeted
         if self.closed.done():
             raise ConnectionError(f"the socket was closed: {self.error or 'by the other end'}")
@@ -225,7 +226,7 @@ class SocketOffer:
             connected, _ = await asyncio.get_running_loop().sock_accept(self._listener)
             end = await StreamSocket.open(connected, self._secret.encode(), receive, max_message_bytes)
             try:
-                await end.wait_greeted()
+                await end.wait_greeted(SECRET_TIMEOUT_S)
             except OSError:  # another user, or a client that has gone
                 end.close()
                 continue

@@ -97,7 +97,7 @@ def test_who_does_not_know_the_secret_gets_nothing_and_keeps_nobody_away() -> No
 
 
 def test_a_client_that_says_nothing_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_socket, "HELLO_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(stream_socket, "SECRET_TIMEOUT_S", 0.05)
 
     async def test() -> None:
         server = Server()
