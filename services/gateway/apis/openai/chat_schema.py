@@ -54,11 +54,23 @@ class ImagePart(RequestModel):
     """A picture in a part of a message, for models that see pictures."""
 
     type: Literal["image_url"]
-    image_url: ImageUrl
+    image_url: Annotated[
+        ImageUrl, pydantic.BeforeValidator(lambda value: {"url": value} if isinstance(value, str) else value)
+    ]
 
 
 def _as_part(value: Any) -> Any:
-    return {"type": "text", "text": value} if isinstance(value, str) else value  # as vLLM reads a bare text
+    """As vLLM reads a bare text, and a picture without a type. Refuses a picture that only its name stands for."""
+    if isinstance(value, str):
+        return {"type": "text", "text": value}
+    if not isinstance(value, dict):
+        return value
+    if "type" not in value and "image_url" in value:
+        value = value | {"type": "image_url"}
+    if value.get("type") == "image_url" and not value.get("image_url") and value.get("uuid") is not None:
+        reason = "image_url is empty, but pictures are not kept by their uuid: send the picture again"
+        raise PydanticCustomError("uuid", reason)
+    return value
 
 
 Content = Annotated[

@@ -138,6 +138,19 @@ WRONG_BODIES: list[tuple[str, Any, str | None, tuple[str, ...]]] = [
         "messages[0].content[0].image_url",
         (),
     ),
+    *(
+        (
+            CHATS,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": empty, "uuid": "a"}]}]},
+            "messages[0].content[0]",
+            ("not kept by their uuid", "send the picture again"),
+        )
+        for empty in (None, {}, "")
+    ),
+    *(
+        (CHATS, {"messages": [{"role": "user", "content": [part]}]}, "messages", ("sees no pictures",))
+        for part in ({"type": "image_url", "image_url": "https://a.b/c", "uuid": "a"}, {"image_url": "https://a.b/c"})
+    ),
     (
         CHATS,
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://a.b/c"}}]}]},
