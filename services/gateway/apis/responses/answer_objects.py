@@ -61,12 +61,14 @@ class ResponseObject(TypedDict):
     background: Literal[False]
     error: ResponseError | None
     incomplete_details: IncompleteDetails | None
+    frequency_penalty: float
     instructions: str | None
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
     output: list[dict[str, Any]]
     parallel_tool_calls: bool
+    presence_penalty: float
     previous_response_id: str | None
     reasoning: dict[str, Any]
     store: bool

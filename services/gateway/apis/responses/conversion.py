@@ -22,6 +22,7 @@ from services.gateway.apis.responses.items import (
 from services.gateway.apis.responses.schema import ResponsesRequest
 from services.gateway.apis.responses.tool_conversion import LOCAL_SHELL, OfferedTool, choice_text, function_name
 from services.gateway.apis.shared.conversation import ASSISTANT, SYSTEM, Conversation
+from services.gateway.apis.shared.to_message import add_logit_bias
 from services.pb import gateway_pb2, sampling_pb2
 
 ROLES = {"developer": SYSTEM}
@@ -41,7 +42,10 @@ def responses_message(
         cache_salt=body.cache_salt or "",
         priority=body.priority,
         truncate_prompt_tokens=0 if body.truncation == "auto" else None,  # 0: as many as fit
+        stop=[body.stop] if isinstance(body.stop, str) else body.stop,
+        ignore_eos=bool(body.ignore_eos),
     )
+    add_logit_bias(message, body.logit_bias)
     if body.has_logprobs:
         message.logprobs = body.top_logprobs or 0
     return message
@@ -49,11 +53,13 @@ def responses_message(
 
 def _sampling_of(body: ResponsesRequest) -> sampling_pb2.SamplingParams:
     sampling: dict[str, Any] = {}
-    for name in ("temperature", "top_p"):
+    for name in ("temperature", "top_p", "frequency_penalty", "presence_penalty", "repetition_penalty"):
         if (value := getattr(body, name)) is not None:
             sampling[name] = value
     if body.top_k not in (None, 0, -1):
         sampling["top_k"] = body.top_k
+    if body.seed is not None:
+        sampling["seed"] = body.seed % 2**64
     form = None if body.text is None else body.text.format
     if form is not None and form.type == "json_object":
         sampling["structured_output"] = sampling_pb2.StructuredOutput(json_object=True, field_name="text.format")

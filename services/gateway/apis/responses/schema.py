@@ -11,9 +11,10 @@ from pydantic_core import PydanticCustomError
 
 from services.gateway.apis.responses.items import Input
 from services.gateway.apis.responses.tool_schema import ToolChoice, ToolObjects
-from services.gateway.apis.shared.generation_fields import IGNORED, MAX_LABEL_CHARACTERS, MAX_METADATA
+from services.gateway.apis.shared.generation_fields import IGNORED, MAX_LABEL_CHARACTERS, MAX_METADATA, LogitBias
 from services.gateway.apis.shared.other_servers import VLLM_RESPONSES
 from services.gateway.apis.shared.request_model import Int32, Int64, RequestModel, at_most
+from services.gateway.request.generation_request import MAX_STOP_STRINGS
 from services.gateway.text.read_chat import MAX_NAME_CHARACTERS
 
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit
@@ -81,6 +82,17 @@ class ResponsesRequest(RequestModel):
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int32 | None = Field(None, description="0 and -1 keep all tokens")
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: Int64 | None = Field(
+        None, description="The same seed gives the same tokens, except few that rounding may change"
+    )
+    stop: Annotated[str | list[str] | None, at_most(MAX_STOP_STRINGS)] = Field(
+        None, description="vLLM's field: the answer ends before the first of these strings"
+    )
+    logit_bias: LogitBias = None
+    ignore_eos: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows")
     stream_options: ResponseStreamOptions | None = None

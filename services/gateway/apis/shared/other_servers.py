@@ -57,17 +57,10 @@ VLLM_MESSAGES: Mapping[str, tuple[Any, ...]] = {
 VLLM_RESPONSES: Mapping[str, tuple[Any, ...]] = {
     **VLLM_MESSAGES,
     "enable_response_messages": (False,),
-    "frequency_penalty": (0,),
-    "ignore_eos": (False,),
     "include_stop_str_in_output": (False,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
     "previous_input_messages": ([],),
     "previous_response": (),
-    "repetition_penalty": (1,),
-    "seed": (),
     "skip_special_tokens": (True,),
-    "stop": ("", []),
     "structured_outputs": (),
     "vllm_xargs": ({},),
 }

@@ -84,6 +84,28 @@ def test_a_whole_response(tmp_path: Path) -> None:
     assert list(dense.submits[0].spec.prompt_token_ids) == prompt_of(chat)
 
 
+def test_options_of_sampling_reach_the_worker(tmp_path: Path) -> None:
+    options = {"frequency_penalty": 0.5, "presence_penalty": -0.25, "repetition_penalty": 1.5, "seed": -1}
+    more = {"logit_bias": {"7": 2.5}, "ignore_eos": True, "stop": [TEXT[-2:]]}
+
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        response = await api.responses.create(model=MODEL, input="Hi", extra_body=options | more)
+        assert response.output_text == TEXT[:-2]
+        shown = response.to_dict()
+        assert (shown["frequency_penalty"], shown["presence_penalty"]) == (0.5, -0.25)
+        with pytest.raises(openai.BadRequestError, match="presence_penalty"):
+            await api.responses.create(model=MODEL, input="Hi", extra_body={"presence_penalty": 3})
+
+    dense = FakeDense(lambda submit: [*ids(TEXT), EOS])
+    with_api(tmp_path, dense, test)
+    [submit] = dense.submits
+    sampling = submit.spec.sampling
+    found = {name: getattr(sampling, name) for name in options}
+    assert found == options | {"seed": 2**64 - 1}
+    assert dict(sampling.logit_bias) == {7: 2.5}
+    assert EOS not in submit.spec.stop_token_ids
+
+
 def test_a_stream_builds_up_the_whole_response(tmp_path: Path) -> None:
     async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
         headers = {"x-request-id": "mine"}
