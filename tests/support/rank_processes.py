@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from services.common.early_start import EARLY_FLAG
@@ -29,14 +30,18 @@ def pid_of(cluster: Cluster, name: str) -> int:
     raise AssertionError(f"no {name} among the children of the launcher")
 
 
-def ready_pids(cluster: Cluster) -> dict[str, int]:
-    """The process ids of all workers, and of their standbys, once the workers serve and the standbys are ready."""
+def ready_pids(cluster: Cluster, killed: Collection[int] = ()) -> dict[str, int]:
+    """The process ids of all workers, and of their standbys, once the workers serve and the standbys are ready, and the
+    launcher has seen the deaths of those that were killed.
+    """
     launcher, deadline = launcher_stub(cluster), time.monotonic() + START_TIMEOUT_S
     while True:
         status = launcher.GetStatus(launch_pb2.GetStatusRequest(), timeout=START_TIMEOUT_S)
         is_ready = all(each.state == launch_pb2.StandbyStatus.READY for each in status.standbys)
         if is_ready and cluster.dense_status().state == dense_pb2.DenseStatus.SERVING:
             found = {each.name: each.pid for each in status.services if each.name in PROCESSES}
-            return found | {f"standby of {each.name}": each.pid for each in status.standbys}
+            found |= {f"standby of {each.name}": each.pid for each in status.standbys}
+            if not {*found.values()} & {*killed}:
+                return found
         assert time.monotonic() < deadline, f"not ready within {START_TIMEOUT_S} s: {status}"
         time.sleep(0.02)

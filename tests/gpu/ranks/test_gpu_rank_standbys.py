@@ -42,7 +42,7 @@ def test_the_standby_of_a_killed_process_goes_on(cluster: Cluster, llama_path: P
     before = ready_pids(cluster)
     collected = collect_all(cluster.gateway, MESSAGES, lambda: os.kill(before[name], signal.SIGKILL))
     assert [each.token_ids[0] for each in collected] == expected_tokens(llama_path)
-    after = ready_pids(cluster)
+    after = ready_pids(cluster, [before[name]])
     changed = {each: after[each] for each in PROCESSES if after[each] != before[each]}
     assert changed == {name: before[f"standby of {name}"]}, "its standby took over, and the others live on"
     cluster.wait_idle()

@@ -68,7 +68,7 @@ def test_the_standbys_of_killed_processes_serve_their_streams(
 
     for collected, expected in zip(collect_all(ranks.gateway, messages, kill), of_one_rank, strict=True):
         collected.assert_equals(expected)
-    after = ready_pids(ranks)
+    after = ready_pids(ranks, [before[name] for name in names])
     changed = {name: after[name] for name in PROCESSES if after[name] != before[name]}
     assert changed == {name: before[f"standby of {name}"] for name in names}, "the processes that were ready serve now"
     assert num_take_overs(metrics_address) == count + len(names)
@@ -79,14 +79,15 @@ def test_a_shard_that_dies_with_its_standby_is_started_again(
     ranks: Cluster, messages: list[gateway_pb2.GenerateRequest], of_one_rank: list[Collected]
 ) -> None:
     before, shard = ready_pids(ranks), "dense_worker-1"
+    killed = [before[name] for name in (f"standby of {shard}", shard)]
 
     def kill() -> None:
-        for name in (f"standby of {shard}", shard):
-            os.kill(before[name], signal.SIGKILL)
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
 
     for collected, expected in zip(collect_all(ranks.gateway, messages, kill), of_one_rank, strict=True):
         collected.assert_equals(expected)
-    after = ready_pids(ranks)
+    after = ready_pids(ranks, killed)
     assert {name for name in PROCESSES if after[name] != before[name]} == {shard}
     assert not {after[shard], after[f"standby of {shard}"]} & {*before.values()}
 
@@ -99,7 +100,7 @@ def test_the_standby_of_a_process_that_hangs_goes_on(
     disturbed = collect_all(ranks.gateway, messages, lambda: os.kill(before[name], signal.SIGSTOP))
     for collected, expected in zip(disturbed, of_one_rank, strict=True):
         collected.assert_equals(expected)
-    after = ready_pids(ranks)
+    after = ready_pids(ranks, [before[name]])
     assert after[name] == before[f"standby of {name}"]
     ranks.wait_idle()
 
