@@ -54,9 +54,7 @@ class ImagePart(RequestModel):
     """A picture in a part of a message, for models that see pictures."""
 
     type: Literal["image_url"]
-    image_url: Annotated[
-        ImageUrl, pydantic.BeforeValidator(lambda value: {"url": value} if isinstance(value, str) else value)
-    ]
+    image_url: ImageUrl
 
 
 def _as_part(value: Any) -> Any:
@@ -65,8 +63,8 @@ def _as_part(value: Any) -> Any:
         return {"type": "text", "text": value}
     if not isinstance(value, dict):
         return value
-    if "type" not in value and "image_url" in value:
-        value = value | {"type": "image_url"}
+    if "type" not in value and isinstance(value.get("image_url"), str):
+        return {"type": "image_url", "image_url": {"url": value["image_url"]}}
     if value.get("type") == "image_url" and not value.get("image_url") and value.get("uuid") is not None:
         reason = "image_url is empty, but pictures are not kept by their uuid: send the picture again"
         raise PydanticCustomError("uuid", reason)

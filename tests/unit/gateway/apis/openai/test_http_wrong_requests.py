@@ -147,9 +147,17 @@ WRONG_BODIES: list[tuple[str, Any, str | None, tuple[str, ...]]] = [
         )
         for empty in (None, {}, "")
     ),
-    *(
-        (CHATS, {"messages": [{"role": "user", "content": [part]}]}, "messages", ("sees no pictures",))
-        for part in ({"type": "image_url", "image_url": "https://a.b/c", "uuid": "a"}, {"image_url": "https://a.b/c"})
+    (
+        CHATS,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "https://a.b/c"}]}]},
+        "messages[0].content[0].image_url",
+        ("https://a.b/c",),
+    ),
+    (
+        CHATS,
+        {"messages": [{"role": "user", "content": [{"image_url": "https://a.b/c"}]}]},
+        "messages",
+        ("sees no pictures",),
     ),
     (
         CHATS,
