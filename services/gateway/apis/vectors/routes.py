@@ -40,7 +40,8 @@ def vector_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
         request_id: str = request.state.request_id
         body.log_unknown_fields(request_id)
         embeds = vectors.embeds
-        normalizes = embeds.normalizes if body.normalize is None else body.normalize
+        asked = body.use_activation if body.normalize is None else body.normalize
+        normalizes = embeds.normalizes if asked is None else asked
         vectors.check_dimensions(body.dimensions)
 
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:

@@ -162,7 +162,7 @@ class EmbeddingRequest(InputRequest):
         None, description="Keep only so many first values; a model that normalises does it after that"
     )
     normalize: bool | None = Field(None, description="Give vectors of length 1; default: as the model says")
-
+    use_activation: bool | None = Field(None, description="vLLM's newer name of normalize")
 
     @property
     def pack(self) -> Callable[[np.ndarray], bytes] | None:

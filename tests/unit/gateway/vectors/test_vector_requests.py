@@ -85,6 +85,19 @@ def test_embed_answers_as_text_embeddings_inference(tmp_path: Path) -> None:
     serve(tmp_path, test)
 
 
+def test_vectors_are_normalised_unless_the_client_says_otherwise(tmp_path: Path) -> None:
+    truth = fake_vector(PROMPTS[0])
+    unit = truth / np.linalg.norm(truth)
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for name in ("use_activation", "normalize"):
+            for value, expected in ((None, unit), (True, unit), (False, truth)):
+                [found] = (await embed(client, PROMPTS[:1], **{name: value})).json()["data"]
+                np.testing.assert_allclose(found["embedding"], expected, atol=1e-6)
+
+    serve(tmp_path, test)
+
+
 def test_other_routes_answer_as_text_embeddings_inference(tmp_path: Path) -> None:
     texts = [" a b", " c", " a b"]
     lists = [REFERENCE(text)["input_ids"] for text in texts]
