@@ -89,7 +89,10 @@ class StreamSocket(asyncio.Protocol):
             raise ConnectionError(f"the socket was closed: {self.error or 'by the other end'}")
 
     def send(self, message: bytes) -> None:
-        """Sends a message, or keeps it if the peer reads slowly: then `drain` waits."""
+        """Sends a message, or keeps it if the peer reads slowly: then `drain` waits. Drops it if the socket is closed.
+        """
+        if self._transport.is_closing():  # uvloop's then raises RuntimeError
+            return
         self._transport.write(_LENGTH.pack(len(message)) + message)
 
     async def drain(self) -> None:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
+import uvloop
 
 from services.common.errors import PeerError
 from services.rpc import stream_socket
@@ -135,6 +136,23 @@ def test_a_message_above_the_limit_ends_it_with_both_numbers() -> None:
             assert not server.received
 
     run(test)
+
+
+@pytest.mark.parametrize("run_loop", [asyncio.run, uvloop.run])
+def test_a_message_after_the_end_is_dropped_and_drain_says_so(run_loop: Callable[[Any], None]) -> None:
+    """Services use uvloop, whose transports cannot be written to from the moment in which the peer has gone."""
+
+    async def test() -> None:
+        async with pair(bytes) as (server, client):
+            (await server.connected()).close()
+            while not client.closed.done():
+                client.send(b"too late")
+                await asyncio.sleep(0)
+            client.send(b"too late")
+            with pytest.raises(PeerError, match="has closed it"):
+                await client.drain()
+
+    run_loop(asyncio.wait_for(test(), TIMEOUT_S))
 
 
 def test_an_error_of_the_receiver_ends_it() -> None:
