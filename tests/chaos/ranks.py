@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
@@ -63,6 +63,7 @@ class Arena:
     cluster: Cluster
     messages: list[gateway_pb2.GenerateRequest]
     expected: list[Collected]
+    signals: dict[int, set[signal.Signals]] = field(default_factory=dict)  # sent, by process
 
 
 @contextlib.contextmanager
@@ -100,14 +101,14 @@ def _messages(random: Random, adapters: Sequence[str]) -> list[gateway_pb2.Gener
 
 
 class RankMonkey:
-    """`run` works until `is_over` is set; `actions` lists what was done, and `signals` what each process was sent."""
+    """`run` works until `is_over` is set; `actions` lists what was done."""
 
-    def __init__(self, cluster: Cluster, random: Random) -> None:
-        self._cluster, self._random = cluster, random
+    def __init__(self, cluster: Cluster, random: Random, signals: dict[int, set[signal.Signals]]) -> None:
+        """`signals`: what was sent to each process, also by others, to which it adds."""
+        self._cluster, self._random, self._signals = cluster, random, signals
         self._launcher = launcher_stub(cluster)
         self.is_over = threading.Event()
         self.actions: list[str] = []
-        self.signals: dict[int, set[signal.Signals]] = {}
 
     def run(self) -> None:
         while len(self.actions) < MAX_ACTIONS and not self.is_over.wait(self._random.uniform(0.05, 0.8)):
@@ -152,7 +153,7 @@ class RankMonkey:
 
     def _send(self, pid: int, name: str, number: signal.Signals) -> None:
         self.actions[-1] += f"{number.name} {name} "
-        self.signals.setdefault(pid, set()).add(number)
+        self._signals.setdefault(pid, set()).add(number)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
@@ -169,13 +170,13 @@ class RankMonkey:
         return pid, -1
 
     def _await_recovery(self, before: tuple[int, int]) -> None:
-        """Waits until every sequence has had enough steps for a token, with all processes alive that were signalled."""
+        """Waits until every sequence has had enough steps for a token, and others serve in place of the signalled ones.
+        """
         deadline = time.monotonic() + RECOVERY_S
         while not self.is_over.is_set():
             pid, num_steps = self._num_steps()
             needed = MIN_STEPS_BETWEEN_CRASHES + (before[1] if pid == before[0] else 0)
-            gone = {pid for pid, sent in self.signals.items() if sent != {signal.SIGCONT}}
-            if num_steps >= needed and not gone & {each.pid for each in self._status().services}:
+            if num_steps >= needed and not self._signals.keys() & {each.pid for each in self._status().services}:
                 return
             assert time.monotonic() < deadline, f"not recovered from {self.actions[-1]}"
             time.sleep(0.05)
@@ -184,7 +185,7 @@ class RankMonkey:
 def run(arena: Arena, seed: int) -> list[str]:
     """Runs one seed. Returns what the monkey did. Raises `AssertionError` for wrong answers and for unexpected ends."""
     cluster, random = arena.cluster, Random(seed)
-    monkey = RankMonkey(cluster, Random(seed + 1))
+    monkey = RankMonkey(cluster, Random(seed + 1), arena.signals)
     log_size = cluster.log_file.stat().st_size
     with ThreadPoolExecutor(NUM_STREAMS + 1) as threads:
         streams = [threads.submit(_check_stream, arena, i, random.uniform(0.0, 1.5)) for i in range(NUM_STREAMS)]
@@ -197,7 +198,7 @@ def run(arena: Arena, seed: int) -> list[str]:
     assert not errors, f"{len(errors)} of {len(streams)} streams after {monkey.actions}: {errors[0]!r}"
     cluster.wait_idle(RECOVERY_S)
     ends = read_ends(cluster.log_file.read_bytes()[log_size:].decode())
-    assert not (wrong := unexpected_ends(ends, monkey.signals)), f"unexpected ends {wrong} after {monkey.actions}"
+    assert not (wrong := unexpected_ends(ends, arena.signals)), f"unexpected ends {wrong} after {monkey.actions}"
     return monkey.actions
 
 
