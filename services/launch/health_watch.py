@@ -143,6 +143,8 @@ class HealthWatch:
             return computing
         roles = {child.role for child, _ in stalls}
         lone_wait_s = max((stall.stalled_s for _, stall in stalls), default=0.0)
+        if any(record.has_served and record.num_missed >= MIN_MISSED for _, record in records):
+            return []  # others may wait for a process that has stopped, whose time is over soon
         # If only one is stalled, it waits for a lost answer, or noticed the stall a little earlier than the other.
         if computing or {DENSE_ROLE, ATTENTION_ROLE} <= roles or lone_wait_s > 2 * self._stall_timeout_s:
             return self._blame_dense(records, stalls, now)

@@ -249,7 +249,8 @@ def _check_leaks(arena: Arena) -> None:
     cluster = arena.cluster
     status = _settled_status(arena)
     children = children_of(cluster.process.pid)
-    assert len(children) == len(ROLES) + 2 * arena.has_standbys, f"{len(children)} processes"
+    named = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:160] for pid in children]
+    assert len(children) == len(ROLES) + 2 * arena.has_standbys, f"{len(children)} processes: {named}"
     pids = {service.role: service.pid for service in status.services}
     for role in ("attn_worker", "dense_worker"):
         pid = pids[role]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.launch import service
+from services.launch import early_services, service
 from services.launch.__main__ import main
 from services.launch.child import Child
 
@@ -18,4 +18,6 @@ class SpeculatingChild(Child):
 
 if __name__ == "__main__":
     service.Child = SpeculatingChild  # type: ignore[misc]
+    # Nobody would take the early one, which would wait to the end.
+    early_services.MODULES = tuple(each for each in early_services.MODULES if each != "services.dense_worker")
     main()

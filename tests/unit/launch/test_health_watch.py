@@ -131,6 +131,15 @@ def test_if_both_wait_for_each_other_first_the_dense_worker_is_blamed_and_then_b
     assert blame(watch, now=2000.0, **records) == [DENSE]
 
 
+def test_who_waits_for_a_service_that_does_not_answer_is_not_ended_before_that_one(watch: HealthWatch) -> None:
+    records = [(FakeChild(DENSE), stall(DENSE)), (FakeChild(DENSE), silent(BOUND_S - 1))]  # two ranks
+    assert watch.find_culprits(records, 1000.0) == []
+    [(child, _)] = watch.find_culprits(records, 1002.0)
+    assert child is records[1][0]
+    records[1][1].note_answer()  # it only was late
+    assert [child.role for child, _ in watch.find_culprits(records, 1003.0)] == [DENSE, DENSE]
+
+
 def test_attention_workers_that_have_worked_since_the_last_stall_keep_their_caches(watch: HealthWatch) -> None:
     """Ending the dense worker has helped. The next stall has a cause of its own, however soon it comes."""
     attention, other = stall(ATTENTION, DENSE), stall(ATTENTION, DENSE)
