@@ -6,9 +6,10 @@ import json
 import secrets
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,7 +17,7 @@ import pytest
 
 from tests.support.cluster import Cluster, request
 from tests.support.monitoring.otlp_collector import ReceivedSpan
-from tests.support.observed import Observed, until
+from tests.support.observed import Observed, running_observed, until
 from tests.support.scrape import Scrape, read_table, read_units
 
 TIMEOUT_S = 30.0
@@ -265,11 +266,18 @@ def test_a_trace_that_the_client_does_not_want_is_not_sent(observed: Observed) -
     assert observed.collector.spans_of(unwanted) == []
 
 
-def test_a_killed_dense_worker_shows_in_every_service(observed: Observed) -> None:
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Observed]:
+    """A cluster for one test: after it the workers do not count the same steps, see `settled`."""
+    with running_observed(tmp_path) as observed:
+        yield observed
+
+
+def test_a_killed_dense_worker_shows_in_every_service(own: Observed) -> None:
     """The counters must change in the round in which the kill comes before the end of the stream."""
-    cluster = observed.cluster
+    cluster = own.cluster
     recovered = "twostroke_gateway_recovered_sequences_total"
-    after = settled(observed)
+    after = settled(own)
     for _ in range(MAX_ROUNDS):
         before = after
         stream = cluster.gateway.GenerateStream(
@@ -280,7 +288,7 @@ def test_a_killed_dense_worker_shows_in_every_service(observed: Observed) -> Non
         list(stream)
         cluster.generate("Count", 1)  # the new worker serves now
         cluster.wait_idle()
-        after = observed.scrape()
+        after = own.scrape()
         if after["gateway"].value(recovered) > before["gateway"].value(recovered):
             break
     for service, name, labels in (
