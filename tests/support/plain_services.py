@@ -76,7 +76,8 @@ class PlainServices(Stubs):
     def stop(self) -> dict[str, int]:
         """Stops the services one by one, in reverse order; returns the exit statuses by role."""
         self._is_stopping.set()
-        self._keeper.join()
+        if self._keeper.is_alive():  # it is not if a service could not be started
+            self._keeper.join()
         statuses = {}
         for role, process in reversed(self._processes.items()):
             process.terminate()
