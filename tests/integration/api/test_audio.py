@@ -6,7 +6,6 @@ import itertools
 import json
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +18,7 @@ from openai.types.audio import TranscriptionVerbose
 from transformers import AutoTokenizer, WhisperFeatureExtractor, WhisperForConditionalGeneration
 from transformers.models.whisper.tokenization_whisper import _combine_tokens_into_words
 
+from tests.support.clients.interrupted import over_a_kill
 from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, running_cluster
 from tests.support.speech import (
     END,
@@ -433,12 +433,8 @@ def test_words_are_the_same_over_the_death_of_a_worker(
 
     expected = words()
     pid = cluster.pid_of(role)
-    with ThreadPoolExecutor(1) as threads:
-        found = threads.submit(words)
-        while not cluster.attention_status().num_sequences:
-            assert not found.done(), "it has ended before anything was killed"
-        cluster.kill(role)
-        assert found.result(timeout=200) == expected and len(expected) > 10
+    found = over_a_kill(words, lambda: cluster.attention_status().num_sequences, 1, lambda: cluster.kill(role))
+    assert found == expected and len(expected) > 10
     assert cluster.pid_of(role) != pid
 
 

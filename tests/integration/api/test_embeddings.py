@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import concurrent.futures
-import time
+import itertools
 from typing import Any
 
 import grpc
@@ -16,6 +16,7 @@ import torch
 
 from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2
+from tests.support.clients.interrupted import over_a_kill
 from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster
 from tests.support.reference import VOCAB_SIZE, reference_model
 
@@ -167,15 +168,16 @@ def test_many_inputs_of_one_request(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("role", ["dense_worker", "attn_worker"])
 def test_a_killed_worker_changes_no_vector(cluster: Cluster, role: str) -> None:
-    prompts = [random_prompt(200 + i, seed=1000 * len(role) + i) for i in range(40)]
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        before = cluster.attention_status().num_computed_tokens
-        answer = pool.submit(post, cluster, {"input": prompts})
-        while cluster.attention_status().num_computed_tokens < before + 500:
-            assert not answer.done(), "the kill comes while it runs"
-            time.sleep(0.002)
-        cluster.kill(role)
-        found = vectors_of(answer.result())
+    seeds = itertools.count(1000 * len(role), 40)  # of prompts that are in no cache, at each attempt
+
+    def ask() -> tuple[list[list[int]], np.ndarray]:
+        first = next(seeds)
+        prompts = [random_prompt(200 + i, seed=first + i) for i in range(40)]
+        return prompts, vectors_of(post(cluster, {"input": prompts}))
+
+    prompts, found = over_a_kill(
+        ask, lambda: cluster.attention_status().num_computed_tokens, 500, lambda: cluster.kill(role)
+    )
     for index in (0, 17, 39):
         np.testing.assert_allclose(found[index], wanted(prompts[index]), atol=TOLERANCE)
     cluster.wait_idle()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.clients.interrupted import over_a_kill
 from tests.support.cluster import (
     REQUEST_TIMEOUT_S,
     Cluster,
@@ -172,13 +172,12 @@ def test_inputs_may_have_as_many_tokens_as_there_are_positions(served: Served) -
 
 def test_a_killed_worker_changes_nothing(served: Served) -> None:
     texts = [" ".join(WORDS[i : i + 50]) for i in range(20)] * 50
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        answer = pool.submit(served.post, "/classify", {"input": texts})
-        while served.cluster.dense_status().num_steps < 5:
-            time.sleep(0.002)
-        assert not answer.done(), "the kill comes while it runs"
-        served.cluster.kill("dense_worker")
-        data = answer.result()["data"]
+    data = over_a_kill(
+        lambda: served.post("/classify", {"input": texts}),
+        lambda: served.cluster.dense_status().num_steps,
+        5,
+        lambda: served.cluster.kill("dense_worker"),
+    )["data"]
     probs = torch.stack([wanted(served, text).sigmoid() for text in texts[:20]])
     found = torch.tensor([each["probs"] for each in data])
     torch.testing.assert_close(found, probs.repeat(50, 1), rtol=0, atol=TOLERANCE)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 
 from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2
+from tests.support.clients.interrupted import over_a_kill
 from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, free_port, running_cluster
 from tests.support.reference import VOCAB_SIZE, reference_model
 
@@ -92,14 +91,13 @@ def test_a_stop_string_cuts_the_states_too(cluster: Cluster) -> None:
 @pytest.mark.parametrize("role", ["dense_worker", "attn_worker"])
 def test_no_state_is_missing_after_a_worker_was_killed(cluster: Cluster, role: str) -> None:
     prompt = random_prompt(60, seed=6)
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        before = cluster.attention_status().num_computed_tokens
-        answer = pool.submit(post, cluster, asking(prompt, max_new_tokens=250))
-        while cluster.attention_status().num_computed_tokens < before + 100:
-            assert not answer.done(), "the kill comes while it runs"
-            time.sleep(0.005)
-        cluster.kill(role)
-        check(prompt, answer.result())
+    answer = over_a_kill(
+        lambda: post(cluster, asking(prompt, max_new_tokens=250)),
+        lambda: cluster.attention_status().num_computed_tokens,
+        100,
+        lambda: cluster.kill(role),
+    )
+    check(prompt, answer)
 
 
 def test_what_cannot_be_served_is_refused_by_name(cluster: Cluster) -> None:
