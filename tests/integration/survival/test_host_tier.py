@@ -277,11 +277,15 @@ def test_a_file_of_another_model_or_version_is_made_anew(
 def test_without_the_launcher_a_path_keeps_the_blocks(tmp_path: Path) -> None:
     """As in containers: each service is restarted by itself."""
     settings = (f"attention.host_kv_bytes={HOST_KV_BYTES}", f"attention.host_kv_path={tmp_path / 'kv'}")
-    with plain_services(tmp_path, *settings) as services:
+    metrics_address = f"127.0.0.1:{free_port()}"
+    with plain_services(tmp_path, *settings, f"attention.metrics_address={metrics_address}") as services:
         prompt = prompt_of(22, 400)
         expected = reference_tokens(EMBEDDED_MODEL, prompt, 8)
         assert services.generate(prompt, 8, ignore_eos=True).token_ids == expected
-        time.sleep(1.0)  # to write 25 blocks
+        deadline = time.monotonic() + TIMEOUT_S
+        while Scrape(metrics_address).value("twostroke_attention_host_kv_written_blocks_total") < 25:
+            assert time.monotonic() < deadline, "not all full blocks were written"
+            time.sleep(0.03)
         services.kill("attn_worker")
         services.wait_idle()
         assert services.generate(prompt, 8, ignore_eos=True).token_ids == expected
