@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import structlog
@@ -241,9 +242,15 @@ def events(objects: Sequence[Any], *, has_names: bool = False) -> bytes:
     return b"".join([each if type(each) is bytes else _event(each, has_names) for each in objects])
 
 
-async def send_pieces(send: Send, pieces: AsyncIterator[bytes]) -> None:
+async def send_pieces(
+    send: Send,
+    pieces: AsyncIterator[bytes],
+    media_type: str = "application/json",
+    further: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Sends a whole answer while it is made: the client reads it in chunks, and only the next one is in memory."""
-    headers = [(b"content-type", b"application/json")]
+    given = {"content-type": media_type, **further}
+    headers = [(name.encode(), value.encode("latin-1")) for name, value in given.items()]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     async for piece in pieces:
         await send({"type": "http.response.body", "body": piece, "more_body": True})

@@ -39,11 +39,14 @@ class PooledAnswer(Response):
         field: str = "input",
         num_given: int | None = None,
         prepare: Callable[[Sequence[PooledInput]], None] | None = None,
+        headers: Callable[[Sequence[PooledInput]], dict[str, str]] = lambda pooled: {},
+        media_type: str = "application/json",
     ) -> None:
-        """field, num_given: see `Vectors.pool`. prepare: called in a thread before `write`"""
+        """field, num_given: see `Vectors.pool`. prepare: called in a thread before `write`. headers: further ones"""
         super().__init__()
         self._vectors, self._inputs, self._options = vectors, inputs, options
         self._write, self._field, self._num_given, self._prepare = write, field, num_given, prepare
+        self._headers, self._media_type = headers, media_type
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises a `TwostrokeError` before the status line is sent."""
@@ -65,13 +68,14 @@ class PooledAnswer(Response):
             heavy_work: HeavyWork = service.heavy_work
             if self._prepare is not None:
                 await heavy_work.in_thread(self._prepare, pooled)
+            headers = self._headers(pooled)
             if sum(each.values.size for each in pooled) > MAX_INLINE_VALUES:
-                await send_pieces(send, heavy_work.pieces(self._write(pooled)))
+                await send_pieces(send, heavy_work.pieces(self._write(pooled)), self._media_type, headers)
                 return
         finally:
             held.release()
         body = b"".join(self._write(pooled))
-        await Response(body, media_type="application/json")(scope, receive_nothing, send)
+        await Response(body, headers=headers, media_type=self._media_type)(scope, receive_nothing, send)
 
 
 async def receive_nothing() -> dict[str, str]:

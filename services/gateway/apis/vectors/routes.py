@@ -11,6 +11,7 @@ from fastapi.responses import Response
 
 from services.common.config import GatewaySection
 from services.gateway.apis.shared.llama_cpp_errors import ERROR_RESPONSES as LLAMA_CPP_ERRORS
+from services.gateway.apis.vectors.binary_answer import binary_answer
 from services.gateway.apis.vectors.pooled_answer import PooledAnswer, list_answer, list_pieces, number_pieces
 from services.gateway.apis.vectors.schema import (
     EUCLID,
@@ -40,21 +41,23 @@ def vector_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
         request_id: str = request.state.request_id
         body.log_unknown_fields(request_id)
         embeds = vectors.embeds
-        asked = body.use_activation if body.normalize is None else body.normalize
-        normalizes = embeds.normalizes if asked is None else asked
+        normalizes = body.normalizes(embeds.normalizes)
         vectors.check_dimensions(body.dimensions)
+        options = body.options(request_id, request.headers.get("traceparent", ""))
+
+        def shape(values: np.ndarray) -> np.ndarray:
+            return shaped(values, body.dimensions, normalizes)
+
+        if body.is_binary:
+            return binary_answer(vectors, body, options, lambda each: each.values, shape)
 
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
-            def shape(values: np.ndarray) -> np.ndarray:
-                return shaped(values, body.dimensions, normalizes)
-
             objects = (
                 vector_pieces("embedding", "embedding", index, each.values, shape, body.pack)
                 for index, each in enumerate(pooled)
             )
             return list_answer(request_id, body.model or service.names.first, objects, pooled)
 
-        options = body.options(request_id, request.headers.get("traceparent", ""))
         return PooledAnswer(vectors, body.inputs, options, write)
 
     @router.post("/embedding", response_class=Response, include_in_schema=False)

@@ -19,6 +19,7 @@ from services.gateway.apis.shared.parts import MAX_PARTS, by_shape, check_parts
 from services.gateway.apis.shared.request_model import CountOrAll, Int32, RequestModel, TokenIdList, at_most
 from services.gateway.request.generation_request import MAX_MESSAGES
 from services.gateway.text.read_chat import MAX_NAME_CHARACTERS
+from services.gateway.vectors.float8 import FLOAT8, float8_codes
 from services.gateway.vectors.vectors import InputOptions, VectorInput
 from services.pb import gateway_pb2
 
@@ -149,30 +150,45 @@ class EmbeddingRequest(InputRequest):
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"input_type": ()}
 
-    encoding_format: Literal["float", "base64"] | None = Field(
-        None, description="base64: the bytes of numbers as embed_dtype and endianness say; default float"
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = Field(
+        None,
+        description="base64: the bytes of numbers as embed_dtype and endianness say; bytes: the answer is these bytes "
+        "of all inputs, and the rest of it is JSON in the header metadata; bytes_only: without that; default float",
     )
-    embed_dtype: Literal["float32", "float16", "bfloat16"] | None = Field(
-        None, description="Of the numbers in base64; default float32"
+    embed_dtype: Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"] | None = Field(
+        None, description="Of the numbers in bytes; default float32"
     )
     endianness: Literal["native", "little", "big"] | None = Field(
-        None, description="Of the numbers in base64; default native, which is little"
+        None, description="Of the numbers in bytes; default native, which is little"
     )
     dimensions: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Keep only so many first values; a model that normalises does it after that"
     )
     normalize: bool | None = Field(None, description="Give vectors of length 1; default: as the model says")
-    use_activation: bool | None = Field(None, description="vLLM's newer name of normalize")
+    use_activation: bool | None = Field(
+        None, validation_alias=AliasChoices("use_activation", "activation"), description="vLLM's name of normalize"
+    )
+
+    def normalizes(self, default: bool) -> bool:
+        """Whether vectors get length 1. `default`: what the model says."""
+        return next((given for given in (self.normalize, self.use_activation) if given is not None), default)
+
+    @property
+    def is_binary(self) -> bool:
+        """Whether the answer is bytes."""
+        return self.encoding_format in ("bytes", "bytes_only")
 
     @property
     def pack(self) -> Callable[[np.ndarray], bytes] | None:
-        """Makes the bytes that base64 shows of float32 numbers; None: they are shown as text."""
-        if self.encoding_format != "base64":
+        """Makes bytes of float32 numbers; None: they are shown as text."""
+        if self.encoding_format in (None, "float"):
             return None
         return partial(_packed, self.embed_dtype, ">" if self.endianness == "big" else "<")
 
 
 def _packed(dtype: str | None, order: str, values: np.ndarray) -> bytes:
+    if dtype in FLOAT8:
+        return float8_codes(values, *FLOAT8[dtype]).tobytes()
     if dtype == "float16":
         return values.astype(f"{order}f2").tobytes()
     if dtype == "bfloat16":  # numpy has none: the upper halves, rounded to nearest, ties to even
@@ -228,7 +244,7 @@ class PoolingRequest(EmbeddingRequest):
         description="What the model is for; default: what it is for. A model for embed does token_embed, too: then "
         "data is a list of the vectors of all tokens, special ones included",
     )
-    use_activation: UseActivation = None
+    use_activation: UseActivation = None  # of embeddings: `normalize`
 
 
 TextOrTexts = Annotated[

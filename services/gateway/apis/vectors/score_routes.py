@@ -14,6 +14,7 @@ from pydantic_core import to_json
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
 from services.common.pooling.pooling_config import PoolingConfig, TokenHead
+from services.gateway.apis.vectors.binary_answer import binary_answer
 from services.gateway.apis.vectors.pooled_answer import PooledAnswer, list_answer, list_pieces, usage_of
 from services.gateway.apis.vectors.routes import vector_pieces
 from services.gateway.apis.vectors.schema import (
@@ -158,9 +159,11 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
         vectors.check_dimensions(body.dimensions)
         if body.dimensions is not None and head is TokenHead.SPARSE:
             raise InvalidRequest("dimensions cannot be used with token_classify: a token has one number", "dimensions")
-        normalizes = pooling.normalizes if body.normalize is None else body.normalize
-        normalizes = normalizes and head is not TokenHead.SPARSE
-        is_plain = _shows_raw(body.use_activation, vectors) or not pooling.is_classifier
+        if pooling.is_classifier:
+            normalizes = pooling.normalizes if body.normalize is None else body.normalize
+        else:
+            normalizes = body.normalizes(pooling.normalizes) and head is not TokenHead.SPARSE
+        is_plain = body.use_activation is False or not pooling.is_classifier
 
         def shape(values: np.ndarray) -> np.ndarray:
             return shaped(values if is_plain else probabilities(values, pooling), body.dimensions, normalizes)
@@ -170,6 +173,9 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
                 return each.values
             rows = without_edges(each, pooling, head)
             return rows[:, 0] if head is TokenHead.SPARSE else rows
+
+        if body.is_binary:
+            return binary_answer(vectors, body, options, values_of, shape)
 
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
             objects = (

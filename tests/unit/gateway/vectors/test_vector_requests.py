@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,9 @@ def test_vectors_are_normalised_unless_the_client_says_otherwise(tmp_path: Path)
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         for name in ("use_activation", "normalize"):
             for value, expected in ((None, unit), (True, unit), (False, truth)):
-                [found] = (await embed(client, PROMPTS[:1], **{name: value})).json()["data"]
-                np.testing.assert_allclose(found["embedding"], expected, atol=1e-6)
+                for path, field in ((EMBEDDINGS, "embedding"), ("/pooling", "data")):
+                    answer = await client.post(path, json={"input": PROMPTS[:1], name: value}, headers=HEADERS)
+                    np.testing.assert_allclose(answer.json()["data"][0][field], expected, atol=1e-6)
 
     serve(tmp_path, test)
 
@@ -132,7 +134,7 @@ def test_other_routes_answer_as_text_embeddings_inference(tmp_path: Path) -> Non
     serve(tmp_path, test)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"])
 def test_numbers_in_base64_have_the_dtype_and_the_order_of_bytes_that_are_asked_for(dtype: str, tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         for field, path in (("embedding", EMBEDDINGS), ("data", "/pooling")):
@@ -140,13 +142,38 @@ def test_numbers_in_base64_have_the_dtype_and_the_order_of_bytes_that_are_asked_
             for endianness in (None, "native", "little", "big"):
                 answer = await client.post(path, json=body | {"endianness": endianness}, headers=HEADERS)
                 for prompt, each in zip(PROMPTS, answer.json()["data"], strict=True):
-                    values = torch.tensor(fake_vector(prompt)).to(getattr(torch, dtype))
+                    name = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}.get(dtype, dtype)
+                    values = torch.tensor(fake_vector(prompt)).to(getattr(torch, name))
                     expected = values.view(torch.uint8).numpy()
                     if endianness == "big":
                         expected = expected.reshape(len(values), -1)[:, ::-1]
                     assert base64.b64decode(each[field]) == expected.tobytes()
-        refused = await embed(client, PROMPTS, encoding_format="base64", embed_dtype="fp8_e4m3")
+        refused = await embed(client, PROMPTS, encoding_format="base64", embed_dtype="fp8")
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "embed_dtype"
+
+    serve(tmp_path, test)
+
+
+def test_an_answer_may_be_bytes_with_the_rest_in_a_header(tmp_path: Path) -> None:
+    truth = torch.tensor(np.array([fake_vector(each) for each in PROMPTS]))
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for path, dtype in ((EMBEDDINGS, "float32"), ("/pooling", "fp8_e4m3")):
+            body = {"input": PROMPTS, "normalize": False, "encoding_format": "bytes", "embed_dtype": dtype}
+            answer = await client.post(path, json=body, headers=HEADERS)
+            assert answer.headers["content-type"] == "application/octet-stream"
+            metadata = json.loads(answer.headers["metadata"])
+            assert metadata["usage"]["prompt_tokens"] == 2 * len(PROMPTS) and metadata["model"]
+            kind = torch.float32 if dtype == "float32" else torch.float8_e4m3fn
+            for index, (each, wanted) in enumerate(zip(metadata["data"], truth, strict=True)):
+                assert (each["index"], each["embed_dtype"], each["endianness"]) == (index, dtype, "native")
+                found = torch.frombuffer(bytearray(answer.content[each["start"] : each["end"]]), dtype=kind)
+                assert torch.equal(found.float(), wanted.to(kind).float()) and each["shape"] == [len(wanted)]
+            bare = await client.post(path, json=body | {"encoding_format": "bytes_only"}, headers=HEADERS)
+            assert "metadata" not in bare.headers and bare.content == answer.content
+        many = await embed(client, [[5]] * 1000, encoding_format="bytes")
+        assert many.status_code == 400 and "bytes_only" in many.json()["error"]["message"]
+        assert (await embed(client, [[5]] * 1000, encoding_format="bytes_only")).status_code == 200
 
     serve(tmp_path, test)
 
