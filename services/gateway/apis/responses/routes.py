@@ -76,7 +76,8 @@ def responses_routes(service: RequestService, section: GatewaySection, store: Re
         """The record of a request, with its earlier items. None: this server stores no responses."""
         if store is not None:
             record = ResponseRecord(store, owner_of(request.state.caller), request.state.request_id, body)
-            await record.read_earlier(section.max_body_bytes, section.max_body_values, service.heavy_work)
+            limits = section.max_body_bytes, section.max_body_values
+            await record.read_earlier(*limits, service.heavy_work, request.state.held)
             return record
         if body.previous_response_id is not None:
             raise InvalidRequest(

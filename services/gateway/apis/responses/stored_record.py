@@ -16,7 +16,8 @@ from services.gateway.apis.responses.response_store import ResponseStore, Stored
 from services.gateway.apis.responses.schema import ResponsesRequest
 from services.gateway.apis.shared.json_pieces import LazyList
 from services.gateway.http.json_route import parse_json
-from services.gateway.resources.heavy_work import HeavyWork
+from services.gateway.resources.heavy_work import MAX_INLINE_BYTES, HeavyWork
+from services.gateway.resources.memory_budget import BYTES_PER_BODY_BYTE, HeldMemory
 
 _ITEMS = pydantic.TypeAdapter(Input)
 FIELD = "previous_response_id"
@@ -44,8 +45,11 @@ class ResponseRecord:
             self._conversation = previous.conversation
         self._own_items = _own_items(body, request_id) if self._is_stored else b""
 
-    async def read_earlier(self, max_bytes: int, max_values: int, heavy_work: HeavyWork) -> None:
-        """Reads `earlier`, under the limits of a body that has the whole conversation. Raises `InvalidRequest`."""
+    async def read_earlier(self, max_bytes: int, max_values: int, heavy_work: HeavyWork, held: HeldMemory) -> None:
+        """Reads `earlier`, under the limits of a body that has the whole conversation, and holds as much memory.
+
+        Raises `InvalidRequest` and `CapacityError`.
+        """
         if not self._conversation:
             return
         num_bytes = sum(map(len, self._conversation)) + len(self._own_items)
@@ -54,12 +58,14 @@ class ResponseRecord:
                 f"the conversation has {num_bytes} bytes with its earlier items, gateway.max_body_bytes is {max_bytes}",
                 FIELD,
             )
-        items = await parse_json(joined(self._conversation), max_values, heavy_work)
+        items = await read_conversation(self._conversation, max_values, heavy_work, held, FIELD)
         try:
             self.earlier = _ITEMS.validate_python(items)
         except pydantic.ValidationError as error:  # an answer may have what no request may, such as a name
             reason = error.errors()[0]["msg"]
             raise InvalidRequest(f"the earlier conversation cannot be continued: {reason}", FIELD) from error
+        if num_bytes > MAX_INLINE_BYTES:
+            await heavy_work.turn()  # for whoever makes a message of them
 
     def keep(self, response: Mapping[str, Any]) -> None:
         """Keeps a complete response without log-probabilities, unless the request says not to."""
@@ -69,8 +75,19 @@ class ResponseRecord:
             self._store.put(self._owner, response["id"], stored)
 
 
-def joined(lists: Sequence[bytes]) -> bytes:
-    """One JSON list with the elements of all."""
+async def read_conversation(
+    lists: Sequence[bytes], max_values: int, heavy_work: HeavyWork, held: HeldMemory, param: str | None
+) -> list[Any]:
+    """The elements of all these JSON lists, for which `held` holds memory as for a body. `param`: the field to blame.
+
+    Raises `InvalidRequest`, `CapacityError` and a 413.
+    """
+    num_bytes = sum(map(len, lists))
+    await held.reserve(BYTES_PER_BODY_BYTE * num_bytes, "the stored conversation", param, "continue a shorter one")
+    return await parse_json(_joined(lists), max_values, heavy_work)
+
+
+def _joined(lists: Sequence[bytes]) -> bytes:
     return b"[" + b",".join(each[1:-1] for each in lists if each != b"[]") + b"]"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
@@ -12,10 +12,9 @@ from services.common.errors import InvalidRequest, NotFound
 from services.common.shorten import quote
 from services.gateway.apis.responses.answer_objects import ResponseObject
 from services.gateway.apis.responses.response_store import ResponseStore, StoredResponse
-from services.gateway.apis.responses.stored_record import joined, owner_of
+from services.gateway.apis.responses.stored_record import owner_of, read_conversation
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
-from services.gateway.http.json_route import parse_json
 
 PATH = "/v1/responses/{response_id}"
 MAX_ITEMS = 100  # of one page, as with OpenAI
@@ -50,8 +49,8 @@ def stored_response_routes(service: RequestService, section: GatewaySection, sto
     ) -> Response:
         """The items that the model was given for a stored response, those of the conversation before it included."""
         stored = _find(response_id, request)
-        given = joined(stored.input_items)
-        items: list[dict[str, Any]] = await parse_json(given, section.max_body_values, service.heavy_work)
+        limit_and_work = section.max_body_values, service.heavy_work
+        items = await read_conversation(stored.input_items, *limit_and_work, request.state.held, None)
         if order == "desc":
             items.reverse()
         if after is not None:

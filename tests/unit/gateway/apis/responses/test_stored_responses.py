@@ -15,6 +15,7 @@ from services.gateway.apis.responses.response_store import ResponseStore, Stored
 from services.gateway.apis.responses.schema import ResponsesRequest
 from services.gateway.apis.responses.stored_record import ResponseRecord
 from services.gateway.resources.heavy_work import HeavyWork
+from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
 from tests.support.chats.chat_models import prompt_text, with_chat_model
 from tests.support.clients.gateway_calls import EOS, ids
 from tests.support.clients.http_gateway import MODEL
@@ -167,6 +168,35 @@ def test_nothing_is_stored_by_default(tmp_path: Path) -> None:
     with_api(tmp_path, answering(" one"), test)
 
 
+def test_stored_conversations_take_of_the_memory_that_requests_share(tmp_path: Path) -> None:
+    """A small request may read a large conversation, so many small ones would take memory that nobody counts."""
+    long: Any = {"role": "user", "content": "Hi", "ignored": "x" * 20_000}  # takes 80,000 bytes with what is made of it
+
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        first = await api.responses.create(model=MODEL, input=[long])
+        second = await api.responses.create(model=MODEL, input=[long], previous_response_id=first.id)
+        small: Any = {"model": MODEL, "input": "So?", "previous_response_id": second.id}
+        assert [each.output_text for each in await asyncio.gather(*(api.responses.create(**small) for _ in "ab"))] == [
+            " two", " two",
+        ]  # they have waited for each other  # fmt: skip
+        with pytest.raises(openai.BadRequestError, match="memory for the stored conversation.*max_held_bytes") as wrong:
+            await api.responses.create(model=MODEL, input=[long], previous_response_id=second.id)
+        assert wrong.value.param == "previous_response_id"
+        running = await api.responses.create(model=MODEL, input=[long], max_output_tokens=1000, stream=True)
+        await anext(running)
+        for refused in (api.responses.create(**small), api.responses.input_items.list(second.id)):
+            with pytest.raises(openai.RateLimitError, match="max_held_bytes"):
+                await refused
+        await running.close()
+        assert len((await api.responses.input_items.list(second.id)).data) == 3
+
+    def answer(submit: Any) -> list[int]:
+        return ids(" a") * 1000 if submit.spec.max_tokens == 1000 else [*ids(" two"), EOS]
+
+    limits: Any = {"max_held_bytes": 200_000, "max_held_wait_s": 0.3}
+    with_api(tmp_path, FakeDense(answer, step_s=0.02), test, store_responses=True, **limits)
+
+
 def test_several_gateway_processes_store_nothing() -> None:
     with pytest.raises(ValueError, match=r"store_responses: launch\.gateway_processes is 2, must be 1"):
         Config(gateway=GatewaySection(store_responses=True), launch=LaunchSection(gateway_processes=2))
@@ -177,6 +207,7 @@ def test_an_answer_that_no_request_may_repeat_is_an_error_of_the_request() -> No
     output = b'[{"type": "function_call", "call_id": "c", "name": "get weather", "arguments": "{}"}]'
     store.put("ann", "resp_1", StoredResponse(b"{}", (b'[{"role": "user", "content": "Hi"}]',), output))
     body = ResponsesRequest(input="Go on", previous_response_id="resp_1")
+    held = HeldMemory(MemoryBudget(10**6), (0, 0))
     with pytest.raises(InvalidRequest, match="cannot be continued") as refused:
-        asyncio.run(ResponseRecord(store, "ann", "r", body).read_earlier(10**6, 10**6, HeavyWork()))
+        asyncio.run(ResponseRecord(store, "ann", "r", body).read_earlier(10**6, 10**6, HeavyWork(), held))
     assert refused.value.param == "previous_response_id"
