@@ -84,6 +84,8 @@ async def read_conversation(
     """
     num_bytes = sum(map(len, lists))
     await held.reserve(BYTES_PER_BODY_BYTE * num_bytes, "the stored conversation", param, "continue a shorter one")
+    if num_bytes > MAX_INLINE_BYTES:
+        await heavy_work.turn()
     return await parse_json(_joined(lists), max_values, heavy_work)
 
 
