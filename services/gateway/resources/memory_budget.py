@@ -105,7 +105,7 @@ class MemoryBudget:
         if self.num_waiting >= self._max_waiting:
             raise CapacityError(f"{reason}; {self.num_waiting} requests wait already, gateway.max_held_waiting")
         num_by_waiting = self._held_by_waiting.total
-        if num_held and num_by_waiting + num_held + num_bytes > self._limit_of(client):
+        if num_held and num_by_waiting + num_held + num_bytes > self.limit_of(client):
             raise CapacityError(f"{reason}; {num_by_waiting} are held by requests that wait for more themselves")
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         places = self._waiting.setdefault(client, deque())
@@ -168,7 +168,7 @@ class MemoryBudget:
             del self._waiting[client]
         self._grant()  # a smaller one may have waited behind this one
 
-    def _limit_of(self, client: Client) -> int:
+    def limit_of(self, client: Client) -> int:
         """What requests of a client may hold together with all others, unless it holds little."""
         return self.max_bytes - self.max_bytes // KEPT_PARTS if any(client) else self.max_bytes
 
@@ -199,14 +199,16 @@ class HeldMemory:
     async def reserve(self, num_bytes: int, what: str, param: str | None = None, advice: str = "send less") -> None:
         """Holds more, if need be after a while. `what` takes the bytes, such as "logits"; `param`: the field to blame.
 
-        Raises `InvalidRequest` if the request would hold more than the whole budget, with an `advice`, and
-        `CapacityError` if too little of it is left for this client for too long.
+        Raises `InvalidRequest` if the request would hold more than it ever may, with an `advice`, and `CapacityError`
+        if too little of the budget is left for this client for too long.
         """
-        if self.num_bytes + num_bytes > self.budget.max_bytes:
+        most = self.budget.limit_of(self.client) if self.num_bytes else self.budget.max_bytes
+        if self.num_bytes + num_bytes > most:
             beside = f" beside {self.num_bytes} others" if self.num_bytes else ""
+            kept = f", 1/{KEPT_PARTS} of it is kept for other clients" if most < self.budget.max_bytes else ""
             raise InvalidRequest(
                 f"the request may take {num_bytes} bytes of memory for {what}{beside}, {KEY} is "
-                f"{self.budget.max_bytes}: {advice}",
+                f"{self.budget.max_bytes}{kept}: {advice}",
                 param,
             )
         await self.budget.take(self.client, num_bytes, what, self.num_bytes, self._num_small)

@@ -36,6 +36,9 @@ def test_a_request_that_could_never_fit_is_wrong_and_names_value_and_limit() -> 
         await held.reserve(600, "its body")
         with pytest.raises(InvalidRequest, match=r"401 bytes of memory for logits beside 600 others"):
             await held.reserve(401, "logits")
+        with pytest.raises(InvalidRequest, match=r"beside 600 others, .* is 1000, 1/8 of it is kept for other clients"):
+            await held.reserve(276, "logits")  # a client that holds something does not get the last eighth
+        await held.reserve(275, "logits")
 
     run(test())
 
