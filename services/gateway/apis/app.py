@@ -110,7 +110,7 @@ def build_app(
         app.include_router(router)
     routes = itertools.chain.from_iterable([router.routes for router in routers])
     # Within the application's error handlers.
-    app.router.middleware_stack = DirectRoutes(app.router.middleware_stack, routes)
+    app.router.middleware_stack = DirectRoutes(app.router.middleware_stack, routes, service.heavy_work)
     _add_document(app, DIALECTS)
     return app
 

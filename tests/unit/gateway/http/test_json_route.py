@@ -151,7 +151,7 @@ def test_a_plain_route_tells_of_wrong_bodies_as_fastapi_does(body: bytes) -> Non
         app.include_router(router)
         app.add_exception_handler(RequestValidationError, describe)
         if is_direct:
-            app.router.middleware_stack = DirectRoutes(app.router.middleware_stack, router.routes)
+            app.router.middleware_stack = DirectRoutes(app.router.middleware_stack, router.routes, HeavyWork())
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://test") as client:
             response = await client.post("/total", content=body, headers={"content-type": "application/json"})
         return response.status_code, response.text
@@ -165,3 +165,28 @@ def test_a_plain_route_tells_of_wrong_bodies_as_fastapi_does(body: bytes) -> Non
     expected, *found = asyncio.run(answers())
     assert found == [expected, expected]
     assert expected[0] == (200 if body == BODIES[-1] else 400)
+
+
+def test_of_requests_that_arrive_together_one_begins_in_each_iteration() -> None:
+    """FastAPI takes a part of a millisecond for each that has no body, and there may be thousands."""
+    begun: list[int] = []
+    num_iterations = 0
+
+    async def route(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(num_iterations)
+
+    async def count() -> None:
+        nonlocal num_iterations
+        while True:
+            await asyncio.sleep(0)
+            num_iterations += 1
+
+    async def main() -> None:
+        direct = DirectRoutes(route, [], HeavyWork())
+        counting = asyncio.ensure_future(count())
+        scope = {"type": "http", "method": "GET", "path": "/v1/models"}
+        await asyncio.gather(*(direct(scope, None, None) for _ in range(50)))  # type: ignore[arg-type]
+        counting.cancel()
+
+    asyncio.run(main())
+    assert len(begun) == 50 and len(set(begun)) == 50
