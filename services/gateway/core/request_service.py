@@ -57,6 +57,7 @@ from services.rpc.spans import Tracer
 COPIES_OF_EMBEDDINGS = 2  # the message, and the table that is made of it
 COPIES_OF_MESSAGES = 3  # of gRPC: the object, its bytes, and those that are being sent
 BYTES_PER_TOKEN_ID = 40  # in a list of Python's
+BYTES_PER_CHARACTER = 8  # of a text that was asked for, and its JSON while it is sent
 BYTES_PER_LOGPROB = 12  # in `LogprobRows`, with what its arrays keep free to grow
 
 
@@ -357,9 +358,17 @@ class RequestService:
         return await self.tokenizer.render_chat(chat, message.chat.ByteSize())
 
     async def detokenize(
-        self, lists: Sequence[Sequence[int]], skip_special_tokens: bool, caller: Caller, field: str = "token_ids"
+        self,
+        lists: Sequence[Sequence[int]],
+        skip_special_tokens: bool,
+        caller: Caller,
+        answer: HeldMemory,
+        field: str = "token_ids",
     ) -> list[str]:
-        """The texts of lists of at most max_model_len token ids; `field` names them in error messages."""
+        """The texts of lists of at most max_model_len token ids; `field` names them in error messages.
+
+        `answer` holds the memory of the texts: an id of two bytes in a body may stand for a hundred characters.
+        """
         self.count_requests(len(lists), caller)
         limits = self.limits
         texts = []
@@ -369,7 +378,9 @@ class RequestService:
                     f"{field} has {len(token_ids)} tokens, max_model_len is {limits.max_model_len}", field
                 )
             check_token_ids(field, token_ids, limits.vocab_size)
-            texts.append(await self.tokenizer.write_text(token_ids, skip_special_tokens))
+            text = await self.tokenizer.write_text(token_ids, skip_special_tokens)
+            await answer.reserve(BYTES_PER_CHARACTER * len(text), "texts", field, "send fewer tokens at once")
+            texts.append(text)
             await asyncio.sleep(0)
         return texts
 

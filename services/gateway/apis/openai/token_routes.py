@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
@@ -22,9 +23,12 @@ from services.gateway.apis.openai.token_schema import (
     TokenizerInfo,
     TokenPiece,
 )
+from services.gateway.apis.shared.answer import send_pieces
+from services.gateway.apis.shared.json_pieces import list_pieces, text_pieces
 from services.gateway.core.request_service import BYTES_PER_TOKEN_ID, RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route, next_turn
+from services.gateway.resources.heavy_work import MAX_INLINE_BYTES, HeavyWork
 from services.gateway.text.detokenizer import token_bytes
 from services.gateway.text.tokenizer import Tokenizer
 from services.pb import gateway_pb2
@@ -75,10 +79,13 @@ def token_routes(service: RequestService, section: GatewaySection) -> APIRouter:
         is_list = bool(body.tokens) and isinstance(body.tokens[0], list)
         lists = body.tokens if is_list else [body.tokens]
         _check_count("tokens", len(lists), section.max_prompts)
-        texts = await service.detokenize(lists, bool(body.skip_special_tokens), request.state.caller, "tokens")
+        caller, held = request.state.caller, request.state.held
+        texts = await service.detokenize(lists, bool(body.skip_special_tokens), caller, held, "tokens")
         text = texts if is_list else texts[0]
-        answer = {"prompt": text, "text": text}
-        return JSONResponse(answer | {"content": text} if body.model is None else answer)
+        names = ("prompt", "text", "content") if body.model is None else ("prompt", "text")
+        if sum(map(len, texts)) > MAX_INLINE_BYTES:
+            return _LargeTexts(names, text, service.heavy_work)
+        return JSONResponse(dict.fromkeys(names, text))
 
     @router.post("/apply-template", response_class=Response, responses={200: {"model": TemplateAnswer}})
     async def apply_template(body: TemplateBody, request: Request) -> Response:
@@ -98,6 +105,24 @@ def token_routes(service: RequestService, section: GatewaySection) -> APIRouter:
         return JSONResponse(tokenizer.info())
 
     return router
+
+
+class _LargeTexts(Response):
+    """A text, or several, under each of some names: written in turns, and piece by piece."""
+
+    def __init__(self, names: Sequence[str], text: str | list[str], heavy_work: HeavyWork) -> None:
+        super().__init__()
+        self._names, self._text, self._heavy_work = names, text, heavy_work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_pieces(send, self._heavy_work.pieces(self._pieces()))
+
+    def _pieces(self) -> Iterator[bytes]:
+        for index, name in enumerate(self._names):
+            yield (b"," if index else b"{") + to_json(name) + b":"
+            text = self._text
+            yield from text_pieces(text) if isinstance(text, str) else list_pieces(map(text_pieces, text))
+        yield b"}"
 
 
 def _pieces(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[TokenPiece]:

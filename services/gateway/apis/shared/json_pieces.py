@@ -15,6 +15,7 @@ from services.gateway.features.report import JsonPieces
 
 MAX_PIECE_VALUES = 1024  # less than a millisecond, with what makes them
 UNLIKE = ("choices", "output")  # lists with large elements
+MAX_PIECE_CHARACTERS = 2**16  # of a long text; less than a millisecond, too
 PLAIN = (str, float, int, bool, type(None))
 
 
@@ -45,6 +46,24 @@ def json_pieces(value: Any) -> Iterator[bytes]:
         yield from _list_pieces(iter(value))
     else:
         yield to_json(value)
+
+
+def text_pieces(text: str) -> Iterator[bytes]:
+    """The JSON of a long text."""
+    yield b'"'
+    for start in range(0, len(text), MAX_PIECE_CHARACTERS):
+        yield to_json(text[start : start + MAX_PIECE_CHARACTERS])[1:-1]
+    yield b'"'
+
+
+def list_pieces(elements: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    """A JSON list of values that come in pieces themselves."""
+    yield b"["
+    for index, pieces in enumerate(elements):
+        if index:
+            yield b","
+        yield from pieces
+    yield b"]"
 
 
 def _object_pieces(value: dict[str, Any]) -> Iterator[bytes]:

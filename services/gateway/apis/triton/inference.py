@@ -144,7 +144,7 @@ class Triton:
                 if request.model is PREPROCESSING:
                     outputs = await preprocess(self.service, request.rows, caller)
                 elif request.model is POSTPROCESSING:
-                    outputs = await postprocess(self.service, request.rows, caller)
+                    outputs = await postprocess(self.service, request.rows, caller, stack)
                 elif request.model is EMBEDDING:
                     outputs = await embed(self.vectors, request.rows, caller, stack)
                 else:

@@ -50,8 +50,12 @@ async def preprocess(service: RequestService, rows: Sequence[Row], caller: Calle
     return outputs
 
 
-async def postprocess(service: RequestService, rows: Sequence[Row], caller: Caller) -> list[Tensor]:
-    """The text of each list of token ids."""
+async def postprocess(
+    service: RequestService, rows: Sequence[Row], caller: Caller, opened: contextlib.AsyncExitStack
+) -> list[Tensor]:
+    """The text of each list of token ids; its memory is counted until `opened` is closed."""
+    held = HeldMemory(service.memory, caller.number)
+    opened.callback(held.release)
     texts = []
     num_lists = len(rows) * len(rows[0]["TOKENS_BATCH"])
     if num_lists > service.max_answers:
@@ -72,7 +76,7 @@ async def postprocess(service: RequestService, rows: Sequence[Row], caller: Call
                     "SEQUENCE_LENGTH",
                 )
         kept = [each[:length] for each, length in zip(lists, lengths, strict=True)]
-        texts += await service.detokenize(kept, row.get("SKIP_SPECIAL_TOKENS", True), caller, "TOKENS_BATCH")
+        texts += await service.detokenize(kept, row.get("SKIP_SPECIAL_TOKENS", True), caller, held, "TOKENS_BATCH")
     outputs = [text_tensor("OUTPUT", texts)]
     for name in ("CUM_LOG_PROBS", "OUTPUT_LOG_PROBS"):
         if name in rows[0]:

@@ -21,6 +21,7 @@ from services.gateway.core.request_service import RequestService
 from services.gateway.features.installed import REPORTS
 from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.link.journal_entry import FinishReason
+from services.gateway.resources.memory_budget import HeldMemory
 from services.gateway.resume.grpc_calls import STREAM, WHOLE, GrpcResumption, Way
 from services.gateway.resume.recording import Recording
 from services.gateway.resume.resumption import Resumption
@@ -145,8 +146,13 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.DetokenizeResponse:
         """Admission token ids into text."""
-        [text] = await self._service.detokenize([request.token_ids], request.skip_special_tokens, current_caller())
-        return gateway_pb2.DetokenizeResponse(text=text)
+        caller = current_caller()
+        held = HeldMemory(self._service.memory, caller.number)
+        try:
+            [text] = await self._service.detokenize([request.token_ids], request.skip_special_tokens, caller, held)
+            return gateway_pb2.DetokenizeResponse(text=text)
+        finally:
+            held.release()
 
     async def Abort(
         self, request: gateway_pb2.AbortRequest, context: grpc.aio.ServicerContext

@@ -16,8 +16,9 @@ from typing_extensions import TypedDict
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
 from services.common.shorten import quote
+from services.gateway.apis.shared.json_pieces import list_pieces
 from services.gateway.apis.shared.request_model import Int32, RequestModel, at_most
-from services.gateway.apis.vectors.pooled_answer import PooledAnswer, list_pieces, number_pieces
+from services.gateway.apis.vectors.pooled_answer import PooledAnswer, number_pieces
 from services.gateway.apis.vectors.schema import Texts
 from services.gateway.http.errors import Dialect, describe, error_responses
 from services.gateway.http.json_route import json_route, next_turn

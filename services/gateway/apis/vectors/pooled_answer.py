@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.common.errors import InvalidRequest
 from services.gateway.apis.shared.answer import send_pieces
+from services.gateway.apis.shared.json_pieces import list_pieces
 from services.gateway.http.connection import ClientGone, while_connected
 from services.gateway.resources.heavy_work import HeavyWork
 from services.gateway.resources.memory_budget import HeldMemory
@@ -97,16 +98,6 @@ def usage_of(pooled: Sequence[PooledInput]) -> dict[str, int]:
     """An `InputUsage`."""
     num_tokens = sum(each.num_tokens for each in pooled)
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-
-
-def list_pieces(objects: Iterator[Iterator[bytes]]) -> Iterator[bytes]:
-    """A JSON list of objects that come in pieces themselves."""
-    yield b"["
-    for index, pieces in enumerate(objects):
-        if index:
-            yield b","
-        yield from pieces
-    yield b"]"
 
 
 def number_pieces(values: Sequence[float]) -> Iterator[bytes]:

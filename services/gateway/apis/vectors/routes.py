@@ -10,9 +10,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from services.common.config import GatewaySection
+from services.gateway.apis.shared.json_pieces import list_pieces
 from services.gateway.apis.shared.llama_cpp_errors import ERROR_RESPONSES as LLAMA_CPP_ERRORS
 from services.gateway.apis.vectors.binary_answer import binary_answer
-from services.gateway.apis.vectors.pooled_answer import PooledAnswer, list_answer, list_pieces, number_pieces
+from services.gateway.apis.vectors.pooled_answer import PooledAnswer, list_answer, number_pieces
 from services.gateway.apis.vectors.schema import (
     EUCLID,
     EmbeddingList,

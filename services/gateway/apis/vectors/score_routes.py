@@ -14,8 +14,9 @@ from pydantic_core import to_json
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
 from services.common.pooling.pooling_config import PoolingConfig, TokenHead
+from services.gateway.apis.shared.json_pieces import list_pieces
 from services.gateway.apis.vectors.binary_answer import binary_answer
-from services.gateway.apis.vectors.pooled_answer import PooledAnswer, list_answer, list_pieces, usage_of
+from services.gateway.apis.vectors.pooled_answer import PooledAnswer, list_answer, usage_of
 from services.gateway.apis.vectors.routes import vector_pieces
 from services.gateway.apis.vectors.schema import (
     ClassifyRequest,

@@ -23,8 +23,9 @@ from services.common.errors import InvalidRequest
 from services.common.pooling.pooling_config import TokenHead
 from services.common.shorten import quote
 from services.gateway import __version__
+from services.gateway.apis.shared.json_pieces import list_pieces
 from services.gateway.apis.shared.request_model import RequestModel, TokenLists, at_most
-from services.gateway.apis.vectors.pooled_answer import PooledAnswer, list_pieces, number_pieces
+from services.gateway.apis.vectors.pooled_answer import PooledAnswer, number_pieces
 from services.gateway.apis.vectors.schema import Input, RerankRequest, Texts, input_list
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route, next_turn

@@ -69,6 +69,40 @@ def test_the_tokens_of_many_texts_are_held(tmp_path: Path) -> None:
     with_client(tmp_path, test, max_held_bytes=4_000_000)
 
 
+LONGEST = max(range(len(REFERENCE)), key=lambda token_id: len(REFERENCE.decode([5, token_id])))
+
+
+@pytest.mark.parametrize("model", [None, ""])
+def test_long_texts_of_tokens_are_written_whole(tmp_path: Path, model: str | None) -> None:
+    """Also where they are written in pieces, and have what JSON escapes."""
+    lists = [REFERENCE.encode('"\\ \n日本" ' * 60) * 4, [], [LONGEST] * 2000, [5]]
+    expected: Any = [REFERENCE.decode(each) for each in lists]
+    names = {"prompt", "text"} if model is not None else {"prompt", "text", "content"}
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for tokens, texts in ((lists, expected), (lists[2], expected[2])):
+            response = await client.post("/detokenize", json={"tokens": tokens, "model": model})
+            assert response.headers["content-type"] == "application/json"
+            assert response.json() == dict.fromkeys(names, texts)
+
+    assert sum(map(len, expected)) > 2**14
+    with_client(tmp_path, test)
+
+
+def test_the_texts_of_many_tokens_are_held(tmp_path: Path) -> None:
+    """A few bytes of ids stand for long tokens, of which several requests at once may have many."""
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"tokens": [[LONGEST] * 2000] * 20}
+        refused = await client.post("/detokenize", json=body)
+        assert refused.status_code == 400 and "gateway.max_held_bytes" in refused.json()["error"]["message"]
+        assert (await client.post("/detokenize", json={"tokens": [[LONGEST] * 2000] * 4})).status_code == 200
+        message = gateway_pb2.DetokenizeRequest(token_ids=[LONGEST] * 2000)
+        assert len((await gateway.stub.Detokenize(message)).text) > 10_000
+
+    with_client(tmp_path, test, max_held_bytes=2_000_000)
+
+
 def test_a_chat_with_content_parts_is_tokenized(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         for begins, adds in itertools.product((None, True, False), repeat=2):
