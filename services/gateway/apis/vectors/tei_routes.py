@@ -280,7 +280,8 @@ def tei_routes(vectors: Vectors, section: GatewaySection, scoring: APIRouter) ->
         lists = body.ids if body.ids and isinstance(body.ids[0], list) else [body.ids]
         vectors.check_num_given(len(lists), "ids")
         skips = body.skip_special_tokens is not False
-        texts = await service.detokenize(lists, skips, request.state.caller, "ids")  # type: ignore[arg-type]
+        caller, held = request.state.caller, request.state.held
+        texts = await service.detokenize(lists, skips, caller, held, "ids")  # type: ignore[arg-type]
         return JSONResponse(texts)
 
     @router.get("/info")
