@@ -263,6 +263,16 @@ def replace_under_streams(cluster: Cluster, *settings: str) -> tuple[CompletedPr
     return replaced, errors
 
 
+@pytest.fixture
+def restored(cluster: Cluster) -> Iterator[None]:
+    """Gives the cluster its own weights back after a test."""
+    yield
+    settings = (f"model.path={EMBEDDED_MODEL}", "dense.quantization=checkpoint")
+    result = ctl(cluster, "replace-dense", *(word for each in settings for word in ("--set", each)), "--drop-caches")
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.usefixtures("restored")
 def test_the_precision_changes_with_dropped_caches(cluster: Cluster) -> None:
     """Another precision has another hash, so no stream goes on with keys that the earlier one has computed."""
     unquantized = cluster.dense.GetInfo(dense_pb2.GetInfoRequest()).weights_hash
@@ -274,6 +284,7 @@ def test_the_precision_changes_with_dropped_caches(cluster: Cluster) -> None:
     assert len(cluster.generate([1, 2, 3], 24, ignore_eos=True).token_ids) == 24
 
 
+@pytest.mark.usefixtures("restored")
 def test_other_weights_need_drop_caches(cluster: Cluster, tmp_path: Path) -> None:
     model_dir = tmp_path / "other-weights"
     shutil.copytree(EMBEDDED_MODEL, model_dir)
