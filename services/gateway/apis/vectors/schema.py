@@ -19,7 +19,7 @@ from services.gateway.apis.shared.parts import MAX_PARTS, by_shape, check_parts
 from services.gateway.apis.shared.request_model import CountOrAll, Int32, RequestModel, TokenIdList, at_most
 from services.gateway.request.generation_request import MAX_MESSAGES
 from services.gateway.text.read_chat import MAX_NAME_CHARACTERS
-from services.gateway.vectors.float8 import FLOAT8, float8_codes
+from services.gateway.vectors.packed_numbers import packed
 from services.gateway.vectors.vectors import InputOptions, VectorInput
 from services.pb import gateway_pb2
 
@@ -183,18 +183,7 @@ class EmbeddingRequest(InputRequest):
         """Makes bytes of float32 numbers; None: they are shown as text."""
         if self.encoding_format in (None, "float"):
             return None
-        return partial(_packed, self.embed_dtype, ">" if self.endianness == "big" else "<")
-
-
-def _packed(dtype: str | None, order: str, values: np.ndarray) -> bytes:
-    if dtype in FLOAT8:
-        return float8_codes(values, *FLOAT8[dtype]).tobytes()
-    if dtype == "float16":
-        return values.astype(f"{order}f2").tobytes()
-    if dtype == "bfloat16":  # numpy has none: the upper halves, rounded to nearest, ties to even
-        bits = values.astype(np.float32).view(np.uint32)
-        return ((bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype(f"{order}u2").tobytes()
-    return values.astype(f"{order}f4").tobytes()
+        return partial(packed, self.embed_dtype, ">" if self.endianness == "big" else "<")
 
 
 EUCLID = 2  # llama.cpp's number of the norm

@@ -1,4 +1,7 @@
-"""Numbers of 8 bits: E4M3 (without infinities) and E5M2, https://arxiv.org/abs/2209.05433."""
+"""Numbers of vectors as the bytes that clients ask for.
+
+Numbers of 8 bits are E4M3 (without infinities) and E5M2, https://arxiv.org/abs/2209.05433.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def _finite_numbers(mantissa_bits: int, bias: int, last: int) -> np.ndarray:
     return np.ldexp(fraction + is_normal, np.maximum(exponent, 1) - bias).astype(np.float32)
 
 
-def float8_codes(values: np.ndarray, mantissa_bits: int, bias: int, last: int) -> np.ndarray:
+def _float8_codes(values: np.ndarray, mantissa_bits: int, bias: int, last: int) -> np.ndarray:
     """float32 [...] -> uint8 [...]: the nearest numbers, ties to even. Larger ones become the largest finite one."""
     numbers = _finite_numbers(mantissa_bits, bias, last)
     between = (numbers[:-1] + numbers[1:]) / 2  # exact: they have few bits
@@ -29,3 +32,18 @@ def float8_codes(values: np.ndarray, mantissa_bits: int, bias: int, last: int) -
     low, high = (np.searchsorted(between, size, side=side) for side in ("left", "right"))  # they differ at a tie
     codes = np.where(np.isnan(values), NAN, np.where(low % 2 == 0, low, high)).astype(np.uint8)
     return codes | (np.signbit(values).astype(np.uint8) << 7)
+
+
+def packed(dtype: str | None, order: str, values: np.ndarray) -> bytes:
+    """float32 [...] -> its numbers one after the other, rounded to nearest.
+
+    dtype: vLLM's name of their type; None: float32. order: "<" or ">", of the bytes of one
+    """
+    if dtype in FLOAT8:
+        return _float8_codes(values, *FLOAT8[dtype]).tobytes()
+    if dtype == "float16":
+        return values.astype(f"{order}f2").tobytes()
+    if dtype == "bfloat16":  # numpy has none: the upper halves, rounded to nearest, ties to even
+        bits = values.astype(np.float32).view(np.uint32)
+        return ((bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype(f"{order}u2").tobytes()
+    return values.astype(f"{order}f4").tobytes()
