@@ -45,6 +45,7 @@ TGI: Mapping[str, tuple[Any, ...]] = {
 
 VLLM: Mapping[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
+    "repetition_detection": (),
     "spaces_between_special_tokens": (True, False),  # decoders of language models put no spaces there
 }
 

@@ -64,6 +64,7 @@ CHANGING: list[tuple[str, Any, tuple[Any, ...]]] = [
     ("truncate", 5, ()),
     ("watermark", True, (False,)),
     ("logits_processors", ["x"], ([],)),
+    ("repetition_detection", {"max_pattern_size": 8}, ()),
 ]
 
 
