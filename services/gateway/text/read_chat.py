@@ -76,9 +76,8 @@ def _read_message(
 ) -> Message:
     role, content, name, call_id = each.role, each.content, each.name, each.tool_call_id
     calls, given_vectors, pictures = each.tool_calls, each.vectors, each.pictures
-    if not role or not (content or role in ("assistant", "tool") or given_vectors or pictures):
-        field = f"messages[{i}].{'content' if role else 'role'}"
-        raise InvalidRequest(f"{field} is empty", field)
+    if not role:
+        raise InvalidRequest(f"messages[{i}].role is empty", f"messages[{i}].role")
     if max(len(role), len(name), len(call_id)) > MAX_NAME_CHARACTERS:
         for field in ("role", "name", "tool_call_id"):
             _check_length(getattr(each, field), f"messages[{i}].{field}")

@@ -58,7 +58,6 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (CHATS, {"logprobs": True, "top_logprobs": 1000}, "top_logprobs"),
     (CHATS, {"n": 0}, "n"),
     (CHATS, {"stop": [""]}, "stop"),
-    (CHATS, {"messages": [{"role": "user", "content": ""}]}, "messages[0].content"),
     (CHATS, {"tool_choice": "required"}, "tool_choice"),
     (CHATS, function(parameters=5), "tools[0].function.parameters"),
     (COMPLETIONS, {"prompt": ""}, "prompt"),

@@ -79,6 +79,21 @@ def test_a_name_reaches_the_template_over_both_protocols(tmp_path: Path) -> None
     assert [list(submit.spec.prompt_token_ids) for submit in dense.submits] == [expected, expected]
 
 
+def test_messages_may_be_empty(tmp_path: Path) -> None:
+    """Some clients send an empty system message where the user has given none."""
+    messages = [{"role": "system", "content": ""}, {"role": "user", "content": ""}]
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for content in ("", []):
+            body = {"messages": [messages[0], {"role": "user", "content": content}], "max_tokens": 1}
+            response = await client.post(CHATS, json=body)
+            assert response.status_code == 200, response.text
+
+    dense = with_model(tmp_path, test)
+    expected = expected_ids(tmp_path / "model", messages)
+    assert [list(submit.spec.prompt_token_ids) for submit in dense.submits] == [expected, expected]
+
+
 def test_the_length_of_a_name_is_limited(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         for name, status in (("x" * 64, 200), ("x" * 65, 400), ("", 200), (None, 200)):
