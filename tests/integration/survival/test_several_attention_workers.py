@@ -81,7 +81,9 @@ def test_workers_come_and_go_under_streams(
     workers: Cluster, messages: list[gateway_pb2.GenerateRequest], of_one_worker: list[Collected]
 ) -> None:
     added = ctl(workers, "add-attention")
-    assert re.fullmatch(r"added attn_worker-2, process \d+\n", added.stdout), added.stderr
+    found = re.fullmatch(r"added (attn_worker-\d+), process \d+\n", added.stdout)
+    assert found is not None, added.stderr
+    name = found[1]
 
     num_sequences = list[int]()
 
@@ -93,13 +95,13 @@ def test_workers_come_and_go_under_streams(
             next(iter(stream))
         num_sequences[:] = [each.num_sequences for each in workers.dense_status().attention_workers]
         with ThreadPoolExecutor(2) as threads:
-            calls = [threads.submit(ctl, workers, "drain-attention", "attn_worker-2") for _ in range(2)]
+            calls = [threads.submit(ctl, workers, "drain-attention", name) for _ in range(2)]
             streams[0].cancel()
             drained, second = sorted((call.result() for call in calls), key=lambda each: each.returncode)
         for stream in streams:
             stream.cancel()
-        assert drained.stdout == "attn_worker-2 has no sequence any more, and has been stopped\n", drained.stderr
-        assert "there is no attention worker 'attn_worker-2'" in second.stderr
+        assert drained.stdout == f"{name} has no sequence any more, and has been stopped\n", drained.stderr
+        assert f"there is no attention worker '{name}'" in second.stderr
 
     disturbed = collect_all(workers.gateway, messages, drain_twice)
     for collected, expected in zip(disturbed, of_one_worker, strict=True):
@@ -107,8 +109,8 @@ def test_workers_come_and_go_under_streams(
     assert len(num_sequences) == 3 and num_sequences[2] > 0
     assert workers.num_copied_tokens() > 0
     assert len(workers.dense_status().attention_workers) == 2
-    refused = ctl(workers, "drain-attention", "attn_worker-2")
-    assert "there is no attention worker 'attn_worker-2'; there are attn_worker, attn_worker-1" in refused.stderr
+    refused = ctl(workers, "drain-attention", name)
+    assert f"there is no attention worker '{name}'; there are attn_worker, attn_worker-1" in refused.stderr
     workers.wait_idle()
 
 
