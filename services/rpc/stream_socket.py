@@ -106,6 +106,11 @@ class StreamSocket(asyncio.Protocol):
         self._buffer.clear()
         self._transport.close()
 
+    def abort(self) -> None:
+        """Closes this end at once; what is not written yet is lost. May be called again."""
+        self.close()
+        self._transport.abort()
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by its methods only
 

@@ -200,7 +200,7 @@ class DenseClient:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             if socket is not None:
-                socket.close()
+                socket.abort()  # a worker that has stopped would never read what is left
             await self._end()
 
     async def _begin(self) -> Outbox:
@@ -279,7 +279,7 @@ class DenseClient:
     async def _read(self, call: grpc.aio.StreamStreamCall, socket: StreamSocket | None) -> None:
         """Receives all messages; ends with the error that ended the stream."""
         if socket is not None:
-            call.add_done_callback(lambda _: asyncio.get_running_loop().call_later(LAST_MESSAGES_S, socket.close))
+            call.add_done_callback(lambda _: asyncio.get_running_loop().call_later(LAST_MESSAGES_S, socket.abort))
             await asyncio.shield(socket.closed)
             if socket.error is not None and not isinstance(socket.error, OSError):
                 raise socket.error

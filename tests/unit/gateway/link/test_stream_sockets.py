@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -161,6 +162,50 @@ def test_a_worker_whose_socket_is_elsewhere_is_used_by_grpc(tmp_path: Path) -> N
         await asyncio.wait([running])
         await dense.kill()
 
+    run(test())
+
+
+def test_a_worker_that_has_stopped_reading_is_left_when_its_stream_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[StreamSocket] = []
+    reach = StreamSocket.reach
+
+    async def reach_and_keep(*arguments: Any) -> StreamSocket:
+        ends.append(await reach(*arguments))
+        return ends[-1]
+
+    dense = FakeDense(lambda submit: [7, 8])
+    dense.info.offers_socket = True
+    dense.further_metadata = ((KEY, f"{tmp_path}:secret"),)
+
+    async def test() -> None:
+        address = f"unix:{tmp_path}/dense.sock"
+        await dense.start(address)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"\0{tmp_path}")
+            listener.listen()
+            listener.setblocking(False)
+            journal = Journal()
+            pool = DensePool(address, PeerSection(), journal, ignore)
+            running = asyncio.create_task(pool.run())
+            stopped, _ = await asyncio.get_running_loop().sock_accept(listener)
+            stopped.send(bytes(4))
+            await pool.wait_connected()
+            entry = open_entry(journal, make_request("r", prompt_token_ids=[5] * 2**20, max_tokens=2))
+            pool.submit(entry)
+            await until(lambda: ends[0]._transport.get_write_buffer_size() > 0)
+            await dense.kill()
+            dense.further_metadata = ()
+            await dense.start(address)
+            await until(lambda: entry.finish_reason is not None)
+            assert await take(entry) == [7, 8]
+            running.cancel()
+            await asyncio.wait([running])
+            await dense.kill()
+            stopped.close()
+
+    monkeypatch.setattr(StreamSocket, "reach", reach_and_keep)
     run(test())
 
 
