@@ -11,6 +11,8 @@ users of the host see, so the client must also know the secret from the metadata
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import secrets
 import socket
 import struct
@@ -49,6 +51,7 @@ class StreamSocket(asyncio.Protocol):
         self._buffer = bytearray()  # frames that wait, and the beginning of one
         self._is_working = False  # the next one has its iteration of the event loop
         self._is_lost = False  # nothing comes any more
+        self._is_over = False  # this end has closed it, and receives nothing any more
         self._transport: asyncio.Transport
         self._may_write = asyncio.Event()
         self._may_write.set()
@@ -103,6 +106,7 @@ class StreamSocket(asyncio.Protocol):
 
     def close(self) -> None:
         """Closes this end when what was sent is written; nothing is received any more. May be called again."""
+        self._is_over = True
         self._buffer.clear()
         self._transport.close()
 
@@ -120,10 +124,12 @@ class StreamSocket(asyncio.Protocol):
             self._work()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if isinstance(exc, ConnectionError) and not self._is_over:  # of a write, before what has come was read
+            self._buffer += _read_rest(self._transport.get_extra_info("socket").fileno())
         self.error = self.error or exc
         self._is_lost = True
         if not self._is_working:
-            self._finish()
+            self._work()
 
     def pause_writing(self) -> None:
         self._may_write.clear()
@@ -143,6 +149,7 @@ class StreamSocket(asyncio.Protocol):
                 self._is_working = self._frame_end() is not None
         except Exception as error:  # nobody awaits this call
             self.error = error
+            self._is_over = True
             self._buffer.clear()
             self._transport.abort()
         if self._is_working:
@@ -243,6 +250,15 @@ class SocketOffer:
                 raise
             end.send(_HELLO)
             return end
+
+
+def _read_rest(descriptor: int) -> bytes:
+    """What a peer that has gone had sent."""
+    parts = []
+    with contextlib.suppress(OSError):  # there is no more
+        while part := os.read(descriptor, _MAX_WAITING_BYTES):
+            parts.append(part)
+    return b"".join(parts)
 
 
 def read_offer(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:

@@ -114,6 +114,24 @@ def test_a_client_that_says_nothing_is_turned_away(monkeypatch: pytest.MonkeyPat
     run(test)
 
 
+@pytest.mark.parametrize("run_loop", [asyncio.run, uvloop.run])
+def test_what_the_peer_sent_before_it_went_is_received_though_a_write_finds_it_gone(run_loop: Any) -> None:
+    async def test() -> None:
+        received: list[bytes] = []
+        own, peer = socket.socketpair()
+        own.setblocking(False)
+        end = await StreamSocket.open(own, b"", received.append, MAX_MESSAGE_BYTES)
+        peer.send(bytes(4))
+        await end.wait_greeted(TIMEOUT_S)
+        peer.send(b"\0\0\0\5token" + b"\0\0\0\x08farewell")
+        peer.close()
+        end.send(b"a request")
+        await asyncio.wait_for(end.closed, TIMEOUT_S)
+        assert received == [b"token", b"farewell"]
+
+    run_loop(test())
+
+
 def test_an_offer_of_another_machine_or_of_an_ended_stream_cannot_be_reached() -> None:
     async def test() -> None:
         server = Server()
