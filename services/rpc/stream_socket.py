@@ -87,7 +87,7 @@ class StreamSocket(asyncio.Protocol):
     async def wait_greeted(self, timeout_s: float) -> None:
         """Waits for the peer's first message. Raises `ConnectionError` or `TimeoutError`, which are OSErrors."""
         async with asyncio.timeout(timeout_s):
-            await self.greeted
+            await asyncio.shield(self.greeted)  # if it were cancelled, a message that is just coming would be received
         if self.closed.done():
             raise ConnectionError(f"the socket was closed: {self.error or 'by the other end'}")
 

@@ -132,6 +132,19 @@ def test_what_the_peer_sent_before_it_went_is_received_though_a_write_finds_it_g
     run_loop(test())
 
 
+def test_a_message_that_comes_as_the_offer_ends_is_not_received_without_the_secret() -> None:
+    async def test() -> None:
+        server = Server()
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect("\0" + server.description.partition(":")[0])
+            await asyncio.sleep(0.05)  # until it is accepted
+            stranger.send(b"\0\0\0\6forged")
+            await server.offer.close()
+        assert not server.received
+
+    uvloop.run(asyncio.wait_for(test(), TIMEOUT_S))
+
+
 def test_an_offer_of_another_machine_or_of_an_ended_stream_cannot_be_reached() -> None:
     async def test() -> None:
         server = Server()
