@@ -231,6 +231,7 @@ class SocketOffer:
             self.connected = end = await self._accept(receive, max_message_bytes)
         except OSError as error:  # no descriptors: the client goes on with the stream
             log.warning("nobody can connect to a stream's socket", reason=str(error))
+            self._listener.close()  # a client that waits for its turn knows it at once
             return
         await asyncio.shield(end.closed)
         lose(PeerError(f"the other end of the stream's socket has closed it: {end.error or 'it may have ended'}"))

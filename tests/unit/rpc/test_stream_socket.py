@@ -145,6 +145,22 @@ def test_a_message_that_comes_as_the_offer_ends_is_not_received_without_the_secr
     uvloop.run(asyncio.wait_for(test(), TIMEOUT_S))
 
 
+def test_a_client_that_the_server_cannot_accept_goes_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_socket, "HELLO_TIMEOUT_S", TIMEOUT_S)
+
+    async def refuse(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    async def test() -> None:
+        server = Server()
+        monkeypatch.setattr(asyncio.get_running_loop(), "sock_accept", refuse)
+        with pytest.raises(ConnectionError):
+            await StreamSocket.reach(server.description, bytes, MAX_MESSAGE_BYTES)
+        await server.offer.close()
+
+    run(test)
+
+
 def test_an_offer_of_another_machine_or_of_an_ended_stream_cannot_be_reached() -> None:
     async def test() -> None:
         server = Server()
