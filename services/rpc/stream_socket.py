@@ -177,8 +177,9 @@ class StreamSocket(asyncio.Protocol):
         if len(self._buffer) < _LENGTH.size:
             return None
         [num_bytes] = _LENGTH.unpack_from(self._buffer)
-        if num_bytes > self._max_message_bytes:
-            raise PeerError(f"a message has {num_bytes} bytes, the limit is {self._max_message_bytes}")
+        most = self._max_message_bytes if self.greeted.done() else len(self._hello)
+        if num_bytes > most:
+            raise PeerError(f"a message has {num_bytes} bytes, the limit is {most}")
         end = _LENGTH.size + num_bytes
         return None if len(self._buffer) < end else end
 

@@ -145,6 +145,20 @@ def test_a_message_that_comes_as_the_offer_ends_is_not_received_without_the_secr
     uvloop.run(asyncio.wait_for(test(), TIMEOUT_S))
 
 
+def test_a_stranger_can_fill_no_memory() -> None:
+    async def test() -> None:
+        server = Server()
+        stranger = socket.socket(socket.AF_UNIX)
+        stranger.connect("\0" + server.description.partition(":")[0])
+        stranger.settimeout(TIMEOUT_S)
+        stranger.send((MAX_MESSAGE_BYTES).to_bytes(4, "big"))  # the length of a message that is allowed later
+        assert await asyncio.to_thread(stranger.recv, 1) == b"", "it is not turned away"
+        stranger.close()
+        await server.offer.close()
+
+    run(test)
+
+
 def test_a_client_that_the_server_cannot_accept_goes_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_socket, "HELLO_TIMEOUT_S", TIMEOUT_S)
 
