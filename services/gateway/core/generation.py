@@ -62,8 +62,10 @@ class Generation:
         self._span = span or NoSpan()
         self._updates = TurnQueue(request.num_sequences) if request.is_stepwise else UpdateQueue(journal.turns)
         self._prompt_text = _prompt_text(request, tokenizer) if request.echo else ""
-        self._entries = journal.open(request, self._updates)
+        self._entries = tuple(journal.open(request, self._updates))  # the journal removes them from its list
         self._parts = tokenizer, journal, dense, metrics
+        self._made: list[_Answer] = []  # none before the first chunk is asked for
+        self._is_closed = False
         self._num_running = len(self._entries)
         for entry in self._entries:
             if not entry.is_follower:
@@ -72,7 +74,8 @@ class Generation:
     @cached_property
     def _answers(self) -> list[_Answer]:
         """Made when the request is on its way to the dense worker."""
-        return [_Answer(entry, self._prompt_text, *self._parts) for entry in self._entries]
+        self._made = [_Answer(entry, self._prompt_text, *self._parts) for entry in self._entries]
+        return self._made
 
     @property
     def request_id(self) -> str:
@@ -157,26 +160,34 @@ class Generation:
 
     def abort(self) -> None:
         """Ends the answers as they are."""
-        for answer in self._answers:
-            answer.abort()
+        _, _, dense, _ = self._parts
+        for entry in self._entries:
+            if not entry.is_ended:
+                dense.cancel(entry)
+                entry.finish(FinishReason.ABORT)
 
     def close(self) -> None:
         """Forgets the request and stops its running sequences. Does nothing the second time."""
-        for answer in self._answers:
+        for answer in self._made:
             answer.close()
+        if not self._made and not self._is_closed:
+            _, journal, dense, metrics = self._parts
+            for entry in self._entries:
+                _close(entry, journal, dense, metrics)
+        self._is_closed = True
         self._end()
         if self._ticket is not None:
             self._ticket.close()
 
     def _end(self) -> None:
         if self._ticket is not None:  # before the client sees the end, for its next request
-            self._ticket.end(sum(len(answer.entry.output_token_ids) for answer in self._answers))
+            self._ticket.end(sum(len(entry.output_token_ids) for entry in self._entries))
         self._span.end(
-            next((str(answer.entry.error) for answer in self._answers if answer.entry.error is not None), None),
+            next((str(entry.error) for entry in self._entries if entry.error is not None), None),
             request_id=self.request_id,
-            num_answers=len(self._answers),
+            num_answers=len(self._entries),
             num_prompt_tokens=len(self.request.spec.prompt_token_ids),
-            num_output_tokens=sum(answer.num_output_tokens for answer in self._answers),
+            num_output_tokens=sum(answer.num_output_tokens for answer in self._made),
         )
 
 
@@ -278,7 +289,7 @@ class _Answer:
                 num_cached_tokens=entry.num_cached_tokens,
                 num_output_tokens=self.num_output_tokens,
                 seed=entry.spec.sampling.seed,
-                timings=self._timings(),
+                timings=_timings(entry, self.num_output_tokens),
                 num_reasoning_tokens=None if self._parsed is None else self._parsed.num_reasoning_tokens,
                 num_calls=0 if self._parsed is None else self._parsed.num_calls,
                 beam_score=entry.beam_score,
@@ -311,21 +322,12 @@ class _Answer:
         """The chunk of these tokens, which have been taken."""
         return Chunk(self.entry.index, text, token_ids, None, self.num_output_tokens, None, None)
 
-    def abort(self) -> None:
-        """Ends the sequence as it is, if it still runs."""
-        if not self.entry.is_ended:
-            self._dense.cancel(self.entry)
-            self.entry.finish(FinishReason.ABORT)
-
     def close(self) -> None:
         """Cancels the sequence if it still runs, and removes it from the journal. Does nothing the second time."""
         if self._is_closed:
             return
         self._is_closed = True
-        if not self.entry.is_ended:
-            self._dense.cancel(self.entry)
-        self._journal.close(self.entry)
-        self._report_end()
+        _close(self.entry, self._journal, self._dense, self._metrics, self.finish, self.num_output_tokens)
 
     def _measure(self, num_tokens: int) -> None:
         now = time.monotonic()
@@ -340,50 +342,6 @@ class _Answer:
         """Mean log-probability of the returned tokens; minus infinity if there are none."""
         values = self._own_logprobs
         return math.fsum(values) / len(values) if values else -math.inf
-
-    def _timings(self) -> Timings:
-        entry, num_gaps = self.entry, self.num_output_tokens - 1
-        first_token_s = per_token_s = None
-        if entry.first_token_at is not None and entry.last_token_at is not None:
-            first_token_s = entry.first_token_at - entry.arrival
-            if num_gaps > 0:
-                per_token_s = (entry.last_token_at - entry.first_token_at) / num_gaps
-        return Timings(entry.queue_s, first_token_s, per_token_s, time.monotonic() - entry.arrival)
-
-    def _report_end(self) -> None:
-        entry, timings = self.entry, self._timings()
-        end = "cancelled" if entry.error is None else "error"
-        if self.finish is not None:
-            end = self.finish.reason.value
-        num_prompt_tokens = len(entry.spec.prompt_token_ids)
-        self._metrics.on_end(
-            EndedAnswer(
-                end,
-                num_prompt_tokens,
-                entry.num_cached_tokens,
-                self.num_output_tokens,
-                timings.total_s,
-                timings.queue_s,
-                timings.first_token_s,
-                timings.per_token_s,
-            )
-        )
-        if entry.error is not None and not entry.output_token_ids:
-            self._metrics.on_rejected(entry.error)
-        access_log.info(
-            "request ended",
-            request_id=entry.spec.request_id,
-            seq_id=f"{entry.seq_id:x}",
-            num_prompt_tokens=num_prompt_tokens,
-            num_cached_tokens=entry.num_cached_tokens,
-            num_output_tokens=self.num_output_tokens,
-            reason=end,
-            ttft_ms=None if timings.first_token_s is None else round(1e3 * timings.first_token_s, 1),
-            duration_ms=round(1e3 * timings.total_s, 1),
-            **({"user": entry.request.user} if entry.request.user else {}),
-            **({"caller": entry.request.caller} if entry.request.caller else {}),
-            **({} if entry.error is None else {"error": str(entry.error)}),
-        )
 
 
 class _PassedTexts:
@@ -417,6 +375,66 @@ class _PassedTexts:
         else:
             self._take([answer.plain_chunk(text, token_ids)])
         return True
+
+
+def _timings(entry: JournalEntry, num_output_tokens: int) -> Timings:
+    num_gaps = num_output_tokens - 1
+    first_token_s = per_token_s = None
+    if entry.first_token_at is not None and entry.last_token_at is not None:
+        first_token_s = entry.first_token_at - entry.arrival
+        if num_gaps > 0:
+            per_token_s = (entry.last_token_at - entry.first_token_at) / num_gaps
+    return Timings(entry.queue_s, first_token_s, per_token_s, time.monotonic() - entry.arrival)
+
+
+def _close(
+    entry: JournalEntry,
+    journal: Journal,
+    dense: Submitter,
+    metrics: GatewayMetrics,
+    finish: Finish | None = None,
+    num_output_tokens: int = 0,
+) -> None:
+    """Cancels a sequence if it still runs, removes it from the journal, and reports the end of its answer.
+
+    `finish`: of a complete answer; `num_output_tokens`: those that it has returned.
+    """
+    if not entry.is_ended:
+        dense.cancel(entry)
+    journal.close(entry)
+    timings = _timings(entry, num_output_tokens)
+    end = "cancelled" if entry.error is None else "error"
+    if finish is not None:
+        end = finish.reason.value
+    num_prompt_tokens = len(entry.spec.prompt_token_ids)
+    metrics.on_end(
+        EndedAnswer(
+            end,
+            num_prompt_tokens,
+            entry.num_cached_tokens,
+            num_output_tokens,
+            timings.total_s,
+            timings.queue_s,
+            timings.first_token_s,
+            timings.per_token_s,
+        )
+    )
+    if entry.error is not None and not entry.output_token_ids:
+        metrics.on_rejected(entry.error)
+    access_log.info(
+        "request ended",
+        request_id=entry.spec.request_id,
+        seq_id=f"{entry.seq_id:x}",
+        num_prompt_tokens=num_prompt_tokens,
+        num_cached_tokens=entry.num_cached_tokens,
+        num_output_tokens=num_output_tokens,
+        reason=end,
+        ttft_ms=None if timings.first_token_s is None else round(1e3 * timings.first_token_s, 1),
+        duration_ms=round(1e3 * timings.total_s, 1),
+        **({"user": entry.request.user} if entry.request.user else {}),
+        **({"caller": entry.request.caller} if entry.request.caller else {}),
+        **({} if entry.error is None else {"error": str(entry.error)}),
+    )
 
 
 def _prompt_text(request: GenerationRequest, tokenizer: Tokenizer) -> str:

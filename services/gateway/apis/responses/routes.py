@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
@@ -13,7 +16,7 @@ from services.gateway.apis.responses.format import PARAM_NAMES, ResponsesFormat
 from services.gateway.apis.responses.response_store import ResponseStore
 from services.gateway.apis.responses.schema import ResponsesRequest
 from services.gateway.apis.responses.stored_record import ResponseRecord, owner_of
-from services.gateway.apis.responses.tool_conversion import offered_tools
+from services.gateway.apis.responses.tool_conversion import OfferedTool, offered_tools
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.streams import NAMED_STREAM_CONTENT, traced
 from services.gateway.core.request_service import RequestService
@@ -45,8 +48,7 @@ def responses_routes(service: RequestService, section: GatewaySection, store: Re
                 "top_logprobs",
             )
         tools = offered_tools(body)
-        record = await read_record(body, request)
-        message = responses_message(body, request_id, tools, () if record is None else record.earlier)
+        message, record = await read_message(body, request, tools)
         await next_turn(request)
         return Answer(
             service,
@@ -63,27 +65,31 @@ def responses_routes(service: RequestService, section: GatewaySection, store: Re
         request_id: str = request.state.request_id
         body.log_unknown_fields(request_id)
         service.names_for(request.state.caller).check(body.model or "")
-        record = await read_record(body, request)
-        earlier = () if record is None else record.earlier
-        message = responses_message(body, request_id, offered_tools(body), earlier)
+        message, _ = await read_message(body, request, offered_tools(body))
         with client_field_names(PARAM_NAMES):
             [token_ids] = await service.tokenize(
                 [gateway_pb2.TokenizeRequest(chat=message.chat)], request.state.caller
             )
         return {"object": "response.input_tokens", "input_tokens": len(token_ids)}
 
-    async def read_record(body: ResponsesRequest, request: Request) -> ResponseRecord | None:
-        """The record of a request, with its earlier items. None: this server stores no responses."""
+    async def read_message(
+        body: ResponsesRequest, request: Request, tools: dict[str, OfferedTool]
+    ) -> tuple[gateway_pb2.GenerateRequest, ResponseRecord | None]:
+        """The message of a request with its earlier items, and its record. None: this server stores no responses."""
+        request_id: str = request.state.request_id
+
+        def make(earlier: Sequence[Any]) -> gateway_pb2.GenerateRequest:
+            return responses_message(body, request_id, tools, earlier)
+
         if store is not None:
-            record = ResponseRecord(store, owner_of(request.state.caller), request.state.request_id, body)
+            record = ResponseRecord(store, owner_of(request.state.caller), request_id, body)
             limits = section.max_body_bytes, section.max_body_values
-            await record.read_earlier(*limits, service.heavy_work, request.state.held)
-            return record
+            return await record.after_earlier(make, *limits, service.heavy_work, request.state.held), record
         if body.previous_response_id is not None:
             raise InvalidRequest(
                 "previous_response_id cannot be used here: this server stores no responses (gateway.store_responses)",
                 "previous_response_id",
             )
-        return None
+        return make(()), None
 
     return router

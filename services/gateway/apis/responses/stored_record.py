@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+import contextlib
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import pydantic
 from pydantic_core import to_json
@@ -22,6 +23,8 @@ from services.gateway.resources.memory_budget import BYTES_PER_BODY_BYTE, HeldMe
 _ITEMS = pydantic.TypeAdapter(Input)
 FIELD = "previous_response_id"
 
+T = TypeVar("T")
+
 
 def owner_of(caller: Caller) -> Hashable:
     """Whose responses a client finds: those of its API key, or without keys those of its address."""
@@ -29,14 +32,13 @@ def owner_of(caller: Caller) -> Hashable:
 
 
 class ResponseRecord:
-    """Made for each request when responses are stored. `earlier` are the items before those of the request."""
+    """Made for each request when responses are stored."""
 
     def __init__(self, store: ResponseStore, owner: Hashable, request_id: str, body: ResponsesRequest) -> None:
         """Raises `InvalidRequest` if the request continues a response that is not there."""
         self._store = store
         self._owner = owner
         self._is_stored = body.store is not False
-        self.earlier: Sequence[Any] = ()
         self._conversation: tuple[bytes, ...] = ()
         if body.previous_response_id is not None:
             previous = store.get(owner, body.previous_response_id)
@@ -45,27 +47,36 @@ class ResponseRecord:
             self._conversation = previous.conversation
         self._own_items = _own_items(body, request_id) if self._is_stored else b""
 
-    async def read_earlier(self, max_bytes: int, max_values: int, heavy_work: HeavyWork, held: HeldMemory) -> None:
-        """Reads `earlier`, under the limits of a body that has the whole conversation, and holds as much memory.
+    async def after_earlier(
+        self,
+        make: Callable[[Sequence[Any]], T],
+        max_bytes: int,
+        max_values: int,
+        heavy_work: HeavyWork,
+        held: HeldMemory,
+    ) -> T:
+        """What `make` makes of the items before those of the request, of which nothing else keeps any.
 
-        Raises `InvalidRequest` and `CapacityError`.
+        The limits are those of a body that has the whole conversation, and as much memory is held. Raises
+        `InvalidRequest` and `CapacityError`.
         """
         if not self._conversation:
-            return
+            return make(())
         num_bytes = sum(map(len, self._conversation)) + len(self._own_items)
         if num_bytes > max_bytes:
             raise InvalidRequest(
                 f"the conversation has {num_bytes} bytes with its earlier items, gateway.max_body_bytes is {max_bytes}",
                 FIELD,
             )
-        items = await read_conversation(self._conversation, max_values, heavy_work, held, FIELD)
-        try:
-            self.earlier = _ITEMS.validate_python(items)
-        except pydantic.ValidationError as error:  # an answer may have what no request may, such as a name
-            reason = error.errors()[0]["msg"]
-            raise InvalidRequest(f"the earlier conversation cannot be continued: {reason}", FIELD) from error
-        if num_bytes > MAX_INLINE_BYTES:
-            await heavy_work.turn()  # for whoever makes a message of them
+        async with read_conversation(self._conversation, max_values, heavy_work, held, FIELD) as items:
+            try:
+                earlier = _ITEMS.validate_python(items)
+            except pydantic.ValidationError as error:  # an answer may have what no request may, such as a name
+                reason = error.errors()[0]["msg"]
+                raise InvalidRequest(f"the earlier conversation cannot be continued: {reason}", FIELD) from error
+            if num_bytes > MAX_INLINE_BYTES:
+                await heavy_work.turn()
+            return make(earlier)
 
     def keep(self, response: Mapping[str, Any]) -> None:
         """Keeps a complete response without log-probabilities, unless the request says not to."""
@@ -75,18 +86,24 @@ class ResponseRecord:
             self._store.put(self._owner, response["id"], stored)
 
 
+@contextlib.asynccontextmanager
 async def read_conversation(
     lists: Sequence[bytes], max_values: int, heavy_work: HeavyWork, held: HeldMemory, param: str | None
-) -> list[Any]:
-    """The elements of all these JSON lists, for which `held` holds memory as for a body. `param`: the field to blame.
+) -> AsyncIterator[list[Any]]:
+    """A context with the elements of all these JSON lists, for which `held` holds memory as for a body.
+
+    Do not keep the elements: of large conversations one context at a time has any. `param`: the field to blame.
 
     Raises `InvalidRequest`, `CapacityError` and a 413.
     """
     num_bytes = sum(map(len, lists))
     await held.reserve(BYTES_PER_BODY_BYTE * num_bytes, "the stored conversation", param, "continue a shorter one")
-    if num_bytes > MAX_INLINE_BYTES:
+    if num_bytes <= MAX_INLINE_BYTES:
+        yield await parse_json(_joined(lists), max_values, heavy_work)
+        return
+    async with heavy_work.alone():
         await heavy_work.turn()
-    return await parse_json(_joined(lists), max_values, heavy_work)
+        yield await parse_json(_joined(lists), max_values, heavy_work)
 
 
 def _joined(lists: Sequence[bytes]) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
@@ -50,25 +50,8 @@ def stored_response_routes(service: RequestService, section: GatewaySection, sto
         """The items that the model was given for a stored response, those of the conversation before it included."""
         stored = _find(response_id, request)
         limit_and_work = section.max_body_values, service.heavy_work
-        items = await read_conversation(stored.input_items, *limit_and_work, request.state.held, None)
-        if order == "desc":
-            items.reverse()
-        if after is not None:
-            index = next((i for i, item in enumerate(items) if item["id"] == after), None)
-            if index is None:
-                raise InvalidRequest(f"after is {quote(after)}, which is the id of no item", "after")
-            items = items[index + 1 :]
-        page = items[:limit]
-        ids = [item["id"] for item in page]
-        return JSONResponse(
-            {
-                "object": "list",
-                "data": page,
-                "first_id": ids[0] if ids else None,
-                "last_id": ids[-1] if ids else None,
-                "has_more": len(items) > limit,
-            }
-        )
+        async with read_conversation(stored.input_items, *limit_and_work, request.state.held, None) as items:
+            return JSONResponse(_page(items, limit, order, after))
 
     @router.post(PATH + "/cancel")
     async def cancel_response(response_id: str, request: Request) -> Response:
@@ -89,3 +72,23 @@ def stored_response_routes(service: RequestService, section: GatewaySection, sto
         return stored
 
     return router
+
+
+def _page(items: list[Any], limit: int, order: Literal["asc", "desc"], after: str | None) -> dict[str, Any]:
+    """At most `limit` of the items, those behind the one with the id `after`. Raises `InvalidRequest`."""
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        index = next((i for i, item in enumerate(items) if item["id"] == after), None)
+        if index is None:
+            raise InvalidRequest(f"after is {quote(after)}, which is the id of no item", "after")
+        items = items[index + 1 :]
+    page = items[:limit]
+    ids = [item["id"] for item in page]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": ids[0] if ids else None,
+        "last_id": ids[-1] if ids else None,
+        "has_more": len(items) > limit,
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from services.common.config import EMBEDDED_MODEL
 from services.common.errors import CapacityError
 from services.common.sampling_params import SamplingParams
 from services.common.token_logprobs import TokenLogprobs, encode_logprobs
+from services.gateway.apis.shared.generations import Generations
 from services.gateway.core.chunks import Chunk, Prompt
 from services.gateway.core.generation import Generation
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import FinishReason, JournalEntry
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
+from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.parsing import Parsing
 from services.gateway.text.reasoning.think_tags import Beginning
 from services.gateway.text.tokenizer import load_tokenizer
@@ -391,3 +394,59 @@ def test_a_cancelled_handler_gets_no_more_chunks() -> None:
         return taken
 
     assert asyncio.run(test()) == []
+
+
+def test_answers_of_which_nobody_has_read_are_not_made_to_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[object]()
+
+    def make(*given: Any) -> Detokenizer:
+        made.append(given)
+        return Detokenizer(*given)
+
+    monkeypatch.setattr("services.gateway.core.generation.Detokenizer", make)
+    for read in (False, True):
+        generation, dense, journal = begin_many(n=3, best_of=3)
+        if read:
+            feed(dense.submitted[0], ids("Hi"))
+            next_chunk(generation)
+        with capture_logs() as events:
+            generation.close()
+            generation.close()
+        assert len(made) == 3 * read
+        assert (dense.cancelled, len(journal)) == (dense.submitted, 0)
+        assert [event["reason"] for event in events] == ["cancelled"] * 3
+
+
+def test_an_aborted_request_of_which_nobody_has_read_ends_as_it_is() -> None:
+    generation, dense, journal = begin_many(n=2, best_of=2)
+    generation.abort()
+    assert dense.cancelled == dense.submitted
+    completions, _ = asyncio.run(generation.completions())
+    assert [each.finish and each.finish.reason for each in completions] == [FinishReason.ABORT] * 2
+    assert len(journal) == 0
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_the_prompts_of_a_request_are_closed_in_one_iteration_of_the_loop_each(is_cancelled: bool) -> None:
+    async def test() -> None:
+        generations, journals = Generations(), list[Journal]()
+        for _ in range(4):
+            generation, _, journal = begin_many(n=2, best_of=2)
+            generations.running.append(generation)
+            journals.append(journal)
+
+        def num_open() -> int:
+            return sum(map(len, journals))
+
+        counts, closing = [num_open()], asyncio.ensure_future(generations.close())
+        while not closing.done():
+            await asyncio.sleep(0)
+            counts.append(num_open())
+            if is_cancelled and counts[-1] == 4:
+                closing.cancel()
+        assert num_open() == 0
+        if not is_cancelled:
+            assert max(before - after for before, after in itertools.pairwise(counts)) == 2, counts
+        await asyncio.gather(closing, return_exceptions=True)
+
+    asyncio.run(test())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 
 from services.common.config import Config, GatewaySection, LaunchSection
 from services.common.errors import InvalidRequest
+from services.gateway.apis.responses.items import MessageItem
 from services.gateway.apis.responses.response_store import ResponseStore, StoredResponse
 from services.gateway.apis.responses.schema import ResponsesRequest
-from services.gateway.apis.responses.stored_record import ResponseRecord
+from services.gateway.apis.responses.stored_record import ResponseRecord, read_conversation
 from services.gateway.resources.heavy_work import HeavyWork
 from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
 from tests.support.chats.chat_models import prompt_text, with_chat_model
@@ -197,6 +199,44 @@ def test_stored_conversations_take_of_the_memory_that_requests_share(tmp_path: P
     with_api(tmp_path, FakeDense(answer, step_s=0.02), test, store_responses=True, **limits)
 
 
+def test_of_large_conversations_that_are_read_at_once_only_one_is_in_memory_as_objects() -> None:
+    """A full collection of Python's garbage would look at the objects of all of them, in one piece of a second."""
+    items = b",".join([b'{"role": "user", "content": "Hello"}'] * 500)
+    store = ResponseStore(1, 10**6, 10**6)
+    store.put("ann", "resp_1", StoredResponse(b"{}", (b"[%b]" % items,), b"[]"))
+    body = ResponsesRequest(input="Go on", previous_response_id="resp_1")
+    lists = [b"[%b]" % items]
+
+    def num_objects() -> int:
+        objects = gc.get_objects()
+        return sum(type(each) is MessageItem for each in objects) + sum(
+            type(each) is list and len(each) == 500 and type(each[0]) is dict for each in objects
+        )
+
+    async def test() -> None:
+        work, held, most, lengths = HeavyWork(), HeldMemory(MemoryBudget(10**9), (0, 0)), 0, list[int]()
+
+        async def read_page() -> None:
+            async with read_conversation(lists, 10**6, work, held, None) as elements:
+                lengths.append(len(elements))
+
+        async def go_on() -> None:
+            record = ResponseRecord(store, "ann", "r", body)
+            lengths.append(await record.after_earlier(len, 10**6, 10**6, work, held))
+
+        tasks = [asyncio.ensure_future(each()) for _ in range(6) for each in (go_on, read_page)]
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+            most = max(most, num_objects())
+        await asyncio.gather(*tasks)
+        assert lengths == [500] * 12
+        assert 500 <= most <= 501, "the items of one conversation, and the list of which they were made"
+        assert num_objects() == 0
+        work.close()
+
+    asyncio.run(test())
+
+
 def test_several_gateway_processes_store_nothing() -> None:
     with pytest.raises(ValueError, match=r"store_responses: launch\.gateway_processes is 2, must be 1"):
         Config(gateway=GatewaySection(store_responses=True), launch=LaunchSection(gateway_processes=2))
@@ -209,5 +249,5 @@ def test_an_answer_that_no_request_may_repeat_is_an_error_of_the_request() -> No
     body = ResponsesRequest(input="Go on", previous_response_id="resp_1")
     held = HeldMemory(MemoryBudget(10**6), (0, 0))
     with pytest.raises(InvalidRequest, match="cannot be continued") as refused:
-        asyncio.run(ResponseRecord(store, "ann", "r", body).read_earlier(10**6, 10**6, HeavyWork(), held))
+        asyncio.run(ResponseRecord(store, "ann", "r", body).after_earlier(list, 10**6, 10**6, HeavyWork(), held))
     assert refused.value.param == "previous_response_id"
