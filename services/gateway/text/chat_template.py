@@ -74,7 +74,7 @@ class ChatTemplate:
         """Has transformers compile and keep it now: when the first chat is rendered, tracing makes that far slower."""
         templates = self._hf_tokenizer.chat_template or {}
         for template in templates.values() if isinstance(templates, Mapping) else [templates]:
-            with contextlib.suppress(jinja2.TemplateError, RecursionError):  # which each chat then gets
+            with contextlib.suppress(Exception):  # which each chat then gets; Python's compiler has limits of its own
                 render_jinja_template([], chat_template=template)
 
     def check(self, chat: Chat) -> None:

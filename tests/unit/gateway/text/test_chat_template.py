@@ -68,6 +68,15 @@ def test_a_template_is_compiled_before_the_first_chat(
         tokenizer.close()
 
 
+@pytest.mark.parametrize("tag", ["for m in messages", "if messages"])
+def test_a_template_too_deep_for_pythons_compiler_is_refused_by_chats_and_not_at_the_start(
+    hf_tokenizer: PreTrainedTokenizerFast, tag: str
+) -> None:
+    hf_tokenizer.chat_template = f"{{% {tag} %}}" * 120 + f"{{% end{tag.split()[0]} %}}" * 120
+    with pytest.raises(InvalidRequest, match="too many"):
+        encode(hf_tokenizer)
+
+
 @pytest.mark.parametrize(
     ("template", "words"),
     [
