@@ -235,7 +235,9 @@ def tei_routes(vectors: Vectors, section: GatewaySection, scoring: APIRouter) ->
         pooling, given = vectors.embeds, body.inputs
         parameters = body.parameters or PromptFields()  # type: ignore[call-arg]
         prefix = parameters.prefix(pooling.prompts)
-        pairs = [(prefix + given.source_sentence, prefix + each) for each in given.sentences]
+        vectors.check_num_given(len(given.sentences), "inputs.sentences")
+        source = prefix + given.source_sentence  # once: it may be long, and there may be thousands of pairs
+        pairs = [(source, prefix + each) for each in given.sentences]
         names = [("inputs.source_sentence", f"inputs.sentences[{i}]") for i in range(len(pairs))]
         inputs, scores_of = score_pairs(pairs, names, pooling)
         scores: list[float] = []

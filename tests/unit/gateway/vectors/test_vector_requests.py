@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.gateway.apis.vectors import tei_routes
 from services.gateway.vectors import vectors
 from services.pb import dense_pb2, gateway_pb2
 from tests.support.clients.gateway_calls import REFERENCE, ids
@@ -130,6 +132,25 @@ def test_other_routes_answer_as_text_embeddings_inference(tmp_path: Path) -> Non
         assert info["model_type"] == {"embedding": {"pooling": "last"}} and info["max_input_length"] >= 2000
         assert (await client.get("/")).status_code == 200  # the page
         assert (await client.post("/", json={"inputs": "a"})).status_code == 401
+
+    serve(tmp_path, test)
+
+
+@pytest.mark.parametrize("num_sentences", [200, 5000])
+def test_a_long_text_with_a_prompt_is_not_copied_for_each_that_it_is_compared_with(
+    num_sentences: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tei_routes.PromptFields, "prefix", lambda self, prompts: "query: ")
+    inputs = {"source_sentence": "a" * 100_000, "sentences": ["b"] * num_sentences}
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        tracemalloc.start()
+        try:
+            refused = await client.post("/similarity", json={"inputs": inputs}, headers=HEADERS)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert refused.status_code == 400 and peak < 10 * 2**20, (refused.text, peak)
 
     serve(tmp_path, test)
 
