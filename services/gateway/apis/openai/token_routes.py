@@ -8,7 +8,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
 
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
@@ -23,12 +22,12 @@ from services.gateway.apis.openai.token_schema import (
     TokenizerInfo,
     TokenPiece,
 )
-from services.gateway.apis.shared.answer import send_pieces
+from services.gateway.apis.shared.answer import PiecewiseAnswer
 from services.gateway.apis.shared.json_pieces import list_pieces, text_pieces
 from services.gateway.core.request_service import BYTES_PER_TOKEN_ID, RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route, next_turn
-from services.gateway.resources.heavy_work import MAX_INLINE_BYTES, HeavyWork
+from services.gateway.resources.heavy_work import MAX_INLINE_BYTES
 from services.gateway.text.detokenizer import token_bytes
 from services.gateway.text.tokenizer import Tokenizer
 from services.pb import gateway_pb2
@@ -84,7 +83,7 @@ def token_routes(service: RequestService, section: GatewaySection) -> APIRouter:
         text = texts if is_list else texts[0]
         names = ("prompt", "text", "content") if body.model is None else ("prompt", "text")
         if sum(map(len, texts)) > MAX_INLINE_BYTES:
-            return _LargeTexts(names, text, service.heavy_work)
+            return PiecewiseAnswer(_text_pieces(names, text), service.heavy_work)
         return JSONResponse(dict.fromkeys(names, text))
 
     @router.post("/apply-template", response_class=Response, responses={200: {"model": TemplateAnswer}})
@@ -107,22 +106,12 @@ def token_routes(service: RequestService, section: GatewaySection) -> APIRouter:
     return router
 
 
-class _LargeTexts(Response):
-    """A text, or several, under each of some names: written in turns, and piece by piece."""
-
-    def __init__(self, names: Sequence[str], text: str | list[str], heavy_work: HeavyWork) -> None:
-        super().__init__()
-        self._names, self._text, self._heavy_work = names, text, heavy_work
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_pieces(send, self._heavy_work.pieces(self._pieces()))
-
-    def _pieces(self) -> Iterator[bytes]:
-        for index, name in enumerate(self._names):
-            yield (b"," if index else b"{") + to_json(name) + b":"
-            text = self._text
-            yield from text_pieces(text) if isinstance(text, str) else list_pieces(map(text_pieces, text))
-        yield b"}"
+def _text_pieces(names: Sequence[str], text: str | list[str]) -> Iterator[bytes]:
+    """A JSON object with a text, or several, under each of some names."""
+    for index, name in enumerate(names):
+        yield (b"," if index else b"{") + to_json(name) + b":"
+        yield from text_pieces(text) if isinstance(text, str) else list_pieces(map(text_pieces, text))
+    yield b"}"
 
 
 def _pieces(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[TokenPiece]:

@@ -24,6 +24,7 @@ from services.gateway.http.body_writer import BodyWriter
 from services.gateway.http.connection import ClientGone, while_connected
 from services.gateway.http.field_names import client_field_names
 from services.gateway.link.stepwise import check_one_prompt
+from services.gateway.resources.heavy_work import HeavyWork
 from services.gateway.resources.repeatable import current_run, note_failure, opening
 from services.pb import gateway_pb2
 
@@ -255,6 +256,17 @@ async def send_pieces(
     async for piece in pieces:
         await send({"type": "http.response.body", "body": piece, "more_body": True})
     await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class PiecewiseAnswer(Response):
+    """A large answer of JSON, made in turns of heavy work while it is sent."""
+
+    def __init__(self, pieces: Iterator[bytes], heavy_work: HeavyWork) -> None:
+        super().__init__()
+        self._pieces, self._heavy_work = pieces, heavy_work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_pieces(send, self._heavy_work.pieces(self._pieces))
 
 
 def _event(value: Any, has_name: bool) -> bytes:

@@ -23,12 +23,14 @@ from services.common.errors import InvalidRequest
 from services.common.pooling.pooling_config import TokenHead
 from services.common.shorten import quote
 from services.gateway import __version__
-from services.gateway.apis.shared.json_pieces import list_pieces
+from services.gateway.apis.shared.answer import PiecewiseAnswer
+from services.gateway.apis.shared.json_pieces import list_pieces, text_pieces
 from services.gateway.apis.shared.request_model import RequestModel, TokenLists, at_most
 from services.gateway.apis.vectors.pooled_answer import PooledAnswer, number_pieces
 from services.gateway.apis.vectors.schema import Input, RerankRequest, Texts, input_list
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route, next_turn
+from services.gateway.resources.heavy_work import MAX_INLINE_BYTES
 from services.gateway.vectors.scores import probabilities, score_pairs
 from services.gateway.vectors.sparse import sparse_vector
 from services.gateway.vectors.vectors import InputOptions, PooledInput, VectorInput, Vectors, shaped
@@ -284,6 +286,8 @@ def tei_routes(vectors: Vectors, section: GatewaySection, scoring: APIRouter) ->
         skips = body.skip_special_tokens is not False
         caller, held = request.state.caller, request.state.held
         texts = await service.detokenize(lists, skips, caller, held, "ids")  # type: ignore[arg-type]
+        if sum(map(len, texts)) > MAX_INLINE_BYTES:
+            return PiecewiseAnswer(list_pieces(map(text_pieces, texts)), service.heavy_work)
         return JSONResponse(texts)
 
     @router.get("/info")

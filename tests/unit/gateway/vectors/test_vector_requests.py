@@ -136,6 +136,19 @@ def test_other_routes_answer_as_text_embeddings_inference(tmp_path: Path) -> Non
     serve(tmp_path, test)
 
 
+def test_large_texts_of_decode_are_written_in_pieces(tmp_path: Path) -> None:
+    long = REFERENCE.encode(" hello" * 1000, add_special_tokens=False)
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for num_lists, is_large in ((1, False), (20, True)):
+            answer = await client.post("/decode", json={"ids": [long[:1000]] * num_lists}, headers=HEADERS)
+            assert answer.json() == [REFERENCE.decode(long[:1000])] * num_lists
+            assert answer.headers["content-type"] == "application/json"
+            assert (answer.headers.get("transfer-encoding") == "chunked") is is_large
+
+    serve(tmp_path, test)
+
+
 @pytest.mark.parametrize("num_sentences", [200, 5000])
 def test_a_long_text_with_a_prompt_is_not_copied_for_each_that_it_is_compared_with(
     num_sentences: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
