@@ -61,7 +61,8 @@ class GlooGroup:
 
     Gloo interrupts an operation only where a connection is closed. So `abort` closes this rank's connections, unless it
     is in an operation itself: at least one rank is not, or all would be done. They are closed when nobody refers to
-    them: an error of an operation lives on, and with it the frames that it came through, which must not.
+    them: an error of an operation lives on, and with it the frames that it came through, which must not. Nor must who
+    has begun to receive, and may never come to the end.
     """
 
     def __init__(self, store: dist.Store, rank: Rank, timeout_s: float) -> None:
@@ -69,6 +70,7 @@ class GlooGroup:
         self.rank = rank
         self._is_aborted = False
         self._in_use = threading.Lock()  # held during an operation, and while the connections are closed
+        self._begun: dict[object, dist.Work] = {}  # what is received, until its end is waited for
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
@@ -109,13 +111,13 @@ class GlooGroup:
 
     def begin_receive(self, tensor: torch.Tensor, sender: int) -> Callable[[], None]:
         """The rank that sends it does not wait for the end."""
-        works = list[dist.Work]()
+        key = object()
         with self._operation():
-            works.append(self._connected.recv([tensor], sender, _TAG))
+            self._begun[key] = self._connected.recv([tensor], sender, _TAG)
 
         def end() -> None:
             with self._operation():
-                works.pop().wait()
+                self._begun.pop(key).wait()
 
         return end
 
@@ -127,6 +129,7 @@ class GlooGroup:
         """Closes the connections, now or at the end of the present operation."""
         self._is_aborted = True
         if self._in_use.acquire(blocking=False):
+            self._begun.clear()
             self._group = None
             self._in_use.release()
 
