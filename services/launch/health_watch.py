@@ -4,7 +4,7 @@
     it is stalled in its own computation              → kill it
     it is stalled waiting for the other worker,       → kill the dense worker, which costs no KV cache;
     which is stalled too, or reports nothing            if that does not help, kill both, but no attention worker
-                                                        that has completed a step since then
+                                                        that has computed a token since then
 
 A process that has not served yet may be silent while it loads or builds: for several times the slowest start of its
 role so far, and, until the server has started, as long as `launch.start_timeout_s`. The time that it, or the launcher,
@@ -53,8 +53,8 @@ class HealthRecord:
     stall: stall_pb2.Stall | None = None  # the stall that it reports
     waited_before_s: float = 0.0  # for a CPU, of this process and the launcher together, until the first missed check
     waited_s: float = 0.0  # since then
-    num_steps: int = 0  # that it has completed, if it is an attention worker
-    num_steps_before: int | None = None  # when the dense worker was ended last, if it was
+    num_tokens: int = 0  # of completed steps, if it is an attention worker; a step may only close sequences
+    num_tokens_before: int | None = None  # when the dense worker was ended last, if it was
 
     def note_answer(self) -> None:
         """It has answered now."""
@@ -162,8 +162,8 @@ class HealthWatch:
         reason = "; ".join(describe_stall(stall) for _, stall in stalls)
         culprits = []
         for child, record in records:
-            was_helped = record.num_steps_before is not None and record.num_steps > record.num_steps_before
-            record.num_steps_before = record.num_steps
+            was_helped = record.num_tokens_before is not None and record.num_tokens > record.num_tokens_before
+            record.num_tokens_before = record.num_tokens
             if child.role == DENSE_ROLE or (child.role == ATTENTION_ROLE and is_again and not was_helped):
                 culprits.append((child, reason))
         return culprits
@@ -200,7 +200,7 @@ class HealthWatch:
             if status is not None and status.HasField("stall"):
                 record.stall = status.stall
             if isinstance(status, attn_pb2.AttentionStatus):
-                record.num_steps = status.num_steps
+                record.num_tokens = status.num_computed_tokens
             if isinstance(status, dense_pb2.DenseStatus) and status.state == dense_pb2.DenseStatus.STANDBY:
                 record.has_served = True  # it waits, and has no reason to be silent
 

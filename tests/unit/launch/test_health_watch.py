@@ -149,12 +149,12 @@ def test_attention_workers_that_have_worked_since_the_last_stall_keep_their_cach
         found = [child for child, _ in watch.find_culprits(records, now)]
         return [child for child, _ in records if any(child is each for each in found)]
 
-    attention.num_steps = other.num_steps = 500  # long before
+    attention.num_tokens = other.num_tokens = 500  # long before
     assert blamed(1000.0) == [records[2][0]]
-    attention.num_steps += 1
-    other.num_steps += 1
+    attention.num_tokens += 1
+    other.num_tokens += 1
     assert blamed(1020.0) == [records[2][0]]
-    attention.num_steps += 1
+    attention.num_tokens += 1
     assert blamed(1040.0) == [records[1][0], records[2][0]], "the other one may be the cause"
 
 
@@ -257,16 +257,18 @@ def test_the_successor_of_a_service_that_hangs_before_its_first_check_has_the_ti
 
 
 class CountingWorker(attn_pb2_grpc.AttentionWorkerServicer):
-    """An attention worker that serves and has completed 41 steps."""
+    """An attention worker that serves and has computed 41 tokens. Most of its steps only closed sequences."""
 
     async def GetStatus(
         self, request: attn_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> attn_pb2.AttentionStatus:
-        return attn_pb2.AttentionStatus(num_steps=41)
+        return attn_pb2.AttentionStatus(num_steps=500, num_computed_tokens=41)
 
 
-def test_the_steps_of_an_attention_worker_that_serves_are_read(tmp_path: Path) -> None:
-    """Whether one has worked since a stall, the next stall is too late to ask."""
+def test_the_tokens_of_an_attention_worker_that_serves_are_read(tmp_path: Path) -> None:
+    """Whether one has worked since a stall, the next stall is too late to ask. A new dense worker first lets it close what
+    clients have given up, which is no work.
+    """
     child = DeafChild(ATTENTION)
     child.address = f"unix:{tmp_path}/attn.sock"
     watch = HealthWatch(lambda: [child], 1.0, START_S)
@@ -280,7 +282,7 @@ def test_the_steps_of_an_attention_worker_that_serves_are_read(tmp_path: Path) -
         await server.start()
         watching = asyncio.create_task(watch.run())
         async with asyncio.timeout(60.0):
-            while [each.num_steps for each in watch._records.values()] != [41]:  # noqa: ASYNC110
+            while [each.num_tokens for each in watch._records.values()] != [41]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         watching.cancel()
         await server.stop(0)
