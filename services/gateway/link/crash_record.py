@@ -75,6 +75,8 @@ class CrashRecord:
     ) -> None:
         """`spans`: what running steps were computing, by seq_id; None if unknown."""
         log.warning("a worker crashed", running=len(present) if spans is None else len(spans), admitted=len(present))
+        gateways = {seq_id >> 32 for seq_id in (present[0].seq_id, *(spans or ()))}  # rows of a beam search are of one
+        is_one = len(present) == 1 == len(gateways)
         for entry in present:
             if spans is None:
                 entry.crash_start = 0
@@ -84,7 +86,7 @@ class CrashRecord:
                     continue
                 entry.crash_start = span.start
             entry.num_crashes += 1
-            was_alone, entry.was_alone_in_crash = entry.was_alone_in_crash, len(present) == 1
+            was_alone, entry.was_alone_in_crash = entry.was_alone_in_crash, is_one
             is_alone = (was_alone and entry.was_alone_in_crash) or entry.num_crashes > MAX_CRASHES_TOGETHER
             if is_alone and entry.num_crashes >= MAX_CRASHES_TOGETHER:
                 log.error("request given up", request_id=entry.spec.request_id, num_crashes=entry.num_crashes)

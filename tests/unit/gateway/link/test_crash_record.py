@@ -83,6 +83,21 @@ def test_a_request_that_only_happens_to_run_first_after_a_crash_does_not_fail() 
     assert story.failed == [0]
 
 
+def test_a_request_beside_those_of_other_gateways_is_not_alone() -> None:
+    """The dense worker reports what it was computing for all of them."""
+    (story, other), spans = (Story(1), Story(1)), {}
+    other.entries[0].seq_id = 1 << 40  # as of another gateway
+    for each in (story, other):
+        spans[each.entries[0]] = range(4)
+    for _ in range(2):
+        story.admit(*story.entries)
+        story.attention_crash(spans)
+    assert story.failed == []
+    story.admit(*story.entries)
+    story.attention_crash({story.entries[0]: range(4)})  # a suspect now
+    assert story.failed == [0]
+
+
 def test_a_token_between_crashes_clears_a_sequence() -> None:
     story = Story(1)
     for _ in range(20):
