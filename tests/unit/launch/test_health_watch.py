@@ -266,8 +266,9 @@ class CountingWorker(attn_pb2_grpc.AttentionWorkerServicer):
 
 
 def test_the_tokens_of_an_attention_worker_that_serves_are_read(tmp_path: Path) -> None:
-    """Whether one has worked since a stall, the next stall is too late to ask. A new dense worker first lets it close what
-    clients have given up, which is no work.
+    """Whether one has worked since a stall, the next stall is too late to ask.
+
+    A new dense worker first lets it close what clients have given up, which is no work.
     """
     child = DeafChild(ATTENTION)
     child.address = f"unix:{tmp_path}/attn.sock"
