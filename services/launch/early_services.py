@@ -118,5 +118,5 @@ def _may_name_services(config: Path) -> bool:
         if not config.is_file():  # what a pipe has can be read once
             return True
         return "services" in tomllib.loads(config.read_text(encoding="utf-8")).get("launch", ())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, TypeError):  # which the launcher reports
+    except (OSError, ValueError, TypeError, RecursionError):  # which the launcher reports
         return True
