@@ -66,10 +66,10 @@ class StagePipeline(LanePair):
         self._threads = ThreadPoolExecutor(count)
         self._answers = RankAnswers([each.engine.cache.num_free_blocks for each in self.sides])
         self._lock = threading.Lock()  # of the answers
-        store, num_lanes = RankStore.create(), config.scheduler.num_lanes
+        self._store, num_lanes = RankStore.create(), config.scheduler.num_lanes  # kept: others may need it longer
         own = Rank.of(config.dense, 0)
-        met = self._threads.submit(join_groups, CPU, store, own, num_lanes, TIMEOUT_S)
-        self._running: list[Future[None]] = [self._threads.submit(each.run, store.port) for each in self.shards]
+        met = self._threads.submit(join_groups, CPU, self._store, own, num_lanes, TIMEOUT_S)
+        self._running: list[Future[None]] = [self._threads.submit(each.run, self._store.port) for each in self.shards]
         for each in self._running:
             each.add_done_callback(self._note_end)
         self.groups: list[RankGroup] = list(met.result(TIMEOUT_S))
