@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 
 from services.common.rank import Rank
 
 T = TypeVar("T")
+Sent: TypeAlias = dict[tuple[int, int], queue.Queue[torch.Tensor]]  # by sender and receiver
 TIMEOUT_S = 20.0
 
 
@@ -27,7 +28,7 @@ class ThreadGroup:
         rank: Rank,
         tensors: list[torch.Tensor | None],
         barrier: threading.Barrier,
-        sent: defaultdict[tuple[int, int], queue.Queue[torch.Tensor]],
+        sent: Sent,
     ) -> None:
         self.rank = rank
         self._sent = sent
@@ -58,7 +59,7 @@ class ThreadGroup:
     def capturing(self) -> contextlib.nullcontext[None]:
         return contextlib.nullcontext()
 
-    def of_lane(self, sent: defaultdict[tuple[int, int], queue.Queue[torch.Tensor]]) -> ThreadGroup:
+    def of_lane(self, sent: Sent) -> ThreadGroup:
         """The same ranks, as another lane meets them; `sent`: by ranks, in that lane."""
         return ThreadGroup(self.rank, self._tensors, self._barrier, sent)
 
@@ -82,10 +83,15 @@ class ThreadGroup:
         return tensors
 
 
+def new_sent(count: int) -> Sent:
+    """Made before the threads begin: two of them might make a queue each, and wait for what is in the other one."""
+    return {pair: queue.Queue() for pair in itertools.permutations(range(count), 2)}
+
+
 def run_ranks(count: int, run: Callable[[ThreadGroup], T], *, are_stages: bool = False) -> list[T]:
     """Calls `run` in a thread for each rank, at the same time; returns what they return, in the order of the ranks."""
     tensors, barrier = [None] * count, threading.Barrier(count, timeout=TIMEOUT_S)
-    sent = defaultdict[tuple[int, int], queue.Queue[torch.Tensor]](queue.Queue)
+    sent = new_sent(count)
     ranks = [Rank(index, count, are_stages) for index in range(count)]
     groups = [ThreadGroup(rank, tensors, barrier, sent) for rank in ranks]
 

@@ -6,7 +6,6 @@ CUDA is replaced: what is enqueued runs at once, and so does attention when it i
 from __future__ import annotations
 
 import queue
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from services.step import PlanEntry, StepPlan
 from services.step.codec import decode_plan
 from tests.support.dense.fake_triton_kernels import fake_triton_kernels
 from tests.support.dense.sequences import make_state
-from tests.support.dense.thread_ranks import ThreadGroup, run_ranks
+from tests.support.dense.thread_ranks import ThreadGroup, new_sent, run_ranks
 from tests.support.dense.whole_model import WholeModel
 from tests.support.dense.without_cuda import EagerGraphs, FakeChannel, TorchWithoutCuda
 from tests.support.models import make_model_dir
@@ -99,7 +98,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_tokens_are_those_of_hugging_face(path: Path, num_lanes: int) -> None:
     """With two lanes each sequence is in one of its own."""
     commands: queue.Queue[shard_pb2.ShardCommand | None] = queue.Queue()
-    sent = [defaultdict[tuple[int, int], queue.Queue[torch.Tensor]](queue.Queue) for _ in range(num_lanes)]
+    sent = [new_sent(2) for _ in range(num_lanes)]
 
     def run(group: ThreadGroup) -> dict[int, list[int]]:
         return run_stage(path, commands, [group.of_lane(each) for each in sent])
