@@ -438,7 +438,10 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         preparing = [task for task, owner in self._preparing.items() if owner is outbox]
         if preparing:  # their blocks are claimed, too
             await asyncio.wait(preparing)
-        engine.close_orphans(gateway)
+        try:
+            engine.close_orphans(gateway)
+        except Exception as error:  # no one awaits this task
+            outbox.put_nowait(error)
 
     def _admit(self, sequence: Sequence, submit: dense_pb2.Submit) -> list[Awaitable[None]]:
         """Gives a sequence its features, and returns what has to end before it is submitted; mostly nothing.

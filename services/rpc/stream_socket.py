@@ -28,6 +28,7 @@ log = structlog.get_logger()
 KEY: Final = "stream-socket"  # initial metadata: the name and the secret
 HELLO_TIMEOUT_S: Final = 5.0  # for the server's first message, whose event loop may be busy
 SECRET_TIMEOUT_S: Final = 1.0  # for the client's, which it sends at once; others wait meanwhile
+CLOSE_TIMEOUT_S: Final = 5.0  # for the client to read the last messages; one that has stopped never does
 _HELLO: Final = b""  # the server's first message
 _LENGTH: Final = struct.Struct("!I")
 _MAX_WAITING_BYTES: Final = 2**20  # of complete messages, about
@@ -113,7 +114,8 @@ class StreamSocket(asyncio.Protocol):
     def abort(self) -> None:
         """Closes this end at once; what is not written yet is lost. May be called again."""
         self.close()
-        self._transport.abort()
+        if not self._is_lost:
+            self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by its methods only
@@ -219,13 +221,17 @@ class SocketOffer:
         return ((KEY, f"{self._name}:{self._secret}"),)
 
     async def close(self) -> None:
-        """Lets nobody connect any more, and waits until what was sent is written. May be called again."""
+        """Lets nobody connect any more, and waits until what was sent is written, at most `CLOSE_TIMEOUT_S` seconds.
+
+        May be called again.
+        """
         self._serving.cancel()
         await asyncio.wait([self._serving])  # closed before, the number of the listener might be another file's
         self._listener.close()
         if self.connected is not None:
             self.connected.close()
-            await asyncio.shield(self.connected.closed)
+            await asyncio.wait([self.connected.closed], timeout=CLOSE_TIMEOUT_S)
+            self.connected.abort()
 
     async def _serve(self, receive: Receive, lose: Callable[[PeerError], None], max_message_bytes: int) -> None:
         try:

@@ -316,3 +316,20 @@ def test_closing_waits_until_the_last_message_is_written() -> None:
         assert answers == [bytes(MAX_MESSAGE_BYTES)]
 
     run(test)
+
+
+@pytest.mark.parametrize("run_loop", [asyncio.run, uvloop.run])
+def test_closing_gives_up_a_client_that_has_stopped(run_loop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_socket, "CLOSE_TIMEOUT_S", 0.05)
+
+    async def test() -> None:
+        server = Server()
+        client = await StreamSocket.reach(server.description, bytes, MAX_MESSAGE_BYTES)
+        client._transport.pause_reading()
+        end = await server.connected()
+        end.send(bytes(MAX_MESSAGE_BYTES))
+        await asyncio.wait_for(server.offer.close(), TIMEOUT_S / 2)
+        await asyncio.wait_for(end.closed, TIMEOUT_S / 2)
+        client.abort()
+
+    run_loop(test())
