@@ -85,14 +85,17 @@ class LinearChoice:
 
 
 def time_in_graph_us(run: Callable[[], object]) -> float:
-    """Median microseconds of the work that `run` enqueues, captured in a CUDA graph. Waits for the device."""
+    """Median microseconds of the work that `run` enqueues, captured in a CUDA graph. Waits for the device.
+
+    Other threads may call CUDA meanwhile, as those that load kernels do.
+    """
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     times_us = []
     with torch.cuda.stream(stream):
         run()
         stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             run()
         graph.replay()
         for _ in range(_NUM_REPLAYS):
