@@ -65,13 +65,13 @@ class PrefixCache:
     def pin_longest(self, sequence: CachedSequence, most: int) -> int:
         """Gives a new sequence the blocks of its longest cached prefix; returns how many of the first group were free.
 
-        At most `most` tokens need not be computed. The prefix ends where all groups can continue.
+        At most `most` tokens need not be computed. The prefix ends where all groups can continue. Without one, too, the
+        groups are told what others may find later.
         """
-        num_tokens, digests = len(sequence.token_ids), sequence.digests
-        num_blocks = most // self._block_size
-        if not self._is_enabled or not num_blocks:
+        if not self._is_enabled:
             return 0
-        self._add_digests(sequence, num_blocks)
+        num_tokens, digests = len(sequence.token_ids), sequence.digests
+        self._add_digests(sequence, most // self._block_size)
         num_offered = []
         for group in self._groups:
             num_offered.append(len(digests))

@@ -79,6 +79,17 @@ def test_a_prompt_leaves_a_state_at_its_last_full_block() -> None:
     assert run(cache, (2, 2, 8)).waves[0].sources == first.targets
 
 
+def test_a_prompt_that_is_opened_as_not_cached_leaves_a_state_at_its_last_full_block() -> None:
+    """The dense worker has not seen its beginning, and runs it with the plan that opens it."""
+    cache = make_cache()
+    cache.open_sequence(1, PROMPT, 10, max_cached_tokens=0)
+    run(cache, (1, 10, 0))
+    for position in range(10, 18):
+        run(cache, (1, 1, position), sampled=[(1, position)])
+    cache.close_sequences([1])
+    assert cache.open_sequence(2, PROMPT, 10).num_cached_tokens == 8
+
+
 def test_blocks_without_a_state_at_their_end_are_computed_again_and_get_one() -> None:
     """Prompts with the same beginning, as of one system prompt: the second finds where they part."""
     cache = make_cache()
