@@ -15,7 +15,7 @@ from services.gateway.apis.openai.chat_schema import (
     ChunkChoice,
     Delta,
 )
-from services.gateway.apis.openai.head import UsageCounter, head, running_usage, stop_reason
+from services.gateway.apis.openai.head import UsageCounter, head, running_usage, stop_fields
 from services.gateway.apis.openai.logprobs import prompt_logprobs
 from services.gateway.apis.openai.tool_calls import add_parts, delta_object, finish_reason
 from services.gateway.apis.openai.tool_schema import NamedToolChoice
@@ -104,7 +104,7 @@ class ChatFormat:
             if has_text:  # as with OpenAI, the delta beside the reason has no text
                 choices.append(_piece(chunk.index, delta_object((), has_reasoning=False)))
             choices[-1]["finish_reason"] = finish_reason(chunk.finish, self._is_named)
-            choices[-1]["stop_reason"] = stop_reason(chunk.finish, self._eos_token_ids)
+            choices[-1] |= stop_fields(chunk.finish, self._eos_token_ids)  # type: ignore[typeddict-item]
             if chunk.finish.beam_score is not None:
                 choices[-1]["beam_score"] = chunk.finish.beam_score
         elif not has_text and choice["logprobs"] is None and len(choice) == 4 and not has_prompt_logprobs:
@@ -160,7 +160,7 @@ class ChatFormat:
             "message": message,
             "logprobs": None,
             "finish_reason": finish_reason(completion.finish, self._is_named),
-            "stop_reason": stop_reason(completion.finish, self._eos_token_ids),
+            **stop_fields(completion.finish, self._eos_token_ids),  # type: ignore[typeddict-item]
         }
         if completion.finish.beam_score is not None:
             choice["beam_score"] = completion.finish.beam_score

@@ -312,6 +312,7 @@ class ChatChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReasonName
     stop_reason: str | int | None
+    matched_stop: str | int | None
     beam_score: NotRequired[float]  # with use_beam_search
     token_ids: NotRequired[list[int]]
     timings: NotRequired[TimingsObject]  # where there are several
@@ -325,6 +326,7 @@ class ChunkChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReasonName | None
     stop_reason: NotRequired[str | int | None]
+    matched_stop: NotRequired[str | int | None]
     beam_score: NotRequired[float]  # with use_beam_search
     token_ids: NotRequired[list[int]]
 

@@ -13,7 +13,7 @@ from services.gateway.apis.openai.completion_schema import (
     CompletionRequest,
     LegacyLogprobs,
 )
-from services.gateway.apis.openai.head import UsageCounter, head, running_usage, stop_reason
+from services.gateway.apis.openai.head import UsageCounter, head, running_usage, stop_fields
 from services.gateway.apis.openai.logprobs import LegacyLogprobsBuilder, prompt_logprobs
 from services.gateway.apis.shared.answer import DONE
 from services.gateway.apis.shared.text_objects import TextObjects
@@ -74,7 +74,7 @@ class CompletionFormat:
         if chunk.finish is not None:
             self._usage.add(prompt_index, chunk.finish)
             choice["finish_reason"] = chunk.finish.reason.value
-            choice["stop_reason"] = stop_reason(chunk.finish, self._eos_token_ids)
+            choice |= stop_fields(chunk.finish, self._eos_token_ids)  # type: ignore[typeddict-item]
             if chunk.finish.beam_score is not None:
                 choice["beam_score"] = chunk.finish.beam_score
         if not (chunk.text or self._has_usage) and choice["logprobs"] is None and len(choice) == 4:
@@ -115,7 +115,7 @@ class CompletionFormat:
             "text": completion.text,
             "logprobs": None,
             "finish_reason": completion.finish.reason.value,
-            "stop_reason": stop_reason(completion.finish, self._eos_token_ids),
+            **stop_fields(completion.finish, self._eos_token_ids),  # type: ignore[typeddict-item]
             "prompt_logprobs": None,
         }
         if completion.finish.beam_score is not None:

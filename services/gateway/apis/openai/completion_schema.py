@@ -72,6 +72,7 @@ class CompletionChoice(TypedDict):
     logprobs: LegacyLogprobs | None
     finish_reason: FinishReasonName | None
     stop_reason: NotRequired[str | int | None]
+    matched_stop: NotRequired[str | int | None]
     beam_score: NotRequired[float]  # with use_beam_search
     prompt_logprobs: NotRequired[PromptLogprobs | None]
     token_ids: NotRequired[list[int]]

@@ -68,8 +68,12 @@ def running_usage(num_prompt_tokens: int, num_output_tokens: int) -> UsageObject
     }
 
 
-def stop_reason(finish: Finish, eos_token_ids: Container[int]) -> str | int | None:
-    """vLLM's field: the stop string or stop token id that ended the answer; None if EOS or anything else did."""
+def stop_fields(finish: Finish, eos_token_ids: Container[int]) -> dict[str, str | int | None]:
+    """The stop string or the id of the token that ended an answer, None if neither did.
+
+    `matched_stop` is SGLang's field, and `stop_reason` vLLM's, which is None for EOS, too.
+    """
     if finish.stop_string is not None:
-        return finish.stop_string
-    return None if finish.stop_token_id in eos_token_ids else finish.stop_token_id
+        return {"stop_reason": finish.stop_string, "matched_stop": finish.stop_string}
+    token_id = finish.stop_token_id
+    return {"stop_reason": None if token_id in eos_token_ids else token_id, "matched_stop": token_id}

@@ -43,6 +43,7 @@ def test_a_completion_has_openais_format(tmp_path: Path) -> None:
                     "logprobs": None,
                     "finish_reason": "length",
                     "stop_reason": None,
+                    "matched_stop": None,
                     "prompt_logprobs": None,
                 }
             ],
@@ -74,9 +75,9 @@ def test_a_streamed_completion_consists_of_events_and_done(tmp_path: Path) -> No
         assert "".join(piece["choices"][0]["text"] for piece in pieces) == text
         assert len(pieces) > 1
         assert all(piece["choices"][0]["finish_reason"] is None and piece["usage"] is None for piece in pieces)
-        assert finish["choices"] == [  # the chunk of EOS has no text
-            {"index": 0, "text": "", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
-        ]
+        [last] = finish["choices"]  # the chunk of EOS has no text
+        ended = {"finish_reason": "stop", "stop_reason": None, "matched_stop": EOS}
+        assert last == {"index": 0, "text": "", "logprobs": None, **ended}
         assert usage["choices"] == []
         assert usage["usage"]["completion_tokens"] == len(ids(text)) + 1
 
@@ -275,6 +276,7 @@ def test_stop_strings_end_the_answer_and_are_named(stop: str | list[str], tmp_pa
         body = {"prompt": "a", "max_tokens": 50, "stop": stop}
         [choice] = (await client.post("/v1/completions", json=body)).json()["choices"]
         assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (" one two", "stop", " three")
+        assert choice["matched_stop"] == " three"
         await until(lambda: not dense.running)
 
     dense = FakeDense(say(" one two three four"))

@@ -20,6 +20,7 @@ USER = [{"role": "user", "content": "Hi"}]
 INPUTS = {"/v1/completions": {"prompt": "Tell me"}, "/v1/chat/completions": {"messages": USER}}
 PATHS = list(INPUTS)
 TEXT = " Łódź, 東京 🙂🙃 cities."
+MATCHED = {"length": None, "stop string": " three", "EOS": EOS}  # as SGLang names it
 
 
 def ids(text: str) -> list[int]:
@@ -111,6 +112,7 @@ def test_the_chunk_of_the_last_token_has_the_finish_reason(end: str, tmp_path: P
     assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
     assert choices[-1]["finish_reason"] == ("length" if end == "length" else "stop")
     assert choices[-1]["stop_reason"] == (" three" if end == "stop string" else None)
+    assert choices[-1]["matched_stop"] == MATCHED[end]
     assert [token_id for choice in choices for token_id in choice["token_ids"]] == token_ids
     assert "".join(map(text_of, choices)) == (" one two" if end == "stop string" else " one two three")
 
@@ -127,6 +129,7 @@ def test_the_finish_reason_of_a_chat_stands_beside_a_delta_without_content(
     assert [choice["finish_reason"] for choice in choices] == [None] * len(choices)
     assert last["finish_reason"] == ("length" if end == "length" else "stop")
     assert last["stop_reason"] == (" three" if end == "stop string" else None)
+    assert last["matched_stop"] == MATCHED[end]
     assert "content" not in last["delta"]
     assert "".join(map(text_of, choices)) == (" one two" if end == "stop string" else " one two three")
     if has_ids:
