@@ -73,6 +73,7 @@ class Chunk:
     deltas: Sequence[Delta] = ()  # content, reasoning and calls, if they are told apart; `text` is the content
     # By feature: what there is now of those that were asked for.
     reports: Mapping[str, ReportPart] = field(default_factory=lambda: NO_REPORTS)
+    num_cached_tokens: int = 0  # of the prompt
 
 
 @dataclass(slots=True)

@@ -309,6 +309,7 @@ class _Answer:
             prompt,
             deltas,
             entry.take_reports(len(token_ids), is_last=reason is not None) if entry.records else NO_REPORTS,
+            entry.num_cached_tokens,
         )
 
     def take_plain_tokens(self) -> list[int]:
@@ -320,7 +321,11 @@ class _Answer:
 
     def plain_chunk(self, text: str, token_ids: list[int]) -> Chunk:
         """The chunk of these tokens, which have been taken."""
-        return Chunk(self.entry.index, text, token_ids, None, self.num_output_tokens, None, None)
+        entry = self.entry
+        return Chunk(
+            entry.index, text, token_ids, None, self.num_output_tokens, None, None,
+            num_cached_tokens=entry.num_cached_tokens,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Cancels the sequence if it still runs, and removes it from the journal. Does nothing the second time."""

@@ -121,7 +121,7 @@ def streamed(cluster: Cluster, path: str, body: dict[str, Any]) -> list[dict[str
     url = f"http://{cluster.http_address}{path}"
     with httpx2.stream("POST", url, json=body | {"stream": True}, timeout=REQUEST_TIMEOUT_S) as response:
         lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-    return [json.loads(line) for line in lines if line != "[DONE]"]
+    return [json.loads(line) for line in lines if line != "[DONE]" and not line.startswith("event: ")]
 
 
 def test_progress_counts_the_computed_and_the_cached_tokens_of_each_step(cluster: Cluster) -> None:
@@ -152,3 +152,13 @@ def test_progress_of_a_chat_has_no_text(cluster: Cluster) -> None:
     assert len(found) > 1 and found[-1]["prompt_progress"]["processed"] == num_tokens
     assert all(each["choices"][0]["delta"]["content"] is None for each in found)
     assert {each["id"] for each in events} == {found[0]["id"]}
+
+
+def test_progress_of_a_response_is_told_while_it_is_in_progress(cluster: Cluster) -> None:
+    body = {"input": "Tell me. " * 50, "max_output_tokens": 3, "return_progress": True}
+    sent = streamed(cluster, "/responses", body)
+    found = [each for each in sent if "prompt_progress" in each]
+    assert len(found) > 1 and {each["type"] for each in found} == {"response.in_progress"}
+    assert [each["sequence_number"] for each in sent] == list(range(len(sent)))
+    assert found[-1]["prompt_progress"]["processed"] == sent[-1]["response"]["usage"]["input_tokens"]
+    assert sent.index(found[-1]) < [each["type"] for each in sent].index("response.output_item.added")

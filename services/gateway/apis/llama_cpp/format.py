@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ from services.gateway.apis.llama_cpp.schema import (
 )
 from services.gateway.apis.shared.llama_cpp_errors import LlamaCppErrorBody, llama_cpp_error
 from services.gateway.apis.shared.logprobs import LEAST_LOGPROB
-from services.gateway.apis.shared.timings import TimingsObject, prompt_progress, timings, timings_so_far
+from services.gateway.apis.shared.timings import TimingsSoFar, prompt_progress, timings
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.request_id import REQUEST_ID_HEADER
@@ -54,12 +53,11 @@ class LlamaCppFormat:
         self._num_answers = self._used.n or 1  # to each prompt
         self._prompts: Sequence[list[int]] = ()
         self._texts: Sequence[str] = ()  # of the prompts
-        self._begun_at = 0.0
-        self._first_at: dict[int, float] = {}  # when the first tokens came, by index of the answer
+        self._timings = TimingsSoFar()
         self._with_new_line: set[int] = set()  # indexes of streamed answers
 
     async def begin(self, prompts: Sequence[list[int]]) -> None:
-        self._begun_at = time.monotonic()
+        self._timings.begin(prompts)
         self._prompts = prompts
         self._texts = [await self._tokenizer.write_text(each, False) for each in prompts]
 
@@ -96,7 +94,7 @@ class LlamaCppFormat:
                 "tokens_evaluated": len(self._prompts[prompt_index]),
             }
             if self._body.timings_per_token:
-                piece["timings"] = self._timings_so_far(index, chunk.num_output_tokens)
+                piece["timings"] = self._timings.of(prompt_index, chunk)
             if self._used.logprobs is not None:
                 piece["completion_probabilities"] = self._probabilities(chunk.token_ids, chunk.logprobs or ())
             objects.append(piece)
@@ -168,11 +166,6 @@ class LlamaCppFormat:
             last["completion_probabilities"] = self._probabilities(*logprobs)
         names = self._body.response_fields
         return _chosen(last, names) if names else last  # type: ignore[return-value]
-
-    def _timings_so_far(self, index: int, num_tokens: int) -> TimingsObject:
-        now = time.monotonic()
-        first_at = self._first_at.setdefault(index, now)
-        return timings_so_far(first_at - self._begun_at, num_tokens, now - first_at)
 
     def _probabilities(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from services.gateway.apis.openai.answer_objects import RequestMetrics
 from services.gateway.apis.openai.chat_schema import ChatRequest
 from services.gateway.apis.openai.fields import OpenAIFields
 from services.gateway.apis.shared.answer import Format
-from services.gateway.apis.shared.timings import prompt_progress, timings, timings_so_far
+from services.gateway.apis.shared.timings import TimingsSoFar, prompt_progress, timings
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
 
 HEAD_FIELDS = ("id", "object", "created", "model", "system_fingerprint")
@@ -41,13 +40,12 @@ class MeasuredFormat:
         self._form = form
         self._has_timings = has_timings
         self._has_metrics = has_metrics
-        self._begun_at = 0.0
-        self._first_at: dict[tuple[int, int], float] = {}  # when the first tokens came, by prompt and answer
+        self._timings = TimingsSoFar()
         self._finishes: list[Finish] = []
         self._head: dict[str, Any] = {}  # what all events have
 
     async def begin(self, prompts: Sequence[list[int]]) -> None:
-        self._begun_at = time.monotonic()
+        self._timings.begin(prompts)
         await self._form.begin(prompts)
 
     def opening(self) -> Sequence[Any]:
@@ -67,16 +65,11 @@ class MeasuredFormat:
 
     def _measured_chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Any]:
         objects = self._form.chunk(prompt_index, chunk)
-        now = time.monotonic()
-        first_at = self._first_at.setdefault((prompt_index, chunk.index), now)
         if chunk.finish is not None:
             self._finishes.append(chunk.finish)
         if not self._has_timings:
             return objects
-        if chunk.finish is not None:
-            found = timings(chunk.finish)
-        else:
-            found = timings_so_far(first_at - self._begun_at, chunk.num_output_tokens, now - first_at)
+        found = self._timings.of(prompt_index, chunk)
         return [{**each, "timings": found} for each in objects]
 
     def closing(self) -> Sequence[Any]:

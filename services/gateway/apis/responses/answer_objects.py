@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
+
+from services.gateway.apis.shared.timings import TimingsObject
 
 
 class InputTokensDetails(TypedDict):
@@ -21,13 +23,15 @@ class OutputTokensDetails(TypedDict):
 
 
 class ResponseUsage(TypedDict):
-    """Token counts."""
+    """Token counts; SGLang names those of input and output `prompt_tokens` and `completion_tokens`."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
+    prompt_tokens: int
+    completion_tokens: int
 
 
 class InputTokens(TypedDict):
@@ -81,3 +85,4 @@ class ResponseObject(TypedDict):
     truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None
     user: str | None
+    timings: NotRequired[TimingsObject]

@@ -44,6 +44,7 @@ def responses_message(
         truncate_prompt_tokens=0 if body.truncation == "auto" else None,  # 0: as many as fit
         stop=[body.stop] if isinstance(body.stop, str) else body.stop,
         ignore_eos=bool(body.ignore_eos),
+        return_progress=bool(body.return_progress and body.stream),
     )
     add_logit_bias(message, body.logit_bias)
     if body.has_logprobs:

@@ -12,6 +12,7 @@ from services.gateway.apis.responses.schema import ResponsesRequest
 from services.gateway.apis.responses.stored_record import ResponseRecord
 from services.gateway.apis.responses.tool_conversion import OfferedTool
 from services.gateway.apis.shared.answer_deltas import chunk_deltas, completion_deltas
+from services.gateway.apis.shared.timings import TimingsSoFar, prompt_progress, timings
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import describe
@@ -50,6 +51,7 @@ class ResponsesFormat:
         paths = {f"tools[{i}].function": tool.path for i, tool in enumerate(tools.values())}
         self.param_names: Mapping[str, str] = PARAM_NAMES | paths
         self._has_logprobs = body.has_logprobs
+        self._timings = TimingsSoFar() if body.timings_per_token else None
         self._items = OutputItems(request_id, tools, service.tokenizer)
         self._finish: Finish | None = None
         self._error: ResponseError | None = None
@@ -58,7 +60,8 @@ class ResponsesFormat:
         self._head = _head(service, body, request_id, is_stored=record is not None and body.store is not False)
 
     async def begin(self, prompts: Sequence[list[int]]) -> None:
-        """The token ids of the prompt are not needed."""
+        if self._timings is not None:
+            self._timings.begin(prompts)
 
     def opening(self) -> Sequence[Event]:
         response = self._response("in_progress")
@@ -66,13 +69,24 @@ class ResponsesFormat:
         return self._numbered([{"type": kind, "response": response} for kind in kinds])
 
     def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Event]:
+        events: list[Event] = []
+        for progress in prompt_progress(chunk.reports):
+            response = self._response("in_progress")
+            events.append({"type": "response.in_progress", "response": response, "prompt_progress": progress})
         self._finish = chunk.finish
-        return self._numbered(self._add(chunk_deltas(chunk), chunk))
+        events += self._add(chunk_deltas(chunk), chunk)
+        if self._timings is not None and (chunk.token_ids or chunk.finish is not None):
+            found = self._timings.of(prompt_index, chunk)
+            events = [{**each, "timings": found} for each in events]
+        return self._numbered(events)
 
     def closing(self) -> Sequence[Event]:
         status = self._end_status()
         events = self._items.end(is_cut=status == "incomplete")
-        return self._numbered([*events, {"type": f"response.{status}", "response": self._kept(status)}])
+        last: Event = {"type": f"response.{status}", "response": self._kept(status)}
+        if self._timings is not None and self._finish is not None:
+            last["timings"] = timings(self._finish)
+        return self._numbered([*events, last])
 
     def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> ResponseObject:
         [([completion], _)] = answers
@@ -80,7 +94,10 @@ class ResponsesFormat:
         self._add(completion_deltas(completion), completion)
         status = self._end_status()
         self._items.end(is_cut=status == "incomplete")
-        return self._kept(status)
+        response = self._kept(status)
+        if self._timings is not None and completion.finish is not None:
+            response = {**response, "timings": timings(completion.finish)}
+        return response
 
     def failure(self, error: Exception) -> Sequence[Event]:
         """The response has failed; the items that were complete remain."""
@@ -164,4 +181,6 @@ def _usage(finish: Finish) -> ResponseUsage:
         "output_tokens": finish.num_output_tokens,
         "output_tokens_details": {"reasoning_tokens": finish.num_reasoning_tokens or 0},
         "total_tokens": finish.num_prompt_tokens + finish.num_output_tokens,
+        "prompt_tokens": finish.num_prompt_tokens,
+        "completion_tokens": finish.num_output_tokens,
     }

@@ -96,6 +96,12 @@ class ResponsesRequest(RequestModel):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows")
     stream_options: ResponseStreamOptions | None = None
+    timings_per_token: bool | None = Field(
+        None, description="Give llama.cpp's timings: in events of new tokens and in the last one, else in the answer"
+    )
+    return_progress: bool | None = Field(
+        None, description="Send further events response.in_progress with llama.cpp's prompt_progress"
+    )
     tools: ToolObjects = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: an answer ends after its first call")

@@ -5,23 +5,24 @@ Only the time in the queue is the dense worker's. A pause in which a worker was 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NotRequired
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from typing_extensions import TypedDict
 
-from services.gateway.core.chunks import Finish
+from services.gateway.core.chunks import Chunk, Finish
 from services.gateway.features.progress import Progress, PromptProgress
 
 
 class TimingsObject(TypedDict):
-    """Counts of tokens, and times, as in llama.cpp. Only the last event of an answer knows what was cached."""
+    """Counts of tokens, and times, as in llama.cpp."""
 
-    cache_n: NotRequired[int]
-    prompt_n: NotRequired[int]
+    cache_n: int
+    prompt_n: int
     prompt_ms: float
-    prompt_per_token_ms: NotRequired[float]
-    prompt_per_second: NotRequired[float]
+    prompt_per_token_ms: float
+    prompt_per_second: float
     predicted_n: int
     predicted_ms: float
     predicted_per_token_ms: float
@@ -49,9 +50,31 @@ def timings(finish: Finish) -> TimingsObject:
     }
 
 
-def timings_so_far(prompt_s: float, num_tokens: int, predicted_s: float) -> TimingsObject:
-    """The same for an answer that goes on; what of its prompt was cached is told at the end."""
-    return {"prompt_ms": 1e3 * prompt_s, **_rates("predicted", num_tokens, predicted_s)}  # type: ignore[return-value]
+class TimingsSoFar:
+    """The same for the chunks of a stream: `begin` when its prompts are known, then `of` for each chunk."""
+
+    def __init__(self) -> None:
+        self._begun_at = 0.0
+        self._num_prompt_tokens: Sequence[int] = ()
+        self._first_at: dict[tuple[int, int], float] = {}  # when the first tokens came, by prompt and answer
+
+    def begin(self, prompts: Sequence[list[int]]) -> None:
+        """The answers begin now."""
+        self._begun_at = time.monotonic()
+        self._num_prompt_tokens = [len(each) for each in prompts]
+
+    def of(self, prompt_index: int, chunk: Chunk) -> TimingsObject:
+        """What is known when this chunk has come."""
+        now = time.monotonic()
+        first_at = self._first_at.setdefault((prompt_index, chunk.index), now)
+        if chunk.finish is not None:
+            return timings(chunk.finish)
+        num_new = self._num_prompt_tokens[prompt_index] - chunk.num_cached_tokens
+        return {  # type: ignore[return-value]
+            "cache_n": chunk.num_cached_tokens,
+            **_rates("prompt", num_new, first_at - self._begun_at),
+            **_rates("predicted", chunk.num_output_tokens, now - first_at),
+        }
 
 
 def prompt_progress(reports: Mapping[str, Any]) -> list[ProgressObject]:

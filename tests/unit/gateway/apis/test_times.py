@@ -14,7 +14,7 @@ from services.gateway.apis.shared.timings import timings
 from services.gateway.core.chunks import Finish, Timings
 from services.gateway.link.journal_entry import FinishReason
 from tests.support.clients.gateway_calls import EOS, ids
-from tests.support.clients.http_clients import events
+from tests.support.clients.http_clients import events, named_events
 from tests.support.clients.http_gateway import CHAT, CHATS, COMPLETIONS, with_client
 from tests.support.running_gateway import RunningGateway
 from tests.support.workers.fake_dense import FakeDense
@@ -79,7 +79,10 @@ def test_answers_have_times_only_if_asked_for_and_within_the_clients_own(
         assert [each["timings"]["predicted_n"] for each in pieces] == sorted(
             each["timings"]["predicted_n"] for each in pieces
         )
-        assert set(pieces[-1]["timings"]) == TIMINGS and last["timings"] == pieces[-1]["timings"]
+        assert last["timings"] == pieces[-1]["timings"]
+        assert all(set(each["timings"]) == TIMINGS for each in pieces)
+        counts = {(each["timings"]["cache_n"], each["timings"]["prompt_n"]) for each in pieces}
+        assert counts == {(1, answer["usage"]["prompt_tokens"] - 1)}, "the first piece knows what was cached"
 
         several = (await client.post(path, json=body | {"n": 2, "timings_per_token": True})).json()
         assert "metrics" not in several and "timings" not in several
@@ -87,7 +90,30 @@ def test_answers_have_times_only_if_asked_for_and_within_the_clients_own(
         plain = (await client.post(path, json=body)).json()
         assert "timings" not in plain
 
-    with_client(tmp_path, FakeDense(lambda submit: [*ids(TEXT), EOS]), test, request_metrics=True)
+    dense = FakeDense(lambda submit: [*ids(TEXT), EOS])
+    dense.num_cached_tokens = 1
+    with_client(tmp_path, dense, test, request_metrics=True)
+
+
+def test_responses_have_times_as_with_llama_cpp(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"input": "Hi", "timings_per_token": True}
+        whole = (await client.post("/v1/responses", json=body)).json()
+        usage = whole["usage"]
+        assert set(whole["timings"]) == TIMINGS
+        assert (whole["timings"]["predicted_n"], whole["timings"]["prompt_n"]) == (
+            usage["output_tokens"], usage["input_tokens"],
+        )  # fmt: skip
+        sent = named_events((await client.post("/v1/responses", json=body | {"stream": True})).text)
+        timed = {each["type"] for each in sent if "timings" in each}
+        assert {"response.output_text.delta", "response.completed"} <= timed
+        assert timed.isdisjoint({"response.created", "response.in_progress"})
+        assert all(set(each["timings"]) == TIMINGS for each in sent if "timings" in each)
+        assert sent[-1]["timings"]["predicted_n"] == len(ids(TEXT)) + 1
+        plain = (await client.post("/v1/responses", json={"input": "Hi"})).json()
+        assert "timings" not in plain
+
+    with_client(tmp_path, FakeDense(lambda submit: [*ids(TEXT), EOS]), test)
 
 
 def test_a_server_that_gives_no_metrics_gives_none(tmp_path: Path) -> None:

@@ -72,6 +72,8 @@ def test_a_whole_response(tmp_path: Path) -> None:
             "output_tokens": num_output_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": num_prompt_tokens + num_output_tokens,
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_output_tokens,
         }
         assert (response.error, response.incomplete_details, response.instructions) == (None, None, "Be brief.")
         assert (response.temperature, response.metadata, response.max_output_tokens) == (0.5, {"a": "b"}, 50)
