@@ -37,6 +37,7 @@ from services.step.codec import decode_answer, encode_plan
 log = structlog.get_logger()
 
 _RETRY_S = 0.02  # short, because all streams wait
+_MIN_UNREADY = 3  # attachments that may end before they are ready, however long each of them takes
 _REASON_S = 0.5  # how long the stream of plans may take to give the reason of an aborted handoff
 # A retry may succeed after these; any other status is a refusal. An attention worker that stops cancels its calls.
 TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
@@ -104,14 +105,21 @@ class AttentionClient:
         self._stub = attn_pb2_grpc.AttentionWorkerStub(self._grpc)
         self._attachment: Attachment | None = None
         self._deadline = StartDeadline(self._connect_timeout_s)  # of the present attempts to attach
+        self._has_been_ready = False  # the present attachment has been
+        self._num_unready = 0  # attachments in a row that have not been ready before they ended
+        self._unready_until = self._deadline  # they may go on as long
         self._inbox: asyncio.Queue[tuple[Attachment, _Message]] = asyncio.Queue()
 
     async def run(self, listener: AttentionListener, watcher: AttachmentWatcher) -> None:
-        """Attaches, serves until the attachment breaks, and repeats. Raises `PeerError` if it cannot attach in time."""
+        """Attaches, serves until the attachment breaks, and repeats.
+
+        Raises `PeerError` if it cannot attach in time, or if one attachment after the other breaks before it is ready.
+        """
         try:
             while True:
                 await self._may_attach.wait()
-                attachment = self._attachment = await self._attach()
+                attachment = await self._attach()
+                self._attachment, self._has_been_ready = attachment, False
                 listener.on_attached(attachment)
                 end = await self._serve(attachment, listener, watcher)
                 attachment.abort()
@@ -119,6 +127,7 @@ class AttentionClient:
                     self._may_attach.clear()  # attaching again would replace the other worker
                 listener.on_detached(attachment, end)
                 await watcher.detached(end)
+                self._check_progress(end)
         finally:
             await self._grpc.close()
 
@@ -129,6 +138,8 @@ class AttentionClient:
 
     def ready(self, attachment: Attachment) -> None:
         """Reports that the engine can run steps. Called on the engine thread; never blocks."""
+        if attachment is self._attachment:
+            self._has_been_ready = True
         self._post(attachment, "ready")
 
     def publish(self, attachment: Attachment, plan: StepPlan) -> None:
@@ -175,6 +186,20 @@ class AttentionClient:
                     reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
                     raise PeerError(f"{self._absence} within {self._connect_timeout_s} s: {reason}") from error
                 await asyncio.sleep(_RETRY_S)
+
+    def _check_progress(self, end: AttachmentEnd) -> None:
+        if self._has_been_ready or not end.is_crash:
+            self._num_unready = 0
+            return
+        self._num_unready += 1
+        if self._num_unready == 1:
+            self._unready_until = StartDeadline(self._connect_timeout_s)
+        if self._num_unready >= _MIN_UNREADY and self._unready_until.remaining_s <= 0:
+            raise PeerError(
+                f"{self._num_unready} attachments in a row have ended before they were ready, in over"
+                f" {self._connect_timeout_s:g} s (peers.connect_timeout_s), the last one because: {end.reason}. This"
+                " process must start again; if that does not help, the other workers, whose logs say more"
+            )
 
     @property
     def _absence(self) -> str:

@@ -7,6 +7,7 @@ import secrets
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +25,11 @@ from services.common.attention.learned import Learned
 from services.common.config import PeerSection
 from services.common.errors import ConfigError, PeerError, StaleEpoch
 from services.common.model_config import AttentionOptions
+from services.dense_worker.engine import attention_client
 from services.dense_worker.engine.attachment import AttachmentEnd
 from services.dense_worker.engine.attention_client import AttachOptions, AttentionClient
 from services.pb import attn_pb2, step_pb2
+from services.rpc.start_deadline import StartDeadline
 from services.step import SequenceOpened, StepPlan
 from tests.unit.dense_worker.engine.test_scheduler import make_sequence
 
@@ -345,3 +348,57 @@ def test_each_lane_of_the_reply_is_mapped_under_its_number() -> None:
     finally:
         for channel in created.values():
             channel.close()
+
+
+class Attachments:
+    """The engine: gives attachments up before they are ready, each of which takes `takes_s`, but for some."""
+
+    def __init__(self, client: Any, takes_s: float, num_to_come: int, ready: set[int]) -> None:
+        self.client, self.now, self.num_attached = client, 0.0, 0
+        self._takes_s, self._num_to_come, self._ready = takes_s, num_to_come, ready
+
+    def on_attached(self, attachment: Any) -> None:
+        self.num_attached += 1
+        if self.num_attached > self._num_to_come:
+            raise EOFError("enough")
+        self.now += self._takes_s
+        if self.num_attached in self._ready:
+            self.client.ready(attachment)
+        self.client.drop(attachment, AttachmentEnd(f"no room for graph {self.num_attached}", is_crash=True))
+
+    def on_detached(self, attachment: object, end: AttachmentEnd) -> None: ...
+
+    async def ready(self, attachment: object) -> None: ...
+
+    async def detached(self, end: AttachmentEnd) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("takes_s", "ready", "num_attached"),
+    [(0.1, set(), 12), (0.1, {6}, None), (0.1, {3, 9, 15}, None), (50.0, set(), 3), (50.0, {2, 4, 6, 8, 10}, None)],
+)
+def test_attachments_that_all_end_before_they_are_ready_are_given_up(
+    monkeypatch: pytest.MonkeyPatch, takes_s: float, ready: set[int], num_attached: int | None
+) -> None:
+    """After the time that a peer may take, and not before there were three. One that was ready begins anew."""
+    monkeypatch.setattr(attention_client, "_REASON_S", 0.0)
+    engine: Any = None
+
+    async def run() -> None:
+        nonlocal engine
+        client: Any = make_client(Attention())
+        client._connect_timeout_s = 1.05
+        monkeypatch.setattr(attention_client, "StartDeadline", partial(StartDeadline, now=lambda: engine.now))
+        engine = Attachments(client, takes_s, 12, ready)
+        channel = SimpleNamespace(abort=lambda: None)
+        client._map = lambda reply: SimpleNamespace(link=None, epoch=1, attachment_id=1, abort=channel.abort)
+        client._may_attach.set()
+        await client.run(engine, engine)
+
+    running = asyncio.wait_for(run(), TEST_LIMIT_S)
+    if num_attached is None:
+        with pytest.raises(EOFError):
+            asyncio.run(running)
+        return
+    with pytest.raises(PeerError, match=rf"^{num_attached} attachments .* 1.05 s \(peers.* no room for graph"):
+        asyncio.run(running)
