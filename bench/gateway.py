@@ -69,6 +69,7 @@ class Case:
     pace_ms: float  # from one step to the next; 0: as fast as clients take the tokens
     connections: int  # number that share the gRPC streams; each SSE stream has a connection of its own
     num_processes: int = 1  # gateways
+    has_kernel_times: bool = False  # tokens arrive when the client's kernel has them, not when the client reads them
 
     @property
     def label(self) -> str:
@@ -257,7 +258,14 @@ def _run_clients(case: Case, address: str, receipts: Path, indexes: Sequence[int
     gc.collect()
     gc.disable()  # a collection would delay every token behind it
     try:
-        read_streams(connections, report, parent.fileno(), lambda: parent.send("started"))
+        # A stub with a pace needs no receipts, which would take processor time from the gateway where cores are few.
+        read_streams(
+            connections,
+            None if case.pace_ms else report,
+            parent.fileno(),
+            lambda: parent.send("started"),
+            has_kernel_times=case.has_kernel_times,
+        )
         parent.send([log for connection in connections for log in connection.logs])
     except WireError as error:
         parent.send(error)
@@ -360,7 +368,7 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
     loads = [(num_streams, 0.0) for num_streams in arguments.streams]
     loads += [(num_streams, arguments.pace_ms) for num_streams in arguments.paced_streams]
     return [
-        Case(protocol, num_streams, pace_ms, arguments.connections, num_processes)
+        Case(protocol, num_streams, pace_ms, arguments.connections, num_processes, arguments.arrivals == "kernel")
         for num_processes in arguments.processes
         for protocol in arguments.protocols
         for num_streams, pace_ms in loads
@@ -413,6 +421,10 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--worker-link", choices=["socket", "grpc"], default="socket",
         help="what the messages of stub and gateway go by (%(default)s)",
+    )
+    add(
+        "--arrivals", choices=["read", "kernel"], default="read",
+        help="when a token has arrived: when the client has read it, or when its kernel had it (%(default)s)",
     )
     add("--sockets", choices=["tcp", "unix"], default="tcp", help="transport between gateway and clients (%(default)s)")
     add(

@@ -19,6 +19,7 @@ from services.pb import gateway_pb2
 
 MAX_WINDOW = 2**31 - 1  # bytes: the server never waits for this client's flow control
 RECEIVE_BYTES = 1 << 20
+SO_TIMESTAMPNS = 35  # Linux; Python has no name for it
 CONNECT_TIMEOUT_S = 10.0
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -27,6 +28,7 @@ _ACK, _END_STREAM, _END_HEADERS = 0x1, 0x1, 0x4
 _INITIAL_WINDOW_SIZE = 4
 _FRAME = struct.Struct(">BHBBI")  # length in two parts, type, flags, stream
 _GRPC_PREFIX = struct.Struct(">BI")  # compressed, length
+_TIMESPEC = struct.Struct("@qq")  # seconds, ns
 
 
 class WireError(Exception):
@@ -163,15 +165,26 @@ class SseConnection:
 
 
 def read_streams(
-    connections: Sequence[Connection], report: Callable[[int], None], stop: int, on_started: Callable[[], None]
+    connections: Sequence[Connection],
+    report: Callable[[int], None] | None,
+    stop: int,
+    on_started: Callable[[], None],
+    *,
+    has_kernel_times: bool = False,
 ) -> None:
     """Starts all requests and reads until all streams are done or the file descriptor `stop` is readable.
 
     `report(num_tokens)` is called after each round over the readable sockets; `on_started` when each
-    stream has had a token. Raises `WireError`.
+    stream has had a token. `has_kernel_times`: what arrives by TCP has the time at which the kernel had it, not that at
+    which it is read. Raises `WireError`.
     """
     by_file = {connection.socket.fileno(): connection for connection in connections}
     waiting = {id(log) for connection in connections for log in connection.logs}  # streams without a token so far
+    receive = _receive
+    if has_kernel_times:
+        receive = receive_with_kernel_time
+        for connection in connections:
+            connection.socket.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
     poll = select.epoll()
     for file in (stop, *by_file):
         poll.register(file, select.EPOLLIN)
@@ -183,8 +196,8 @@ def read_streams(
             if file == stop:
                 return
             connection = by_file[file]
-            data = connection.socket.recv(RECEIVE_BYTES)
-            num_tokens += connection.receive(data, time.monotonic_ns())
+            data, now_ns = receive(connection.socket)
+            num_tokens += connection.receive(data, now_ns)
             if waiting:
                 waiting.difference_update([id(log) for log in connection.logs if log.chunk_ns])
                 if not waiting:
@@ -194,8 +207,23 @@ def read_streams(
             if not data or all(log.is_done for log in connection.logs):
                 poll.unregister(file)
                 del by_file[file]
-        if num_tokens:
+        if num_tokens and report is not None:
             report(num_tokens)
+
+
+def receive_with_kernel_time(connected: socket.socket) -> tuple[bytes, int]:
+    """What has come by a TCP socket with `SO_TIMESTAMPNS`, and when the kernel had the last of it (monotonic clock)."""
+    data, control, _, _ = connected.recvmsg(RECEIVE_BYTES, socket.CMSG_SPACE(_TIMESPEC.size))
+    now_ns = time.monotonic_ns()
+    if not control:  # the end of the stream, or the kernel has just begun with it
+        return data, now_ns
+    seconds, nanoseconds = _TIMESPEC.unpack(control[0][2])
+    return data, now_ns - (time.time_ns() - (seconds * 1_000_000_000 + nanoseconds))
+
+
+def _receive(connected: socket.socket) -> tuple[bytes, int]:
+    data = connected.recv(RECEIVE_BYTES)
+    return data, time.monotonic_ns()
 
 
 def _connect(address: str) -> socket.socket:

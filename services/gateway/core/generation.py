@@ -124,8 +124,7 @@ class Generation:
             return
         answer = self._answers[0]
         if take_text is not None and answer.is_plain and len(self._answers) == 1:
-            texts = _PassedTexts(answer, take_text, take, take_entries)
-            await self._updates.forward(texts.pass_text, can_take)
+            await self._updates.forward(answer.text_passer(take_text, take, take_entries), can_take)
         else:
             await self._updates.forward(take_entries, can_take)
 
@@ -251,8 +250,10 @@ class _Answer:
         """A chunk with the entry's new tokens. Raises the error that ended the entry."""
         entry, request = self.entry, self.entry.request
         if self.is_plain and not entry.is_ended:
-            token_ids = self.take_plain_tokens()
-            return self.plain_chunk(self.append_plain(token_ids), token_ids)
+            token_ids = entry.take_plain_tokens()
+            self.num_output_tokens += len(token_ids)
+            self._measure(len(token_ids))
+            return self._plain_chunk(self.append_plain(token_ids), token_ids)
         is_first = self.num_output_tokens == 0
         token_ids, logprobs, reason = entry.take_new_tokens()
         stop_token_id = None
@@ -312,15 +313,42 @@ class _Answer:
             entry.num_cached_tokens,
         )
 
-    def take_plain_tokens(self) -> list[int]:
-        """The new tokens of a plain answer that has not ended."""
-        token_ids = self.entry.take_plain_tokens()
-        self.num_output_tokens += len(token_ids)
-        self._measure(len(token_ids))
-        return token_ids
+    def text_passer(
+        self,
+        take_text: Callable[[str], None],
+        take: Callable[[list[Chunk]], None],
+        take_entries: Callable[[list[JournalEntry]], bool],
+    ) -> Callable[[list[JournalEntry]], bool]:
+        """A function that passes the new texts of a plain answer on, the only one to its request.
 
-    def plain_chunk(self, text: str, token_ids: list[int]) -> Chunk:
-        """The chunk of these tokens, which have been taken."""
+        It runs for every token, and the objects of other streams have displaced this one's from the processor's caches:
+        so it reads few objects and calls little. `take` gets a chunk whose tokens complete no text, `take_entries` the
+        entry when it has ended.
+        """
+        entry, append, take_tokens = self.entry, self.append_plain, self.entry.take_plain_tokens
+        on_more_tokens, monotonic = self._metrics.on_more_tokens, time.monotonic
+
+        def pass_text(entries: list[JournalEntry]) -> bool:
+            """Returns whether more will come."""
+            if entry.finish_reason is not None or entry.error is not None:  # `is_ended`, without a call
+                return take_entries(entries)
+            token_ids = take_tokens()
+            self.num_output_tokens += len(token_ids)
+            if self._last_chunk_at is None:
+                self._measure(len(token_ids))
+            else:
+                now = monotonic()
+                on_more_tokens(len(token_ids), now - self._last_chunk_at)
+                self._last_chunk_at = now
+            if text := append(token_ids):
+                take_text(text)
+            else:
+                take([self._plain_chunk(text, token_ids)])
+            return True
+
+        return pass_text
+
+    def _plain_chunk(self, text: str, token_ids: list[int]) -> Chunk:
         entry = self.entry
         return Chunk(
             entry.index, text, token_ids, None, self.num_output_tokens, None, None,
@@ -347,39 +375,6 @@ class _Answer:
         """Mean log-probability of the returned tokens; minus infinity if there are none."""
         values = self._own_logprobs
         return math.fsum(values) / len(values) if values else -math.inf
-
-
-class _PassedTexts:
-    """Passes the new texts of a plain answer on, the only one to its request.
-
-    This runs for every token, and the objects of other streams have displaced this one's from the processor's caches:
-    few objects are read, which have slots.
-    """
-
-    __slots__ = ("_answer", "_append", "_entry", "_take", "_take_entries", "_take_text")
-
-    def __init__(
-        self,
-        answer: _Answer,
-        take_text: Callable[[str], None],
-        take: Callable[[list[Chunk]], None],
-        take_entries: Callable[[list[JournalEntry]], bool],
-    ) -> None:
-        """`take` gets a chunk whose tokens complete no text, `take_entries` the entry when it has ended."""
-        self._answer, self._entry, self._append = answer, answer.entry, answer.append_plain
-        self._take_text, self._take, self._take_entries = take_text, take, take_entries
-
-    def pass_text(self, entries: list[JournalEntry]) -> bool:
-        """Returns whether more will come."""
-        answer, entry = self._answer, self._entry
-        if entry.finish_reason is not None or entry.error is not None:  # `is_ended`, without a call
-            return self._take_entries(entries)
-        token_ids = answer.take_plain_tokens()
-        if text := self._append(token_ids):
-            self._take_text(text)
-        else:
-            self._take([answer.plain_chunk(text, token_ids)])
-        return True
 
 
 def _timings(entry: JournalEntry, num_output_tokens: int) -> Timings:

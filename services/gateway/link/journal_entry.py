@@ -127,9 +127,10 @@ class UpdateQueue:
 
     def put(self, entry: JournalEntry) -> None:
         """Adds an entry that is not in the queue."""
-        self._entries.append(entry)
+        entries = self._entries
+        entries.append(entry)
         if self._take is not None:
-            if len(self._entries) == 1:
+            if len(entries) == 1:
                 # Its other updates of this step come first.
                 self._turns.forwards.add(self._deliver, is_first=self._is_new)
         elif self._waiter is not None and len(self._entries) == 1:
@@ -172,18 +173,19 @@ class UpdateQueue:
             self._take = None
 
     def _deliver(self) -> None:
-        waiter = self._waiter
-        if self._take is None or waiter is None or waiter.done():
+        # In locals first: Python calls a method faster than what a slot holds.
+        waiter, take, can_take, entries = self._waiter, self._take, self._can_take, self._entries
+        if take is None or waiter is None or waiter.done():
             return  # `forward` has ended; what is in the queue stays there
-        if not self._entries:
+        if not entries:
             return
-        if not self._can_take():
+        if not can_take():
             waiter.set_result(None)
             return
         self._is_new = False
-        entries, self._entries, self._num_due = self._entries, [], 0
+        self._entries, self._num_due = [], 0
         try:
-            if not self._take(entries):
+            if not take(entries):
                 waiter.set_result(None)
         except Exception as error:
             waiter.set_exception(error)
@@ -295,8 +297,9 @@ class JournalEntry:
         self.last_token_at = now
         self.num_crashes = 0
         self.output_token_ids.append(token_id)
-        if not self._is_in_updates:
-            self._put_in_updates()
+        if not self._is_in_updates:  # `_put_in_updates`, without a call
+            self._is_in_updates = True
+            self.updates.put(self)
 
     def add_search_step(self, step: dense_pb2.BeamStep) -> None:
         """Adds a token to each beam of a search."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import select
 import socket
 import statistics
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 from bench.gateway import TOKEN_IDS, TOKEN_MARK, main
 from bench.load.process_load import children, cpu_s, num_files, resident_bytes
 from bench.load.stats import WireRun, gateway_figures
-from bench.load.wire_clients import GrpcConnection, SseConnection, WireError
+from bench.load.wire_clients import SO_TIMESTAMPNS, GrpcConnection, SseConnection, WireError, receive_with_kernel_time
 from services.common.config import EMBEDDED_MODEL
 from services.gateway.text.tokenizer import load_tokenizer
 from services.pb import gateway_pb2
@@ -101,6 +103,25 @@ def test_an_sse_error_is_reported(address: str) -> None:
     connection = SseConnection(address, 0, "/v1/completions", b"{}", TOKEN_MARK)
     with connection.socket, pytest.raises(WireError, match="503 Service Unavailable"):
         connection.receive(b"HTTP/1.1 503 Service Unavailable\r\n\r\n{}", 0)
+
+
+def test_a_late_reader_learns_when_the_kernel_had_the_data() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+        reader, _ = server.accept()
+        with reader:
+            reader.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+            for _ in range(100):  # the kernel begins some time after it was asked to
+                start = time.monotonic_ns()
+                sender.sendall(b"token")
+                select.select([reader], [], [])
+                has_come = time.monotonic_ns()
+                time.sleep(0.01)
+                data, arrival = receive_with_kernel_time(reader)
+                assert data == b"token"
+                assert start - SECOND < arrival
+                if arrival <= has_come:
+                    return
+    pytest.fail("the time is that of the reader")
 
 
 def test_each_token_of_the_stub_contains_the_mark_once() -> None:
