@@ -31,6 +31,7 @@ from services.gateway.request.generation_request import (
     check_token_ids,
     read_text_or_chat,
 )
+from services.gateway.request.mixed_prompt import most_tokens, without_texts_between
 from services.gateway.resources.gather import gather_or_cancel
 from services.gateway.resources.memory_budget import HeldMemory
 from services.pb import gateway_pb2, pooling_pb2
@@ -45,7 +46,7 @@ _TOKEN_HEADS = {
 }
 BULK_DELAY = 10  # by how many priorities bulk comes later, unless the client says which it has
 
-Text = str | Sequence[int]  # or its token ids, used as they are
+Text = str | Sequence[int | str]  # or its token ids, used as they are, maybe with texts between them
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +243,8 @@ class Vectors:
         """No text has more tokens than bytes, but for the special ones."""
         if isinstance(each.first, gateway_pb2.Chat):
             return self.service.max_input_tokens
-        sizes = [len(text) * (4 if isinstance(text, str) else 1) for text in (each.first, each.second or "")]
-        return min(self.service.max_input_tokens, sum(sizes) + _MAX_SPECIAL_TOKENS)
+        size = most_tokens(each.first) + most_tokens(each.second or "")
+        return min(self.service.max_input_tokens, size + _MAX_SPECIAL_TOKENS)
 
     async def _encode_pair(
         self, template: PairTemplate, each: VectorInput, options: InputOptions, most: int, is_cut: bool
@@ -291,8 +292,10 @@ class Vectors:
             token_ids, _ = await read_text_or_chat(chat, tokenizer)
             token_ids = token_ids[:most] if is_cut else token_ids
         else:
-            check_token_ids("input", each.first[: most + 1], self.service.model.vocab_size, name)
-            token_ids = list(each.first[:most]) if is_cut else each.first
+            pictures = self.service.pictures
+            token_ids = await without_texts_between(each.first, tokenizer, limit, pictures, name)
+            check_token_ids("input", token_ids[: most + 1], self.service.model.vocab_size, name)
+            token_ids = list(token_ids[:most]) if is_cut else token_ids
         if not token_ids:
             raise InvalidRequest(f"{name} has no tokens, at least 1 is required", name)
         if len(token_ids) > limit:

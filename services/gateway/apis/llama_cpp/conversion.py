@@ -1,8 +1,7 @@
-"""Converts bodies of llama.cpp's /completion to gRPC messages; their texts between token ids become tokens here."""
+"""Converts bodies of llama.cpp's /completion to gRPC messages."""
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections import defaultdict
 
@@ -10,8 +9,8 @@ from services.common.sampling_params import MAX_LOGIT_BIAS
 from services.gateway.apis.llama_cpp.schema import ALL, InfillBody, LlamaCppBody
 from services.gateway.apis.shared.to_message import add_structured_output, messages_of, sampling_message
 from services.gateway.images.picture_reader import PictureReader
-from services.gateway.request.context_length import too_long
 from services.gateway.request.generation_request import ModelLimits, check_token_ids
+from services.gateway.request.mixed_prompt import without_texts_between
 from services.gateway.text.tokenizer import Tokenizer
 from services.pb import gateway_pb2, sampling_pb2
 
@@ -24,7 +23,10 @@ async def llama_cpp_messages(
     pictures: PictureReader | None,
 ) -> list[gateway_pb2.GenerateRequest]:
     """One message per prompt. `pictures` limits the text of a model that sees some. Raises `InvalidRequest`."""
-    prompts = [await _read_prompt(each, tokenizer, limits, pictures) for each in body.prompts_given]
+    most = limits.max_prompt_len
+    prompts = [
+        await without_texts_between(each, tokenizer, most, pictures, "prompt") for each in body.prompts_given
+    ]
     messages = messages_of(_common_message(body.resolved, limits), prompts, request_id, limits.max_prompt_len)
     bias, banned = await _read_biases(body, tokenizer, limits.vocab_size)
     for message in messages:
@@ -55,29 +57,6 @@ def _common_message(used: LlamaCppBody, limits: ModelLimits) -> gateway_pb2.Gene
         message.max_tokens = used.max_tokens
     message.echo = used.max_tokens == 0  # only then may there be no tokens
     return message
-
-
-async def _read_prompt(
-    given: str | list[str | int], tokenizer: Tokenizer, limits: ModelLimits, pictures: PictureReader | None
-) -> str | list[int]:
-    """The same prompt without texts between token ids. A text at the start gets special tokens, others do not."""
-    if isinstance(given, str) or str not in map(type, given):
-        return given  # type: ignore[return-value]
-    texts = [each for each in given if isinstance(each, str)]
-    num_characters, most = sum(map(len, texts)), limits.max_prompt_len * tokenizer.max_token_characters
-    if pictures is not None:
-        pictures.check_text(num_characters, "prompt")
-    if num_characters > most:
-        limit = f"and a token at most {tokenizer.max_token_characters}"
-        raise too_long(limits.max_prompt_len, f"the texts have {num_characters} characters, {limit}", "prompt")
-    token_ids: list[int] = []
-    for i, each in enumerate(given):
-        if isinstance(each, str):
-            token_ids += await tokenizer.encode(each, add_special_tokens=i == 0)
-            await asyncio.sleep(0)  # let other tasks run
-        else:
-            token_ids.append(each)
-    return token_ids
 
 
 async def _read_biases(

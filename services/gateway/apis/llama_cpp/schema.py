@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 import pydantic
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
@@ -20,12 +20,9 @@ from services.gateway.apis.shared.generation_fields import (
     Suffix,
 )
 from services.gateway.apis.shared.other_servers import OF_CHATS, UNSUPPORTED
+from services.gateway.apis.shared.prompts import MAX_TEXTS, prompt_list, prompts_of
 from services.gateway.apis.shared.request_model import (
-    MAX_INT64,
-    MIN_INT64,
     CountOrAll,
-    Int64,
-    TokenIdList,
     UInt32,
     at_most,
 )
@@ -49,58 +46,9 @@ SAMPLER_LETTERS: Mapping[str, str] = {
 MAX_SAMPLERS = 64
 RANDOM_SEEDS = (-1, 2**32 - 1)  # llama.cpp's names of a random seed
 ALL = -1
-MAX_TEXTS = 64  # that one prompt has between token ids, or that `logit_bias` names: each takes half a millisecond
 MAX_RESPONSE_FIELDS = 64
 
 
-def _kind_of_sequence(value: Any) -> str:
-    if not isinstance(value, list):
-        return "<text>"
-    return "<pieces>" if str in map(type, value) else "<token_ids>"
-
-
-def _kind_of_prompt(value: Any) -> str:
-    if isinstance(value, list):
-        kinds = set(map(type, value))
-        if list in kinds or kinds == {str}:
-            return "<prompts>"
-    return _kind_of_sequence(value)
-
-
-def _text_of(value: Any) -> Any:
-    if isinstance(value, dict) and isinstance(text := value.get("prompt_string"), str):
-        if value.get("multimodal_data"):
-            raise PydanticCustomError("media", "multimodal_data is not supported")
-        return text
-    return value
-
-
-def _check_pieces(value: Any, check: pydantic.ValidatorFunctionWrapHandler) -> Any:
-    """Does the same as `check`, but faster for a list without errors, and limits the number of texts."""
-    token_ids = [each for each in value if type(each) is int]
-    num_texts = list(map(type, value)).count(str)
-    if num_texts > MAX_TEXTS:
-        context = {"count": num_texts, "most": MAX_TEXTS}
-        raise PydanticCustomError("texts", "has {count} texts between token ids, at most {most} allowed", context)
-    if num_texts + len(token_ids) < len(value):
-        return check(value)
-    if token_ids and (min(token_ids) < MIN_INT64 or max(token_ids) > MAX_INT64):
-        return check(value)
-    return value
-
-
-Pieces = Annotated[list[str | Int64], Field(fail_fast=True), pydantic.WrapValidator(_check_pieces)]
-Sequence = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[TokenIdList, Tag("<token_ids>")] | Annotated[Pieces, Tag("<pieces>")],
-    Discriminator(_kind_of_sequence),
-]
-LlamaCppPrompt = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[TokenIdList, Tag("<token_ids>")]
-    | Annotated[Pieces, Tag("<pieces>")]
-    | Annotated[list[Sequence], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("<prompts>")],
-    Discriminator(_kind_of_prompt),
-]
 Bias = float | Literal[False]
 Biases = Annotated[
     list[Annotated[list[UInt32 | str | float | Literal[False]], Field(min_length=2, max_length=2)]] | dict[str, Bias],
@@ -138,7 +86,7 @@ class LlamaCppBody(SamplingFields, AnswerFields, StructuredOutputFields):
         "use_beam_search": (False,),
     }
 
-    prompt: LlamaCppPrompt = Field(
+    prompt: prompts_of(MAX_PROMPTS) = Field(  # type: ignore[valid-type]
         description="A text, token ids, texts between token ids, or a list of such prompts. A list of texts is several "
         "prompts"
     )
@@ -173,14 +121,6 @@ class LlamaCppBody(SamplingFields, AnswerFields, StructuredOutputFields):
     response_fields: Annotated[list[str] | None, at_most(MAX_RESPONSE_FIELDS)] = Field(
         None, description="Give only these fields; a/b gives the field b of a under the name a/b"
     )
-
-    @pydantic.field_validator("prompt", mode="before")
-    @classmethod
-    def _read_objects(cls, prompt: Any) -> Any:
-        """An object with a text, as llama.cpp has it for pictures, is the text."""
-        if isinstance(prompt, list):
-            return [_text_of(each) for each in prompt] if dict in map(type, prompt) else prompt
-        return _text_of(prompt)
 
     @pydantic.field_validator("samplers")
     @classmethod
@@ -241,7 +181,7 @@ class LlamaCppBody(SamplingFields, AnswerFields, StructuredOutputFields):
     @property
     def prompts_given(self) -> list[str | list[str | int]]:
         """All prompts, one element each."""
-        return self.prompt if _kind_of_prompt(self.prompt) == "<prompts>" else [self.prompt]  # type: ignore
+        return prompt_list(self.prompt) or [[]]
 
     @property
     def biases(self) -> list[tuple[int | str, float | None]]:

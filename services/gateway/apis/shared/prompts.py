@@ -1,19 +1,22 @@
-"""The prompts of one request to continue: a text, token ids, or a list of either."""
+"""The prompts of one request: a text, token ids, or a list of either, and for llama.cpp texts between token ids."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+import pydantic
 from pydantic import Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 from services.common.config import MAX_PROMPTS
 from services.common.errors import InvalidRequest
-from services.gateway.apis.shared.request_model import TokenIdList, at_most
+from services.gateway.apis.shared.request_model import MAX_INT64, MIN_INT64, Int64, TokenIdList, at_most
 from services.gateway.request.context_length import too_long
 
+MAX_TEXTS = 64  # that one prompt has between token ids: each takes half a millisecond
 
-def _kind_of_prompt(value: Any) -> str:
+def _kind_of_strict(value: Any) -> str:
     """Decides by the first element, so that a long list is not tried as each kind in turn."""
     if not isinstance(value, list):
         return "<text>"
@@ -26,15 +29,81 @@ Prompt = Annotated[
     | Annotated[list[str], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("<texts>")]
     | Annotated[TokenIdList, Tag("<token_ids>")]
     | Annotated[list[TokenIdList], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("<token_id_lists>")],
+    Discriminator(_kind_of_strict),
+]
+
+
+def kind_of_prompts(value: Any) -> str:
+    """Decides by the kinds of elements, so that a long list is not tried as each kind in turn."""
+    if isinstance(value, list):
+        kinds = set(map(type, value))
+        if kinds & {list, dict} or kinds == {str}:
+            return "<prompts>"
+    return _kind_of_prompt(value)
+
+
+def _kind_of_prompt(value: Any) -> str:
+    if not isinstance(value, list):
+        return "<text>"
+    return "<pieces>" if str in map(type, value) else "<token_ids>"
+
+
+def without_objects(value: Any) -> Any:
+    """The prompts, in which an object with a text, as llama.cpp has it for pictures, or with parts is the text."""
+    if isinstance(value, list):
+        return [_text_of(each) for each in value] if dict in map(type, value) else value
+    return _text_of(value)
+
+
+def _text_of(value: Any) -> Any:
+    if isinstance(value, dict) and isinstance(text := value.get("prompt_string"), str):
+        if value.get("multimodal_data"):
+            raise PydanticCustomError("media", "multimodal_data is not supported")
+        return text
+    if isinstance(value, dict) and isinstance(parts := value.get("content"), list) and 0 < len(parts) <= MAX_TEXTS:
+        texts = [each.get("text") for each in parts if isinstance(each, dict) and each.get("type") == "text"]
+        if len(texts) == len(parts) and set(map(type, texts)) == {str}:
+            return "".join(texts)
+        raise PydanticCustomError("parts", "has parts that are no texts: others are not supported")
+    return value
+
+
+def _check_pieces(value: Any, check: pydantic.ValidatorFunctionWrapHandler) -> Any:
+    """Does the same as `check`, but faster for a list without errors, and limits the number of texts."""
+    token_ids = [each for each in value if type(each) is int]
+    num_texts = list(map(type, value)).count(str)
+    if num_texts > MAX_TEXTS:
+        context = {"count": num_texts, "most": MAX_TEXTS}
+        raise PydanticCustomError("texts", "has {count} texts between token ids, at most {most} allowed", context)
+    if num_texts + len(token_ids) < len(value):
+        return check(value)
+    if token_ids and (min(token_ids) < MIN_INT64 or max(token_ids) > MAX_INT64):
+        return check(value)
+    return value
+
+
+Pieces = Annotated[list[str | Int64], Field(fail_fast=True), pydantic.WrapValidator(_check_pieces)]
+OnePrompt = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[TokenIdList, Tag("<token_ids>")] | Annotated[Pieces, Tag("<pieces>")],
     Discriminator(_kind_of_prompt),
 ]
 
 
-def prompt_list(given: str | list[Any]) -> list[str] | list[list[int]]:
-    """All prompts of a `Prompt`, one element each."""
-    if isinstance(given, str):
-        return [given]
-    return [given] if given and isinstance(given[0], int) else given
+def prompts_of(most: int) -> Any:
+    """The type of a field with up to so many prompts as llama.cpp has them, which may have texts between token ids."""
+    return Annotated[
+        Annotated[str, Tag("<text>")]
+        | Annotated[TokenIdList, Tag("<token_ids>")]
+        | Annotated[Pieces, Tag("<pieces>")]
+        | Annotated[list[OnePrompt], Field(fail_fast=True), at_most(most), Tag("<prompts>")],
+        Discriminator(kind_of_prompts),
+        pydantic.BeforeValidator(without_objects),
+    ]
+
+
+def prompt_list(given: str | list[Any]) -> list[Any]:
+    """All prompts of such a field, one element each; none of an empty list."""
+    return given if given == [] or kind_of_prompts(given) == "<prompts>" else [given]  # type: ignore[return-value]
 
 
 def check_prompts(

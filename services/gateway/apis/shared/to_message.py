@@ -87,7 +87,7 @@ def add_echo(message: gateway_pb2.GenerateRequest) -> None:
 
 def messages_of(
     common: gateway_pb2.GenerateRequest,
-    prompts: Sequence[str | list[int] | gateway_pb2.PromptEmbeds],
+    prompts: Sequence[str | Sequence[int] | gateway_pb2.PromptEmbeds],
     request_id: str,
     max_model_len: int,
 ) -> list[gateway_pb2.GenerateRequest]:

@@ -16,39 +16,22 @@ from typing_extensions import TypedDict
 from services.common.config import MAX_INPUTS
 from services.common.errors import InvalidRequest
 from services.gateway.apis.shared.parts import MAX_PARTS, by_shape, check_parts
-from services.gateway.apis.shared.request_model import CountOrAll, Int32, RequestModel, TokenIdList, at_most
+from services.gateway.apis.shared.prompts import prompt_list, prompts_of
+from services.gateway.apis.shared.request_model import CountOrAll, Int32, RequestModel, at_most
 from services.gateway.request.generation_request import MAX_MESSAGES
 from services.gateway.text.read_chat import MAX_NAME_CHARACTERS
 from services.gateway.vectors.packed_numbers import packed
 from services.gateway.vectors.vectors import InputOptions, VectorInput
 from services.pb import gateway_pb2
 
-
-def _kind_of_input(value: Any) -> str:
-    """Decides by the first element, so that a long list is not tried as each kind in turn."""
-    if not isinstance(value, list):
-        return "<text>"
-    return "<token_ids>" if value and isinstance(value[0], int) else "<list>"
-
-
 Texts = Annotated[list[str], Field(fail_fast=True), at_most(MAX_INPUTS)]
-TextOrTokenIds = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[TokenIdList, Tag("<token_ids>")],
-    Discriminator(lambda value: "<token_ids>" if isinstance(value, list) else "<text>"),
-]
-Input = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[TokenIdList, Tag("<token_ids>")]
-    | Annotated[list[TextOrTokenIds], Field(fail_fast=True), at_most(MAX_INPUTS), Tag("<list>")],
-    Discriminator(_kind_of_input),
-]
+Input = prompts_of(MAX_INPUTS)
 
 
 def input_list(given: str | list[Any], field: str = "input") -> list[VectorInput]:
     """All inputs of an `Input`, one element each."""
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        return [VectorInput(field, given)]
-    return [VectorInput(f"{field}[{i}]" if len(given) > 1 else field, each) for i, each in enumerate(given)]
+    inputs = prompt_list(given)
+    return [VectorInput(f"{field}[{i}]" if len(inputs) > 1 else field, each) for i, each in enumerate(inputs)]
 
 
 class InputFields(RequestModel):
@@ -107,7 +90,9 @@ class MessageObject(RequestModel):
 class InputRequest(InputFields):
     """Inputs, or a chat that is one input, as vLLM has them."""
 
-    input: Input | None = Field(None, description="A text, token ids, or a list of either")
+    input: Input | None = Field(
+        None, description="A text, token ids, texts between token ids, or a list of such inputs"
+    )
     messages: Annotated[
         list[MessageObject] | None,
         Field(min_length=1, fail_fast=True, description="In place of input: a chat, which its template makes a text"),
@@ -196,7 +181,7 @@ class PlainEmbeddingRequest(InputFields):
 
     input: Input = Field(
         validation_alias=AliasChoices("input", "content"),
-        description="A text, token ids, or a list of either; content is the same",
+        description="A text, token ids, texts between token ids, or a list of such inputs; content is the same",
     )
     embd_normalize: Literal[-1, 2] | None = Field(
         None, description="2: vectors of length 1; -1: as they are; default: as the model says"

@@ -66,6 +66,43 @@ def test_inputs_beside_a_stream_count_as_one_answer(tmp_path: Path) -> None:
     assert len(dense.submits) == 2 + len(PROMPTS)
 
 
+def test_inputs_of_llama_cpp_mix_token_ids_and_texts(tmp_path: Path) -> None:
+    """A text at the start of an input gets special tokens, others do not; objects are texts."""
+    whole, bare = REFERENCE(" a")["input_ids"], ids(" a")
+    part = {"type": "text", "text": " a"}
+    truth = [
+        ([12, " a", 56], [[12, *bare, 56]]),
+        ([" a", 12], [[*whole, 12]]),
+        ([[12, 34], [12, " a"], " a"], [[12, 34], [12, *bare], whole]),
+        ([" a", [12]], [whole, [12]]),
+        ({"prompt_string": " a"}, [whole]),
+        ({"content": [{"type": "text", "text": " "}, {"type": "text", "text": "a"}]}, [whole]),
+        ([" a", {"prompt_string": " a"}, {"content": [part]}], [whole] * 3),
+    ]
+    wrong: list[tuple[Any, str]] = [
+        ([" a", {"other": 1}], "input[1]"),
+        ({"content": " a"}, "input"),
+        ({"content": [part, {"type": "input_audio", "input_audio": {}}]}, "input"),
+        ([[12, 1.5]], "input[0][1]"),
+        ([12, " a", 10**6], "input"),
+        ([[12, *[" a"] * 65]], "input[0]"),
+    ]
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for given, tokens in truth:
+            answer = (await client.post(EMBEDDINGS, json={"input": given, "normalize": False}, headers=HEADERS)).json()
+            found = [each["embedding"] for each in answer["data"]]
+            np.testing.assert_allclose(found, [fake_vector(each) for each in tokens], atol=1e-6)
+        plain = await client.post("/embedding", json={"content": [12, " a"], "embd_normalize": -1}, headers=HEADERS)
+        np.testing.assert_allclose(plain.json()[0]["embedding"], [fake_vector([12, *bare])], atol=1e-6)
+        for given, param in wrong:
+            refused = await client.post(EMBEDDINGS, json={"input": given}, headers=HEADERS)
+            assert refused.status_code == 400, given
+            assert refused.json()["error"]["param"] == param, refused.text
+
+    serve(tmp_path, test)
+
+
 def test_embed_answers_as_text_embeddings_inference(tmp_path: Path) -> None:
     texts = [" a b", " c"]
     truth = [fake_vector(REFERENCE(text)["input_ids"]) for text in texts]
