@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 
 # Before the end of the running step: a plan takes about 1.5 ms to the first kernel of the attention worker, and steps
 # of one size do not all take the same time.
-LEAD_S = 0.0025
+LEAD_S = 0.002
 _MOST_LEAD_S = 0.02
 _MORE, _LESS = 1.5, 0.99  # after a plan that came too late, and after each one in time
 _NUM_KEPT = 3
