@@ -95,7 +95,8 @@ def srt(segments: Sequence[SpokenSegment]) -> str:
 def vtt(segments: Sequence[SpokenSegment]) -> str:
     """WebVTT subtitles."""
     parts = [
-        f"{_time(each.segment.start, '.')} --> {_time(each.segment.end, '.')}\n{_line(each)}\n" for each in segments
+        f"{_time(each.segment.start, '.')} --> {_time(each.segment.end, '.')}\n{_escaped(_line(each))}\n"
+        for each in segments
     ]
     return "\n".join(["WEBVTT\n", *parts])
 
@@ -103,6 +104,11 @@ def vtt(segments: Sequence[SpokenSegment]) -> str:
 def _line(spoken: SpokenSegment) -> str:
     """The text of a subtitle, in which an arrow would begin the next one."""
     return spoken.text.strip().replace("-->", "->")
+
+
+def _escaped(text: str) -> str:
+    """Text as WebVTT has it: what would begin a tag or an entity is written as one."""
+    return text.replace("&", "&amp;").replace("<", "&lt;")
 
 
 def _time(seconds: float, separator: str) -> str:

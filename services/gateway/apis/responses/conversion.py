@@ -22,6 +22,7 @@ from services.gateway.apis.responses.items import (
 from services.gateway.apis.responses.schema import ResponsesRequest
 from services.gateway.apis.responses.tool_conversion import LOCAL_SHELL, OfferedTool, choice_text, function_name
 from services.gateway.apis.shared.conversation import ASSISTANT, SYSTEM, Conversation
+from services.gateway.apis.shared.structured_output import of_structured_outputs
 from services.gateway.apis.shared.to_message import add_logit_bias
 from services.pb import gateway_pb2, sampling_pb2
 
@@ -62,7 +63,9 @@ def _sampling_of(body: ResponsesRequest) -> sampling_pb2.SamplingParams:
     if body.seed is not None:
         sampling["seed"] = body.seed % 2**64
     form = None if body.text is None else body.text.format
-    if form is not None and form.type == "json_object":
+    if (structure := of_structured_outputs(body.structured_outputs)) is not None:
+        sampling["structured_output"] = structure
+    elif form is not None and form.type == "json_object":
         sampling["structured_output"] = sampling_pb2.StructuredOutput(json_object=True, field_name="text.format")
     elif form is not None and form.type == "json_schema":
         schema = to_json(form.schema_).decode()

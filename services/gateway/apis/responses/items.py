@@ -36,9 +36,19 @@ class ImagePart(RequestModel):
     """A picture, for models that see pictures."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"file_id": ()}
-    type: Literal["input_image"]
-    image_url: str = Field(description="data:image/...;base64,... or, of hosts in gateway.image_hosts, https://...")
+    type: Literal["input_image", "image_url"]
+    image_url: str = Field(
+        description="data:image/...;base64,... or, of hosts in gateway.image_hosts, https://...; or an object with url "
+        "and detail, as in chats"
+    )
     detail: Literal["low", "high", "auto"] | None = Field(None, description="low: a smaller copy is enough")
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _read_object(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(given := data.get("image_url"), dict) and "url" in given:
+            return {**data, "image_url": given["url"], "detail": data.get("detail") or given.get("detail")}
+        return data
 
 
 _MessagePart = Annotated[
@@ -46,7 +56,8 @@ _MessagePart = Annotated[
     | Annotated[TextPart, Tag("<output_text>")]
     | Annotated[TextPart, Tag("<text>")]
     | Annotated[RefusalPart, Tag("<refusal>")]
-    | Annotated[ImagePart, Tag("<input_image>")],
+    | Annotated[ImagePart, Tag("<input_image>")]
+    | Annotated[ImagePart, Tag("<image_url>")],
     by_field("type", "input_text, input_image, output_text or refusal"),
     readable,
 ]

@@ -14,6 +14,7 @@ from services.gateway.apis.responses.tool_schema import ToolChoice, ToolObjects
 from services.gateway.apis.shared.generation_fields import IGNORED, MAX_LABEL_CHARACTERS, MAX_METADATA, LogitBias
 from services.gateway.apis.shared.other_servers import VLLM_RESPONSES
 from services.gateway.apis.shared.request_model import Int32, Int64, RequestModel, at_most
+from services.gateway.apis.shared.structured_output import StructuredOutputs, of_structured_outputs
 from services.gateway.request.generation_request import MAX_STOP_STRINGS
 from services.gateway.text.read_chat import MAX_NAME_CHARACTERS
 
@@ -106,6 +107,7 @@ class ResponsesRequest(RequestModel):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: an answer ends after its first call")
     text: TextOptions | None = None
+    structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's field, in place of text.format")
     reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto: keep as many of the prompt's last tokens as leave room for max_output_tokens"
@@ -130,6 +132,14 @@ class ResponsesRequest(RequestModel):
     prompt_cache_retention: _Label | None = Field(None, description=IGNORED)
     safety_identifier: _Label | None = Field(None, description=IGNORED)
     service_tier: _Label | None = Field(None, description=IGNORED)
+
+    @pydantic.model_validator(mode="after")
+    def _check_form(self) -> ResponsesRequest:
+        has_format = self.text is not None and self.text.format is not None and self.text.format.type != "text"
+        if of_structured_outputs(self.structured_outputs) is not None and has_format:
+            context = {"field": "structured_outputs"}
+            raise PydanticCustomError("several_forms", "the answer can have one form, and text.format has one", context)
+        return self
 
     @property
     def has_logprobs(self) -> bool:

@@ -62,7 +62,6 @@ VLLM_RESPONSES: Mapping[str, tuple[Any, ...]] = {
     "previous_input_messages": ([],),
     "previous_response": (),
     "skip_special_tokens": (True,),
-    "structured_outputs": (),
     "vllm_xargs": ({},),
 }
 

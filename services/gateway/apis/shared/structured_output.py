@@ -32,7 +32,9 @@ class ResponseFormat(RequestModel):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: NamedSchema | None = None
     schema_: JsonSchema | None = Field(
-        None, alias="schema", description="For json_object, as with llama.cpp: a JSON Schema in place of any object"
+        None,
+        alias="schema",
+        description="For json_object, as with llama.cpp, and for json_schema, as with SGLang: the JSON Schema itself",
     )
 
 
@@ -91,7 +93,7 @@ def structured_output_of(body: StructuredOutputFields) -> sampling_pb2.Structure
 def _structures(body: StructuredOutputFields) -> list[tuple[str, sampling_pb2.StructuredOutput]]:
     found: list[tuple[str, _Message | None]] = [
         ("response_format", _of_response_format(body.response_format)),
-        ("structured_outputs", _of_structured_outputs(body.structured_outputs)),
+        ("structured_outputs", of_structured_outputs(body.structured_outputs)),
         ("guided_json", _of_schema(body.guided_json)),
         ("json_schema", _of_schema(body.json_schema)),
         ("guided_choice", _of_choice(body.guided_choice or None)),
@@ -113,6 +115,8 @@ def _of_response_format(given: ResponseFormat | None) -> _Message | None:
         return _Message(json_object=True) if given.schema_ is None else _of_schema(given.schema_)
     if given.type == "structural_tag":
         return _of_tag({"type": given.type, **(given.model_extra or {})})
+    if given.json_schema is None and given.schema_ is not None:
+        return _of_schema(given.schema_)
     if given.json_schema is None:
         context = {"field": "response_format"}
         raise PydanticCustomError("json_schema", "json_schema is required where type is json_schema", context)
@@ -120,7 +124,8 @@ def _of_response_format(given: ResponseFormat | None) -> _Message | None:
     return _of_schema({} if schema is None else schema)
 
 
-def _of_structured_outputs(given: StructuredOutputs | None) -> _Message | None:
+def of_structured_outputs(given: StructuredOutputs | None) -> sampling_pb2.StructuredOutput | None:
+    """What vLLM's field asks for. Raises `PydanticCustomError` if it does not ask for one form."""
     if given is None:
         return None
     structures = {

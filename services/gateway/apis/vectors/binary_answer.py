@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -37,18 +38,18 @@ def binary_answer(
             for i in range(0, len(values), ROWS):
                 yield pack(shape(values[i : i + ROWS]))
 
-    def headers(pooled: Sequence[PooledInput]) -> dict[str, str]:
+    def headers(shapes: Sequence[tuple[int, ...]], usage: dict[str, int]) -> dict[str, str]:
         if body.encoding_format == "bytes_only":
             return {}
         items, end = [], 0
-        for index, each in enumerate(pooled):
-            start, shown = end, values_of(each)[..., : body.dimensions]
-            end += number_bytes * shown.size
+        for index, shape in enumerate(shapes):
+            start = end
+            end += number_bytes * math.prod(shape)
             kind = {"embed_dtype": body.embed_dtype or "float32", "endianness": body.endianness or "native"}
-            items.append({"index": index, **kind, "start": start, "end": end, "shape": shown.shape})
+            items.append({"index": index, **kind, "start": start, "end": end, "shape": shape})
         names = vectors.service.names
         head = {"id": options.request_id, "created": int(time.time()), "model": body.model or names.first}
-        metadata = json.dumps(head | {"data": items, "usage": usage_of(pooled)})
+        metadata = json.dumps(head | {"data": items, "usage": usage})
         if len(metadata) > MAX_METADATA_BYTES:
             raise InvalidRequest(
                 f"the header metadata would have {len(metadata)} bytes, at most {MAX_METADATA_BYTES} are sent: "
@@ -57,4 +58,11 @@ def binary_answer(
             )
         return {"metadata": metadata}
 
-    return PooledAnswer(vectors, body.inputs, options, write, headers=headers, media_type="application/octet-stream")
+    def headers_of(pooled: Sequence[PooledInput]) -> dict[str, str]:
+        return headers([values_of(each)[..., : body.dimensions].shape for each in pooled], usage_of(pooled))
+
+    # Before anything is computed; a vector for each token makes the header longer than one for each input.
+    headers([(1,)] * len(body.inputs), usage_of(()))
+    return PooledAnswer(
+        vectors, body.inputs, options, write, headers=headers_of, media_type="application/octet-stream"
+    )

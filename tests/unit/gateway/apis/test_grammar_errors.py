@@ -22,6 +22,7 @@ NAMED: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHE
 # Body, name of the field, and words of the message.
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": NAMED}, "response_format", "not"),
+    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, "response_format", "not"),  # as SGLang's clients
     ({"response_format": TAG}, "response_format", "'xml'"),
     ({"guided_json": SCHEMA}, "guided_json", "not"),
     ({"guided_regex": LOOK_AHEAD}, "guided_regex", "look-ahead"),

@@ -40,6 +40,8 @@ def responses_body(order: list[str | int]) -> dict[str, Any]:
         {"type": "input_text", "text": each}
         if isinstance(each, str)
         else {"type": "input_image", "image_url": URLS[each]}
+        if each
+        else {"type": "image_url", "image_url": {"url": URLS[each], "detail": "high"}}  # as in chats
         for each in order
     ]
     call = {"type": "function_call", "call_id": "t", "name": "look", "arguments": "{}"}

@@ -242,11 +242,14 @@ def test_an_answer_may_be_bytes_with_the_rest_in_a_header(tmp_path: Path) -> Non
                 assert torch.equal(found.float(), wanted.to(kind).float()) and each["shape"] == [len(wanted)]
             bare = await client.post(path, json=body | {"encoding_format": "bytes_only"}, headers=HEADERS)
             assert "metadata" not in bare.headers and bare.content == answer.content
+        num_computed = len(dense.submits)
         many = await embed(client, [[5]] * 1000, encoding_format="bytes")
         assert many.status_code == 400 and "bytes_only" in many.json()["error"]["message"]
+        assert len(dense.submits) == num_computed, "it was computed first"
         assert (await embed(client, [[5]] * 1000, encoding_format="bytes_only")).status_code == 200
 
-    serve(tmp_path, test)
+    dense = FakeDense(lambda submit: [])
+    with_client(tmp_path, dense, test, runner="pooling", api_keys_file=keys_file(tmp_path, ""))
 
 
 def test_inputs_of_a_request_count_as_one_request_and_all_their_tokens(tmp_path: Path) -> None:

@@ -108,6 +108,21 @@ def test_options_of_sampling_reach_the_worker(tmp_path: Path) -> None:
     assert EOS not in submit.spec.stop_token_ids
 
 
+def test_vllms_form_of_an_answer_reaches_the_worker(tmp_path: Path) -> None:
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        chat: Any = [{"role": "user", "content": "Hi"}]
+        for form in ({"regex": "[a-z]+"}, {"choice": ["yes", "no"]}, None):
+            given = {"structured_outputs": form}
+            await api.responses.create(model=MODEL, input="Hi", extra_body=given)
+            await api.chat.completions.create(model=MODEL, messages=chat, extra_body=given)
+
+    dense = FakeDense(lambda submit: [*ids(TEXT), EOS])
+    with_api(tmp_path, dense, test)
+    found = [each.spec.sampling.structured_output for each in dense.submits]
+    assert found[::2] == found[1::2], "the same as for a chat"
+    assert found[0] != found[2] and not dense.submits[4].spec.sampling.HasField("structured_output")
+
+
 def test_a_stream_builds_up_the_whole_response(tmp_path: Path) -> None:
     async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
         headers = {"x-request-id": "mine"}
