@@ -100,7 +100,11 @@ class StreamSocket(asyncio.Protocol):
         self._transport.write(_LENGTH.pack(len(message)) + message)
 
     async def drain(self) -> None:
-        """Waits until most of what was sent is written. Raises `PeerError` if the socket is closed."""
+        """Waits until most of what was sent is written. Raises `PeerError` if the socket is closed.
+
+        Other tasks run meanwhile, however fast the peer reads: to encode the next message may take a millisecond.
+        """
+        await asyncio.sleep(0)
         await self._may_write.wait()
         if self.closed.done():
             raise PeerError(f"the other end of the stream's socket has closed it: {self.error or 'it may have ended'}")

@@ -65,8 +65,8 @@ class Pair:
     pool: DensePool
     journal: Journal
 
-    def submit(self) -> JournalEntry:
-        request = make_request("r", prompt_token_ids=[5, 6], max_tokens=MAX_TOKENS)
+    def submit(self, request_id: str = "r") -> JournalEntry:
+        request = make_request(request_id, prompt_token_ids=[5, 6], max_tokens=MAX_TOKENS)
         entry = open_entry(self.journal, request)
         self.pool.submit(entry)
         return entry
@@ -255,4 +255,36 @@ def test_an_ended_stream_leaves_no_socket(tmp_path: Path) -> None:
                 await until(lambda newest=number: newest in pair.servicer._streams and client.is_connected)
                 await until(lambda: num_sockets() == 2)  # a listener and the server's end
 
+    run(test())
+
+
+def test_one_message_is_written_in_an_iteration_of_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To encode one may take a millisecond; a request has up to hundreds of sequences, a step as many reports."""
+    iteration, sent_in, send = [0], list[tuple[StreamSocket, int]](), StreamSocket.send
+
+    def note_and_send(end: StreamSocket, message: bytes) -> None:
+        sent_in.append((end, iteration[0]))
+        send(end, message)
+
+    async def count_iterations() -> None:
+        while True:
+            iteration[0] += 1
+            await asyncio.sleep(0)
+
+    async def test() -> None:
+        counting = asyncio.create_task(count_iterations())
+        async with connected(tmp_path) as pair:
+            entry, *_ = [pair.submit(f"r{i}") for i in range(40)]
+            sequence, *_ = [await pair.submitted.get() for _ in range(40)]
+            for token_id in range(10, 50):
+                pair.give(token_id, sequence, token_id)
+            found: list[int] = []
+            while len(found) < 40:
+                found += await take(entry)
+            assert len(sent_in) == len(set(sent_in)) >= 80
+            counting.cancel()
+
+    monkeypatch.setattr(StreamSocket, "send", note_and_send)
     run(test())
