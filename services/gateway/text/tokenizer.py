@@ -32,6 +32,7 @@ from services.gateway.text.picture_text import PictureText
 from services.grammar.hf_tokenizer import load_hf_tokenizer
 
 MAX_INLINE_CHARACTERS = 1_000  # take about 0.5 ms; more would noticeably delay all running streams
+CHARACTERS_PER_WORD = 16  # beside its own: a short text of many takes 10 us
 MAX_SHORT_CHARACTERS = 2**15  # take about 15 ms
 CHARACTERS_PER_MESSAGE = 256  # a template takes as long for a message as tokenizing so many characters takes
 NUM_THREADS = 2
@@ -182,7 +183,8 @@ class Tokenizer:
     async def word_token_ids(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         """The token ids of words in the middle of a text: of each word as it is, and of the word after a space."""
         variants = [variant for word in words for variant in (word, f" {word.lstrip()}")]
-        lists = await self.off_loop(sum(map(len, variants)), self._encode_all, variants)
+        size = CHARACTERS_PER_WORD * len(variants) + sum(map(len, variants))
+        lists = await self.off_loop(size, self._encode_all, variants)
         return list(dict.fromkeys(tuple(token_ids) for token_ids in lists if token_ids))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:

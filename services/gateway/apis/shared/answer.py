@@ -105,7 +105,7 @@ class Answer(Response):
             log.debug("client is gone", request_id=scope["state"]["request_id"])
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        generations = Generations()
+        generations = Generations(self._service.heavy_work)
         try:
             await self._start(generations, scope["state"]["caller"])
             answers = await generations.completions()
@@ -123,7 +123,7 @@ class Answer(Response):
         yield from json_pieces(self._format.whole(answers))
 
     async def _stream(self, scope: Scope, send: Send) -> None:
-        generations = Generations(repeats_prompt=self._repeats_prompt)
+        generations = Generations(self._service.heavy_work, repeats_prompt=self._repeats_prompt)
         try:
             await self._start(generations, scope["state"]["caller"])
             first = asyncio.ensure_future(generations.next_chunk())

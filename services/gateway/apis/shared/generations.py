@@ -13,6 +13,7 @@ from services.gateway.core.chunks import Chunk, Completion, Prompt
 from services.gateway.core.generation import Generation
 from services.gateway.core.request_service import RequestService
 from services.gateway.resources.gather import gather_or_cancel
+from services.gateway.resources.heavy_work import HeavyWork
 from services.pb import gateway_pb2
 
 
@@ -48,9 +49,13 @@ class RepeatedPrompts:
 class Generations:
     """All generations of a request. Always call `close`, also if `start` fails."""
 
-    def __init__(self, *, repeats_prompt: bool = False) -> None:
-        """`repeats_prompt`: the first chunk of every answer carries the prompt, and not only that of answer 0."""
+    def __init__(self, heavy_work: HeavyWork, *, repeats_prompt: bool = False) -> None:
+        """`heavy_work`: of the service.
+
+        `repeats_prompt`: the first chunk of every answer carries the prompt, and not only that of answer 0.
+        """
         self.running: list[Generation] = []
+        self._heavy_work = heavy_work
         self._repeated = RepeatedPrompts() if repeats_prompt else None
         self._readers: dict[asyncio.Task[Chunk], int] = {}  # index of the prompt, by the task that reads its next chunk
         self._ready: list[asyncio.Task[Chunk]] = []
@@ -82,6 +87,8 @@ class Generations:
         num_logprobs, in_batch = 0, len(messages) > 1  # a batch can also be aborted while none of it is read
         async with service.reading(messages, caller) if in_batch else nullcontext(()) as aborted:
             for prompt_index, message in enumerate(messages):
+                if prompt_index:  # starting the answers to one prompt may take milliseconds
+                    await self._heavy_work.beginning()
                 prompt_name = f"prompt[{prompt_index}]" if in_batch else "prompt"
                 generation = await service.start(
                     message, caller, num_logprobs, prompt_name, in_one_message=in_one_message, in_batch=in_batch
@@ -90,7 +97,7 @@ class Generations:
                 if message.request_id in aborted:  # alone, before it was started
                     generation.abort()
                 num_logprobs += generation.request.max_num_logprobs
-                await asyncio.sleep(0)  # let other tasks run: starting the answers to one prompt may take milliseconds
+                await asyncio.sleep(0)  # it goes on its way to the dense worker
 
     async def next_chunk(self) -> tuple[int, Chunk] | None:
         """The index of a prompt and the next chunk of its answers; None when all have ended.
@@ -148,18 +155,16 @@ class Generations:
         return await gather_or_cancel([generation.completions() for generation in self.running])
 
     async def close(self) -> None:
-        """Stops all running generations, one in each iteration of the event loop: each takes milliseconds."""
+        """Stops all running generations. Each takes milliseconds: one of all requests in each iteration of the loop."""
         for task in self._readers:
             task.cancel()
         left = self.running[::-1]
         try:
             await asyncio.gather(*self._readers, return_exceptions=True)
             while left:
-                generation = left.pop()
-                is_heavy = not generation.is_finished
-                generation.close()
-                if left and is_heavy:
-                    await asyncio.sleep(0)
+                if not left[-1].is_finished:
+                    await self._heavy_work.beginning()
+                left.pop().close()
         finally:  # also if this task is cancelled meanwhile
             for generation in left:
                 generation.close()

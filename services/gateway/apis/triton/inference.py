@@ -194,7 +194,7 @@ class Triton:
         self, request: InferRequest, caller: Caller
     ) -> AsyncIterator[tuple[Generations, Answers]]:
         """Starts the generations of all rows, and ends them with the context."""
-        service, generations, messages = self.service, Generations(), []
+        service, generations, messages = self.service, Generations(self.service.heavy_work), []
         with self._known(request, caller) as running:
             for name, row in zip(running.request_ids, request.rows, strict=True):
                 pictures = await pictures_of(row, service)

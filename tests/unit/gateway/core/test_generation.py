@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -20,11 +22,13 @@ from services.gateway.core.generation import Generation
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import FinishReason, JournalEntry
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
+from services.gateway.resources.heavy_work import HeavyWork
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.parsing import Parsing
 from services.gateway.text.reasoning.think_tags import Beginning
 from services.gateway.text.tokenizer import load_tokenizer
 from services.gateway.text.tools.tool import NO_TOOLS
+from services.pb import gateway_pb2
 from tests.support.clients.generation_requests import make_request
 from tests.support.reports import prompt_logprobs, write_prompt_logprobs
 
@@ -427,26 +431,54 @@ def test_an_aborted_request_of_which_nobody_has_read_ends_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-def test_the_prompts_of_a_request_are_closed_in_one_iteration_of_the_loop_each(is_cancelled: bool) -> None:
+def test_the_prompts_of_requests_are_closed_in_one_iteration_of_the_loop_each(is_cancelled: bool) -> None:
     async def test() -> None:
-        generations, journals = Generations(), list[Journal]()
-        for _ in range(4):
-            generation, _, journal = begin_many(n=2, best_of=2)
-            generations.running.append(generation)
-            journals.append(journal)
+        work, journals = HeavyWork(), list[Journal]()
+        requests = [Generations(work) for _ in range(3)]
+        for each in requests:
+            for _ in range(4):
+                generation, _, journal = begin_many(n=2, best_of=2)
+                each.running.append(generation)
+                journals.append(journal)
 
         def num_open() -> int:
             return sum(map(len, journals))
 
-        counts, closing = [num_open()], asyncio.ensure_future(generations.close())
-        while not closing.done():
+        counts, closing = [num_open()], [asyncio.ensure_future(each.close()) for each in requests]
+        while not all(each.done() for each in closing):
             await asyncio.sleep(0)
             counts.append(num_open())
-            if is_cancelled and counts[-1] == 4:
-                closing.cancel()
+            if is_cancelled and counts[-1] == 18:
+                for each in closing:
+                    each.cancel()
         assert num_open() == 0
         if not is_cancelled:
             assert max(before - after for before, after in itertools.pairwise(counts)) == 2, counts
-        await asyncio.gather(closing, return_exceptions=True)
+        await asyncio.gather(*closing, return_exceptions=True)
+        work.close()
+
+    asyncio.run(test())
+
+
+def test_the_further_prompts_of_requests_are_started_in_one_iteration_of_the_loop_each() -> None:
+    """The first ones are those of requests that wait for their beginnings."""
+
+    async def test() -> None:
+        work, iteration, started_in = HeavyWork(), 0, list[int]()
+        messages = [gateway_pb2.GenerateRequest() for _ in range(6)]
+
+        async def start(*_: object, **__: object) -> Any:
+            started_in.append(iteration)
+            return Mock(request=Mock(max_num_logprobs=0))
+
+        service = Mock(heavy_work=work, max_answers=100, reading=lambda *_: nullcontext(set()), start=start)
+        requests = [asyncio.ensure_future(Generations(work).start(service, messages, Mock())) for _ in range(4)]
+        while not all(each.done() for each in requests):
+            await asyncio.sleep(0)
+            iteration += 1
+        further = started_in[4:]
+        assert started_in[:4] == [0] * 4
+        assert len(further) == len(set(further)) == 20
+        work.close()
 
     asyncio.run(test())
