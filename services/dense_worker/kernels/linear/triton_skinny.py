@@ -58,8 +58,11 @@ def choose_skinny_tiles(
     if is_ahead:
         num_splits = _num_splits(num_tiles, num_sms, is_gated)
         programs_per_sm = 1 if num_tiles * num_splits <= num_sms else 2  # all tiles run at once
-        tile_bytes = 256 * (_BLOCK_OUT * (1 + is_gated) + block_rows)
-        return SkinnyTiles(block_rows, 256 // itemsize, _SM_BYTES // programs_per_sm // tile_bytes, num_splits)
+        row_bytes = 256
+        if is_gated and programs_per_sm == 2 and num_tiles < 1.5 * num_sms:  # else two stages for many rows
+            programs_per_sm, row_bytes = {32: (1, 256), MAX_ROWS: (2, 128)}.get(block_rows, (2, 256))
+        tile_bytes = row_bytes * (_BLOCK_OUT * (1 + is_gated) + block_rows)
+        return SkinnyTiles(block_rows, row_bytes // itemsize, _SM_BYTES // programs_per_sm // tile_bytes, num_splits)
     if is_gated:
         if block_rows < MAX_ROWS and num_tiles < 1.5 * num_sms:
             return SkinnyTiles(block_rows, 128 // itemsize, num_stages=4, num_splits=1)  # all tiles run at once
