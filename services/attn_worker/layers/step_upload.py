@@ -6,13 +6,17 @@ Used by the CUDA attention backends on their engine thread.
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 import numpy as np
 import torch
 
+K, V = TypeVar("K"), TypeVar("V")
+
 _ALIGNMENT = 32  # int32 elements; kernels are compiled for pointers that are multiples of 16 bytes
 _NUM_STAGING_BUFFERS = 3  # steps whose copies may be pending
 _MAX_NUM_ARRAYS = 32  # in one step
+_MAX_NUM_VIEWS = 4096  # that are kept of each kind: to make one takes longer than to find it
 
 
 class StepUpload:
@@ -28,6 +32,8 @@ class StepUpload:
         ]
         self._arrays = [buffer.numpy() for buffer in self._staging]
         self._copied = [torch.cuda.Event() for _ in self._staging] if is_cuda else []
+        self._views: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}  # by the start and the shape of an array
+        self._copies: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # by staging buffer and length
         self._index = 0
         self._length = 0
 
@@ -44,11 +50,25 @@ class StepUpload:
         end = start + num_entries
         assert end <= len(self._device_buffer), "the step's arrays are larger than the buffer"
         self._length = -(-end // _ALIGNMENT) * _ALIGNMENT
-        return self._arrays[self._index][start:end].reshape(shape), self._device_buffer[start:end].view(shape)
+        on_device = self._views.get((start, shape))
+        if on_device is None:
+            on_device = _kept(self._views, (start, shape), self._device_buffer[start:end].view(shape))
+        return self._arrays[self._index][start:end].reshape(shape), on_device
 
     def send(self) -> None:
         """Enqueues the copy on the current stream."""
-        staging = self._staging[self._index]
-        self._device_buffer[: self._length].copy_(staging[: self._length], non_blocking=True)
+        index, length = key = self._index, self._length
+        if key not in self._copies:
+            _kept(self._copies, key, (self._device_buffer[:length], self._staging[index][:length]))
+        on_device, staging = self._copies[key]
+        on_device.copy_(staging, non_blocking=True)
         if self._copied:
             self._copied[self._index].record()
+
+
+def _kept(kept: dict[K, V], key: K, value: V) -> V:
+    """The value, which is kept by the key; all others are forgotten if they are too many."""
+    if len(kept) >= _MAX_NUM_VIEWS:
+        kept.clear()
+    kept[key] = value
+    return value

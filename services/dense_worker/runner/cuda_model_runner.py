@@ -89,7 +89,7 @@ class CudaModelRunner(ModelRunner):
         self._graphs: dict[Channel, StepGraphs[_Size]] = {}
         # One step's input, packed so that one copy moves it; see `_unpack`.
         self._input = torch.zeros(3 * max_num_tokens, dtype=torch.int64, device="cuda")
-        self._sent = torch.empty(0, dtype=torch.int64)  # what it holds, on the host
+        self._sent = np.empty(0, np.int64)  # what it holds
         self._stages = [torch.zeros(3 * max_num_tokens, dtype=torch.int64, pin_memory=True) for _ in range(_NUM_STAGES)]
         # All graphs write their logits here, so that they can share all other memory.
         self._logits = torch.empty(max_num_seqs, config.vocab_size, dtype=logits_dtype, device="cuda")
@@ -265,18 +265,18 @@ class CudaModelRunner(ModelRunner):
                 self._without_graph.add(size)
                 size = None
         num_rows, num_logits = (num_tokens, num_sampled) if size is None else (size.num_rows, size.num_sampled)
-        token_ids, fed_slots, sampled_rows = _unpack(self._stages[stage], num_rows)
-        token_ids[:num_tokens] = step.token_ids
+        packed = self._stages[stage].numpy()[: 3 * num_rows]  # torch takes several times as long for so few numbers
+        token_ids, fed_slots, sampled_rows = packed.reshape(3, num_rows)
+        token_ids[:num_tokens] = step.token_ids.numpy()
         token_ids[num_tokens:] = 0  # padding: any valid token and row
-        fed_slots.fill_(-1)
-        fed_slots[step.fed_rows] = step.fed_slots
-        sampled_rows[:num_sampled] = step.sampled_rows
+        fed_slots[:] = -1
+        fed_slots[step.fed_rows.numpy()] = step.fed_slots.numpy()
+        sampled_rows[:num_sampled] = step.sampled_rows.numpy()
         sampled_rows[num_sampled:] = 0
-        packed = self._stages[stage][: 3 * num_rows]
-        if not torch.equal(packed, self._sent):  # a step of the same sequences that decode often has the same
+        if not np.array_equal(packed, self._sent):  # a step of the same sequences that decode often has the same
             # Both sides are contiguous and the host's memory is pinned, so the copy is asynchronous.
-            self._input[: 3 * num_rows].copy_(packed, non_blocking=True)
-            self._sent = packed.clone()
+            self._input[: 3 * num_rows].copy_(self._stages[stage][: 3 * num_rows], non_blocking=True)
+            self._sent = packed.copy()
         if size is not None and size.num_hidden is not None:
             rows = np.zeros(size.num_hidden, np.int64)  # padding: any valid row
             if step.hidden_rows is not None:

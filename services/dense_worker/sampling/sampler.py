@@ -63,7 +63,7 @@ class Sampler:
     Options are on the host, one record per slot, and are copied to the device packed. This is on the device, because
     only the device knows it:
 
-    last_token: torch.int64 [max_num_seqs]  # the newest token of each slot: input of the slot's next step
+    last_token: torch.int64 [max_num_seqs]  # sampled last in each slot: input of the slot's next step, or any token
     """
 
     def __init__(
@@ -124,8 +124,6 @@ class Sampler:
             params.seed,
             num_logprobs or 0,
         )
-        last = output_token_ids or prompt_token_ids
-        self.last_token[slot].fill_(last[-1] if last else 0)  # a prompt of vectors alone has no tokens
         sequence = EditedSequence(params, prompt_token_ids, output_token_ids, stop_token_ids, features)
         self._note_needs(slot, [editor.set(slot, sequence) for editor in self._editors])
         if params.logprob_token_ids:

@@ -345,9 +345,9 @@ def test_next_step_finds_the_token_in_its_slot() -> None:
     sampler = Sampler(4, 8, "cpu")
     for slot in range(4):
         sampler.add(slot, SamplingParams(temperature=0.0), [1, 2], [7] if slot == 3 else [], [])
-    assert sampler.last_token.tolist() == [2, 2, 2, 7]
-    sampler.sample(torch.eye(8)[[4, 6]], [2, 0], np.array([2, 2]), np.array([0, 0]))
-    assert sampler.last_token.tolist() == [6, 2, 4, 7]
+    sampler.sample(torch.eye(8)[[3, 4, 5, 7]], [0, 1, 2, 3], np.full(4, 2), np.zeros(4, np.int64))
+    sampler.sample(torch.eye(8)[[4, 6]], [2, 0], np.array([3, 3]), np.array([1, 1]))
+    assert sampler.last_token.tolist() == [6, 4, 4, 7]
 
 
 def test_reused_slot_has_nothing_of_the_previous_sequence() -> None:
