@@ -35,6 +35,7 @@ from services.attn_worker.layers.mha.work_items import NUM_FIELDS
 _DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
 ONE_WARP_FROM = 8  # programs per SM; with fewer, one warp each leaves too many of the SM's units idle
 FEW_BELOW = 1  # program per SM: contexts are split into pieces of few tiles, and merging them takes a part of the time
+ALL_AT_ONCE_BELOW = 3  # the same, for one query head per kv head: all programs run at once, of four warps each
 # The same, for one query head per kv head, where whole contexts are split; with more, splitting gains nothing.
 SPLIT_FROM, SPLIT_BELOW = 4, 24
 
@@ -80,6 +81,8 @@ def choose_decode_tiles(
         return DecodeTiles(block_n=16, num_warps=1, num_stages=4)
     if head_dim <= 128 and group <= 16 and cache_dtype != torch.int8 and programs_per_sm < FEW_BELOW:
         return DecodeTiles(block_n=64, num_warps=2 if cache_dtype.itemsize == 1 else 4, num_stages=3, is_for_few=True)
+    if group == 1 and head_dim <= 128 and cache_dtype.itemsize > 1 and programs_per_sm < ALL_AT_ONCE_BELOW:
+        return DecodeTiles(block_n=32, num_warps=4, num_stages=3, is_for_few=True)
     num_warps = 2 if group <= 16 else 4 if group <= 32 else 8  # larger groups need more registers
     return DecodeTiles(block_n=32, num_warps=num_warps, num_stages=3)
 
