@@ -93,6 +93,33 @@ def test_generate_gives_named_tokens_of_prompt_and_output_beside_the_likeliest(c
     assert [token_id for _, token_id, _ in triples] == [3, 800, 3]
 
 
+def test_scores_are_the_probabilities_of_labels_behind_query_and_item(cluster: Cluster) -> None:
+    query, items, labels = random_prompt(12, seed=9), [random_prompt(n, seed=n) for n in (1, 5)], [900, 17, 900]
+    body = {"query": query, "items": items, "label_token_ids": labels}
+    rows = [np.exp(expected([*query, *item])[-1][labels]) for item in items]
+    answer = post(cluster, "/v1/score", body)
+    for scores, row in zip(answer["scores"], rows, strict=True):
+        assert scores == pytest.approx(row.tolist(), rel=5e-3)
+    num_tokens = sum(len(query) + len(item) for item in items)
+    assert answer["usage"] == {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens}
+    shares = post(cluster, "/score", body | {"apply_softmax": True})["scores"]
+    assert shares == [pytest.approx((row / row.sum()).tolist(), rel=5e-3) for row in rows]
+    before = post(cluster, "/v1/score", body | {"item_first": True})["scores"]
+    assert before[1] == pytest.approx(np.exp(expected([*items[1], *query])[-1][labels]).tolist(), rel=5e-3)
+
+    vllm = post(cluster, "/generative_scoring", body)
+    assert [each["score"] for each in vllm["data"]] == pytest.approx([row[0] / row.sum() for row in rows], rel=5e-3)
+    assert vllm["usage"] == {
+        "prompt_tokens": num_tokens, "completion_tokens": 2, "total_tokens": num_tokens + 2
+    }  # fmt: skip
+    texts = {"query": "San Francisco", "items": [" is", " was"], "label_token_ids": labels}
+    whole = post(cluster, COMPLETIONS, {
+        "prompt": "San Francisco was", "max_tokens": 1, "logprobs": 0, "logprob_token_ids": [17],
+        "return_tokens_as_token_ids": True, "temperature": 0,
+    })["choices"][0]["logprobs"]["top_logprobs"][0]  # fmt: skip
+    assert post(cluster, "/v1/score", texts)["scores"][1][1] == pytest.approx(np.exp(whole["token_id:17"]), rel=5e-3)
+
+
 def test_the_whole_vocabulary_at_every_position_of_a_prompt(cluster: Cluster) -> None:
     """Of three prompts at once with 256 thousand values, which are computed in many short steps."""
     prompts = [random_prompt(num_tokens, seed=8) for num_tokens in (150, 61, 39)]

@@ -242,8 +242,6 @@ class PairFields(InputFields):
 class ScoreRequest(PairFields):
     """Pairs of texts: one with each of several, or as many firsts as seconds."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"label_token_ids": ([],)}  # SGLang's, of generators
-
     text_1: TextOrTexts = Field(
         validation_alias=AliasChoices("text_1", "queries", "data_1"),
         description="The first text of each pair, such as a question; queries and data_1 are the same",

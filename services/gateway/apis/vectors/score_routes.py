@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from pydantic import Discriminator, Tag
 from pydantic_core import to_json
 
 from services.common.config import GatewaySection
@@ -16,6 +17,13 @@ from services.common.errors import InvalidRequest
 from services.common.pooling.pooling_config import PoolingConfig, TokenHead
 from services.gateway.apis.shared.json_pieces import list_pieces
 from services.gateway.apis.vectors.binary_answer import binary_answer
+from services.gateway.apis.vectors.label_scores import (
+    GenerativeScoreFormat,
+    LabelScoreFormat,
+    LabelScoreRequest,
+    LabelScores,
+    label_scores,
+)
 from services.gateway.apis.vectors.pooled_answer import PooledAnswer, list_answer, usage_of
 from services.gateway.apis.vectors.routes import vector_pieces
 from services.gateway.apis.vectors.schema import (
@@ -39,6 +47,11 @@ from services.gateway.vectors.vectors import InputOptions, PooledInput, Vectors,
 MAX_INLINE_PAIRS = 64
 _HEADS = {"token_embed": TokenHead.COLBERT, "token_classify": TokenHead.SPARSE}  # by vLLM's name of the task
 
+AnyScoreRequest = Annotated[
+    Annotated[ScoreRequest, Tag("<pairs>")] | Annotated[LabelScoreRequest, Tag("<labels>")],
+    Discriminator(lambda body: "<labels>" if isinstance(body, Mapping) and body.get("label_token_ids") else "<pairs>"),
+]
+
 
 def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
     """The routes for scores, ranks and classes of one gateway."""
@@ -57,10 +70,22 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
     ) -> Iterator[bytes]:
         return list_answer(request_id, body.model or service.names.first, iter(objects), pooled)
 
-    @router.post("/v1/score", response_class=Response, responses={200: {"model": ScoreList}})
+    @router.post("/generative_scoring", response_class=Response, responses={200: {"model": ScoreList}})
+    async def create_generative_scores(body: LabelScoreRequest, request: Request) -> Response:
+        """Of a model that generates: how likely the first label is behind the query and each item."""
+        await next_turn(request)
+        body.log_unknown_fields(request.state.request_id)
+        form = GenerativeScoreFormat(service, body, request.state.request_id)
+        return await label_scores(body, request, service, section, form)
+
+    @router.post("/v1/score", response_class=Response, responses={200: {"model": ScoreList | LabelScores}})
     @router.post("/score", response_class=Response, include_in_schema=False)
-    async def create_scores(body: ScoreRequest, request: Request) -> Response:
-        """How well the two texts of each pair belong together."""
+    async def create_scores(body: AnyScoreRequest, request: Request) -> Response:
+        """How well the two texts of each pair belong together; or how likely labels are behind query and item."""
+        if isinstance(body, LabelScoreRequest):
+            await next_turn(request)
+            body.log_unknown_fields(request.state.request_id)
+            return await label_scores(body, request, service, section, LabelScoreFormat(service, body))
         request_id, options = await begin(body, request)
         vectors.check_instruction(body.instruction)
         pairs = body.pairs()

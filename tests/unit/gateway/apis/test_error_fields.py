@@ -149,8 +149,22 @@ def test_ranks_have_the_errors_of_their_vendors(tmp_path: Path) -> None:
             error = (await client.post("/v1/rerank", json=body)).json()["error"]
             assert error["param"] == field, error
         of_sglang = {"query": "a", "items": ["b"], "label_token_ids": [5, 6], "apply_softmax": True}
-        error = (await client.post("/v1/score", json=of_sglang)).json()["error"]
-        assert error["param"] == "label_token_ids" and "not supported" in error["message"]
+        for change, param in (
+            ({"items": []}, "items"),
+            ({"items": ["b"] * 65}, "items"),
+            ({"items": ["b", 5]}, "items[1]"),
+            ({"items": [[5]]}, "items"),
+            ({"items": "b" * 400_000, "query": "a"}, "items"),
+            ({"query": "a" * 1_900_000, "items": ["b"] * 64}, "query"),
+            ({"label_token_ids": [5, 10**6]}, "label_token_ids"),
+            ({"label_token_ids": ["a"]}, "label_token_ids[0]"),
+            ({"label_token_ids": list(range(129))}, "label_token_ids"),
+        ):
+            refused = await client.post("/v1/score", json=of_sglang | change)
+            assert refused.status_code == 400, refused.text
+            assert refused.json()["error"]["param"] == param, refused.text
+        missing = (await client.post("/generative_scoring", json={"query": "a", "items": ["b"]})).json()["error"]
+        assert missing["param"] == "label_token_ids"
         wrong = await client.post("/v2/models/none/infer", json={})
         assert wrong.status_code >= 400 and wrong.json().keys() == {"error"}
         long = await client.post("/v2/rerank", content=b" " * 3_000_000)

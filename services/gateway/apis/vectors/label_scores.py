@@ -1,0 +1,180 @@
+"""Scores by the probabilities of tokens, of models that generate: SGLang's /v1/score, vLLM's /generative_scoring."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import pydantic
+from fastapi import Request
+from pydantic import Field
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
+
+from services.common.config import GatewaySection
+from services.common.sampling_params import MAX_LOGPROB_TOKENS
+from services.gateway.apis.shared.answer import Answer
+from services.gateway.apis.shared.prompts import Prompt, check_prompts, prompt_list
+from services.gateway.apis.shared.request_model import Int32, RequestModel, TokenIdList, UInt32, at_most
+from services.gateway.apis.shared.streams import traced
+from services.gateway.apis.shared.to_message import messages_of
+from services.gateway.apis.vectors.schema import InputUsage
+from services.gateway.core.chunks import Chunk, Completion, Finish
+from services.gateway.core.chunks import Prompt as ShownPrompt
+from services.gateway.core.request_service import RequestService
+from services.gateway.http.errors import ErrorBody, describe
+from services.gateway.http.field_names import client_field_names
+from services.gateway.resources.repeatable import created_at
+from services.pb import gateway_pb2
+
+BYTES_PER_ELEMENT = 24  # of a character or token id, in a prompt and its message
+PARAM_NAMES = {"logprob_token_ids": "label_token_ids", "prompt": "items", "prompt_token_ids": "items"}
+
+
+class LabelScoreRequest(RequestModel):
+    """Each item stands behind the query: how likely is each label as the next token?"""
+
+    model: str | None = None
+    query: str | TokenIdList = Field(description="A text, or token ids if the items are token ids")
+    items: Prompt = Field(description="A text, token ids, or a list of either")
+    label_token_ids: Annotated[list[UInt32], Field(min_length=1), at_most(MAX_LOGPROB_TOKENS)]
+    apply_softmax: bool | None = Field(
+        None, description="Divide by the sum of the labels' probabilities; default: only at /generative_scoring"
+    )
+    item_first: bool | None = Field(None, description="true: each item stands before the query")
+    user: str | None = Field(None, description="Name of the end user, for logs only")
+    priority: Int32 | None = Field(None, description="A lower number is served earlier")
+    cache_salt: str | None = Field(None, description="Only requests with the same salt share prompt prefixes")
+
+    @pydantic.model_validator(mode="after")
+    def _check_kinds(self) -> LabelScoreRequest:
+        kind, context = type(self.query), {"field": "items"}
+        if any(type(each) is not kind for each in prompt_list(self.items)):
+            raise PydanticCustomError("items", "items and query must both be texts, or both token ids", context)
+        return self
+
+    @property
+    def prompts(self) -> list[Any]:
+        """One for each item."""
+        pairs = ((each, self.query) if self.item_first else (self.query, each) for each in prompt_list(self.items))
+        return [first + second for first, second in pairs]
+
+
+class LabelUsage(InputUsage):
+    """With the tokens that were generated, if they count."""
+
+    completion_tokens: int
+
+
+class LabelScores(TypedDict):
+    """SGLang's answer: of each item the probability of each label."""
+
+    object: str
+    model: str
+    scores: list[list[float]]
+    usage: LabelUsage
+
+
+class LabelScoreFormat:
+    """The `Format` of SGLang's answer. There are no streams."""
+
+    has_event_names = False
+    text_frame = None
+    end_of_stream = b""
+    param_names: Mapping[str, str] = PARAM_NAMES
+
+    def __init__(self, service: RequestService, body: LabelScoreRequest) -> None:
+        self._model = body.model or service.names.first
+        self._labels = body.label_token_ids
+        self._is_softmax = bool(body.apply_softmax)
+
+    async def begin(self, prompts: Sequence[list[int]]) -> None:
+        """The token ids of the prompts are not needed."""
+
+    def opening(self) -> Sequence[Any]:
+        return ()
+
+    def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Any]:
+        raise NotImplementedError("scores are not streamed")
+
+    def closing(self) -> Sequence[Any]:
+        return ()
+
+    def failure(self, error: Exception) -> Sequence[ErrorBody]:
+        return [describe(error)[1]]
+
+    def whole(self, answers: Sequence[tuple[Sequence[Completion], ShownPrompt | None]]) -> Any:
+        scores = [self._scores(completion) for [completion], _ in answers]
+        finishes = [completion.finish for [completion], _ in answers if completion.finish is not None]
+        return self._object(scores, finishes)
+
+    def _object(self, scores: list[list[float]], finishes: Sequence[Finish]) -> Any:
+        return {"object": "scoring", "model": self._model, "scores": scores, "usage": _usage(finishes, 0)}
+
+    def _scores(self, completion: Completion) -> list[float]:
+        logprobs = dict(completion.logprobs[0].top)
+        probabilities = [math.exp(logprobs[each]) for each in self._labels]
+        total = sum(probabilities) if self._is_softmax else 1.0
+        return [each / total if total else 1 / len(probabilities) for each in probabilities]
+
+
+class GenerativeScoreFormat(LabelScoreFormat):
+    """The `Format` of vLLM's answer: of each item the probability of the first label."""
+
+    def __init__(self, service: RequestService, body: LabelScoreRequest, request_id: str) -> None:
+        super().__init__(service, body)
+        self._id = f"generative-scoring-{request_id}"
+        self._is_softmax = body.apply_softmax is not False
+
+    def _object(self, scores: list[list[float]], finishes: Sequence[Finish]) -> Any:
+        return {
+            "id": self._id,
+            "object": "list",
+            "created": created_at(),
+            "model": self._model,
+            "data": [{"index": i, "object": "score", "score": first} for i, [first, *_] in enumerate(scores)],
+            "usage": _usage(finishes, sum(each.num_output_tokens for each in finishes)),
+        }
+
+
+def _usage(finishes: Sequence[Finish], num_output_tokens: int) -> LabelUsage:
+    num_prompt_tokens = sum(each.num_prompt_tokens for each in finishes)
+    total = num_prompt_tokens + num_output_tokens
+    return {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_output_tokens, "total_tokens": total}
+
+
+async def label_scores(
+    body: LabelScoreRequest,
+    request: Request,
+    service: RequestService,
+    section: GatewaySection,
+    answer_format: LabelScoreFormat,
+) -> Answer:
+    """One token is generated behind each prompt, for the log-probabilities of the labels. Raises `InvalidRequest`."""
+    limits, num_items = service.limits, len(prompt_list(body.items))
+    with client_field_names(PARAM_NAMES):
+        check_prompts([body.query] * num_items, section.max_prompts, limits.max_prompt_len, are_cut=False)
+        num_bytes = BYTES_PER_ELEMENT * num_items * len(body.query)
+        await request.state.held.reserve(num_bytes, "the query beside each item", "query", "send fewer items")
+        prompts = body.prompts
+        check_prompts(prompts, section.max_prompts, limits.max_prompt_len, are_cut=False)
+    common = gateway_pb2.GenerateRequest(
+        model=body.model,
+        user=body.user or "",
+        cache_salt=body.cache_salt or "",
+        priority=body.priority,
+        max_tokens=1,
+        logprobs=0,
+        ignore_eos=True,
+    )
+    common.sampling.temperature = 0.0
+    common.sampling.logprob_token_ids.extend(dict.fromkeys(body.label_token_ids))
+    messages = messages_of(common, prompts, request.state.request_id, limits.max_prompt_len)
+    return Answer(
+        service,
+        traced(messages, request),
+        answer_format,
+        is_stream=False,
+        first_token_timeout_s=section.first_token_timeout_s,
+    )
