@@ -160,6 +160,44 @@ def test_pieces_of_few_contexts_are_merged(
         pair.check({"long": 1, "short": 1})
 
 
+@pytest.fixture
+def many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step has the loop for many sequences."""
+    attention = pytest.importorskip("services.attn_worker.layers.triton_attention", reason="needs triton")
+    from services.attn_worker.layers.mha.triton_decode import choose_decode_tiles
+
+    tiles = choose_decode_tiles(torch.float16, torch.float16, 1, 128, 99)
+    assert tiles.is_for_many
+    kernels = dataclasses.replace(attention.PLAIN_KERNELS, choose_decode_tiles=lambda *_: tiles)
+    monkeypatch.setattr(attention, "PLAIN_KERNELS", kernels)
+
+
+@pytest.mark.usefixtures("many")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "block_size"),
+    [(2, 2, 128, 16), (8, 1, 128, 32), (3, 1, 80, 16), (4, 2, 64, 48), (2, 2, 32, 12)],
+)
+def test_steps_of_many_sequences(
+    kernels: Kernels, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+) -> None:
+    """Contexts of less and more than a tile, with a window that begins within one, and split ones."""
+    config = make_config(num_heads, num_kv_heads, head_dim, windows=(None, 20))
+    pair = Pair(config, kernels, dtype, block_size)
+    check_all_kinds_of_steps(pair)
+    pair.check({"a": 400})
+    pair.check({"a": 1, "c": 1})
+
+
+@pytest.mark.usefixtures("many")
+def test_what_a_block_had_before_stays_out_of_steps_of_many_sequences(kernels: Kernels) -> None:
+    pair = Pair(make_config(), kernels, torch.float16)
+    pair.check({"a": 20, "b": 21})
+    (cache,) = pair.kernels.storage.layers
+    cache[pair.sequences["a"].blocks[1], :, :, 5:] = float("nan")  # behind its 20 tokens and the next one
+    pair.check({"a": 1, "b": 1})
+
+
 def test_padding_rows_become_zero(kernels: Kernels) -> None:
     pair = Pair(make_config(), kernels)
     pair.check({"a": 30, "b": 3})

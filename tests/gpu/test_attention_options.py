@@ -92,6 +92,20 @@ def test_options_in_16_bits(kernels: Kernels, dtype: torch.dtype) -> None:
         pair.check({"a": 1, "b": 1})
 
 
+def test_options_in_steps_of_many_sequences(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    from services.attn_worker.layers import triton_attention
+    from services.attn_worker.layers.mha.triton_decode import choose_decode_tiles
+
+    tiles = choose_decode_tiles(torch.float16, torch.float16, 1, 128, 99)
+    assert tiles.is_for_many
+    plain = replace(triton_attention.PLAIN_KERNELS, choose_decode_tiles=lambda *_: tiles)
+    monkeypatch.setattr(triton_attention, "PLAIN_KERNELS", plain)
+    for case in ("softcap and scale", "ALiBi", "learned sinks", "the keys of an earlier layer"):
+        pair = Pair(config_of(case), kernels, torch.float16)
+        pair.check({"a": 49, "b": 3})
+        pair.check({"a": 1, "b": 1})
+
+
 @pytest.mark.parametrize("num_heads", [2, 4])
 def test_options_with_several_heads_in_a_program(
     kernels: Kernels, num_heads: int, monkeypatch: pytest.MonkeyPatch

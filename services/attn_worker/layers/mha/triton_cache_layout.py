@@ -63,6 +63,15 @@ def join_halves(first_half, second_half):
 
 
 @triton.jit
+def opaque(numbers):
+    """The same numbers, behind a sum, behind which the compiler does not look.
+
+    Where it sees that a factor was joined, it lays out the other so that shared memory cannot give it by matrix loads.
+    """
+    return tl.sum(tl.reshape(numbers, (numbers.shape[0], numbers.shape[1], 1)), axis=2)
+
+
+@triton.jit
 def joined_dims(HEAD_DIM: tl.constexpr, HALF: tl.constexpr):
     """The head dimension of each column of joined halves, and a mask that is False for padding columns."""
     columns = tl.arange(0, 2 * HALF)

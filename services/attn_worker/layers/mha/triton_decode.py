@@ -24,6 +24,7 @@ from services.attn_worker.layers.mha.triton_cache_layout import (
     padded_dims,
     tile_offsets,
 )
+from services.attn_worker.layers.mha.triton_decode_many import PAIR, attend_many
 from services.attn_worker.layers.mha.triton_decode_quantized import attend_quantized
 from services.attn_worker.layers.mha.triton_decode_sinks import attend_far_sinks
 from services.attn_worker.layers.mha.triton_new_token import load_new_token
@@ -45,12 +46,14 @@ class DecodeTiles:
     """Sizes of the kernel's loop: `block_n` keys per tile, `num_stages` tiles in flight.
 
     `is_for_few`: the kernel is compiled for few sequences, whose time is that of accesses that wait for one another.
+    `is_for_many`: it has the loop of `triton_decode_many.py`, if blocks are large enough.
     """
 
     block_n: int
     num_warps: int
     num_stages: int
     is_for_few: bool = False
+    is_for_many: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,8 @@ def choose_decode_tiles(
     """Chooses small tiles, so that several programs share an SM; measured in bench/results/attention.md.
 
     Few sequences leave SMs free, and get larger tiles. With a cache of 8 bits programs of a single warp are faster, as
-    no warp waits for another, if they are many. Tiles for heads of more than 256 dimensions have not been measured.
+    no warp waits for another, if they are many. Tiles for heads of more than 256 dimensions have not been measured, nor
+    the loop for many sequences with several heads per kv head or other sizes of heads.
     """
     if head_dim > 256:
         return DecodeTiles(block_n=16 if dtype == torch.float32 else 32, num_warps=8, num_stages=2)
@@ -83,6 +87,8 @@ def choose_decode_tiles(
         return DecodeTiles(block_n=64, num_warps=2 if cache_dtype.itemsize == 1 else 4, num_stages=3, is_for_few=True)
     if group == 1 and head_dim <= 128 and cache_dtype.itemsize > 1 and programs_per_sm < ALL_AT_ONCE_BELOW:
         return DecodeTiles(block_n=32, num_warps=4, num_stages=3, is_for_few=True)
+    if group == 1 and head_dim == 128 and cache_dtype.itemsize > 1 and programs_per_sm >= ONE_WARP_FROM:
+        return DecodeTiles(block_n=PAIR, num_warps=1, num_stages=4, is_for_many=True)
     num_warps = 2 if group <= 16 else 4 if group <= 32 else 8  # larger groups need more registers
     return DecodeTiles(block_n=32, num_warps=num_warps, num_stages=3)
 
@@ -122,6 +128,7 @@ def decode_attention(
     head_dim_padded = max(16, triton.next_power_of_2(head_dim))
     group_padded = triton.next_power_of_2(group)
     elements = group_padded * head_dim_padded  # of the outputs of a piece
+    is_for_many = tiles.is_for_many and block_size % 16 == 0
     if tiles.is_for_few:
         num_merged = min(16, max(2, 2048 * tiles.num_warps // elements))
     else:
@@ -157,7 +164,7 @@ def decode_attention(
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         GROUP_PADDED=group_padded,
-        NUM_QUERIES=max(16 if kv_format(cache) == "plain" else 8, group_padded),
+        NUM_QUERIES=max(16 if kv_format(cache) == "plain" and not is_for_many else 8, group_padded),
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
         HEAD_DIM_PADDED=head_dim_padded,
@@ -166,6 +173,7 @@ def decode_attention(
         MERGE_N=num_merged,
         NUM_STAGES=tiles.num_stages,
         IS_FOR_FEW=tiles.is_for_few,
+        IS_FOR_MANY=is_for_many,
         num_warps=tiles.num_warps,
         **_dependent_launch(qkv.device),
     )
@@ -222,6 +230,7 @@ def _decode_kernel(
     MERGE_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     IS_FOR_FEW: tl.constexpr,
+    IS_FOR_MANY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program runs one item for one kv head. Its queries are the GROUP heads, padded for the tensor cores."""
@@ -275,7 +284,8 @@ def _decode_kernel(
     new_value = tl.zeros([HEAD_DIM_PADDED], dtype)
     # Cached keys and values were written before the step: the loop's first loads of them come before the wait. Not so
     # in steps of split contexts, which want log-sums: the kernel before has just appended keys that are read.
-    waits_in_loop: tl.constexpr = log_sums is None and (FORMAT == "plain" or IS_FOR_FEW)
+    # With many sequences that would gain one wait of many programs, and cost instructions in each tile.
+    waits_in_loop: tl.constexpr = log_sums is None and ((FORMAT == "plain" and not IS_FOR_MANY) or IS_FOR_FEW)
     if not waits_in_loop or first_tile >= end_key:
         query_1, query_2, new_key_1, new_key_2, new_value = load_new_token(
             qkv_row, heads, kv_head, slot, cos, sin, FORMAT, ROTARY_DIM, HAS_PAIRS, NUM_KV_HEADS, GROUP,
@@ -288,7 +298,13 @@ def _decode_kernel(
     if slopes is not None:  # then angle rows are positions
         slope = tl.load(slopes + heads, mask=offs_g < GROUP, other=0.0)
 
-    if FORMAT == "plain":
+    if IS_FOR_MANY:
+        log_max, exp_sum, acc = attend_many(
+            query_1, query_2, cache, table, first_tile, first_key, end_key, kv_head, slope, angle_row, SCALE, RAW_SCALE,
+            SOFTCAP, slopes is not None, NUM_QUERIES, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PADDED, HALF,
+            NUM_STAGES,
+        )  # fmt: skip
+    elif FORMAT == "plain":
         query = join_halves(query_1, query_2)
         log_max = tl.full([NUM_QUERIES], float("-inf"), tl.float32)
         exp_sum = tl.zeros([NUM_QUERIES], tl.float32)

@@ -19,6 +19,7 @@ from services.attn_worker.layers.mha.triton_cache_layout import (
     join_halves,
     joined_dims,
     load_tile_blocks,
+    opaque,
     padded_dims,
     tile_offsets,
 )
@@ -139,13 +140,4 @@ def attend_quantized(
 def _split_query(query_1, query_2, NUM_QUERIES: tl.constexpr, HALF: tl.constexpr):
     """The even dimensions and the odd ones, each [HALF, NUM_QUERIES]."""
     even, odd = tl.split(tl.reshape(join_halves(query_1, query_2), (NUM_QUERIES, HALF, 2)))
-    return _opaque(tl.trans(even)), _opaque(tl.trans(odd))
-
-
-@triton.jit
-def _opaque(numbers):
-    """The same numbers, behind a sum, behind which the compiler does not look.
-
-    Where it sees that a factor was joined, it lays out the other so that shared memory cannot give it by matrix loads.
-    """
-    return tl.sum(tl.reshape(numbers, (numbers.shape[0], numbers.shape[1], 1)), axis=2)
+    return opaque(tl.trans(even)), opaque(tl.trans(odd))
