@@ -103,7 +103,8 @@ FIRST_TOKEN = Row(
     (Figure("235 tokens alone, TTFT ms", "ttft_ms.mean", 10, 8.6),),
     rounds=2,
 )
-AT_ONCE = ("--num-prompts", "1000")
+# A single process opens all connections before it sends most requests, which takes up to a second.
+AT_ONCE = ("--num-prompts", "1000", "--client-processes", "4")
 RATES = (1, 2, 4, 8, 16, 32, 64)
 SWEEP_S, MIN_SWEEP_PROMPTS = 9, 12
 # Streams and tokens. Few steps of a run may have prompts, or the median step would be one of those.
@@ -116,7 +117,7 @@ GROUPS = {
     "7b": Group(
         "llama-2-7b",
         "stored",
-        ("scheduler.max_num_seqs=512",),
+        ("scheduler.max_num_seqs=512", LARGE_STEPS),
         (
             alone(10, Figure("one stream, TPOT ms", "tpot_ms.mean", 3.70, 3.50)),
             FIRST_TOKEN,
@@ -129,7 +130,7 @@ GROUPS = {
     "7b-fp8": Group(
         "llama-2-7b",
         "fp8",
-        ("scheduler.max_num_seqs=512",),
+        ("scheduler.max_num_seqs=512", LARGE_STEPS),
         (
             alone(10, Figure("one stream, TPOT ms", "tpot_ms.mean", 2.3, 2.1)),
             _of_16((4.0, 3.6), None),
