@@ -38,10 +38,11 @@ def kernels_as_they_are(kernel_device: torch.device) -> Kernels:
 
 @pytest.fixture
 def kernels(kernels_as_they_are: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    """Split every context, also those that are too short for that to pay."""
+    """Split every context, and into more pieces, also where that does not pay."""
     from services.attn_worker.layers import triton_attention  # needs triton
 
     monkeypatch.setattr(triton_attention, "shortest_split_context", lambda group: 1)
+    monkeypatch.setattr(triton_attention, "_KEYS_OF_PIECE", 1)
     return kernels_as_they_are
 
 

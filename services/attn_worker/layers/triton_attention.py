@@ -66,7 +66,8 @@ from services.common.kv_cache.scales import KVScales
 from services.common.model_config import ModelConfig, RopeConfig
 
 _PROGRAMS_PER_SM = 2  # short chunks are split until this many programs run; fewer leave bandwidth unused
-_KEYS_PER_QUERY = 4  # at least, in a piece of a short chunk's context; smaller pieces cost more in merging
+# At least, in a piece of a short chunk's context; smaller pieces cost more in merging than they gain.
+_KEYS_PER_QUERY, _KEYS_OF_PIECE = 4, 128
 _MAX_LONGER_CHUNKS = 8  # in a captured step
 _MAX_CAPTURED_PROMPTS = 16  # in a captured step
 _MAX_DECODE_ROWS_BESIDE_PROMPTS = 64  # in a captured step
@@ -223,6 +224,9 @@ class TritonAttention:
             self._shortest_split_context = max(map(shortest_split_context, groups))
             has_long_contexts = max_model_len >= self._shortest_split_context
             self._max_short_chunk = MAX_SHORT_CHUNK if has_long_contexts else self._max_few_rows_chunk
+        # Those of graphs, by their decode rows and by their longest chunks.
+        self._tiles_of_rows = dict[int, dict[_KernelKind, DecodeTiles]]()
+        self._tiles_of_chunks = dict[int, dict[_KernelKind, ChunkTiles]]()
         # Graphs for tiles of few rows, and for tiles of many.
         short = sorted({self._max_few_rows_chunk, self._max_short_chunk} - {0})
         self._short_shapes = [StepShape(each) for each in short]
@@ -425,7 +429,8 @@ class TritonAttention:
         padded: int,
     ) -> None:
         """The inputs of the decode kernel for up to `padded` rows; `decodes` are those of each group."""
-        self._decode_tiles = self._choose_decode_tiles(padded)
+        self._decode_tiles = self._tiles_of_rows.get(padded) or self._choose_decode_tiles(padded)
+        self._tiles_of_rows[padded] = self._decode_tiles
         piece_tile = max(tiles.block_n for tiles in self._decode_tiles.values())
         num_pieces = self._num_pieces(padded)
         for kind, (host, _) in items.items():
@@ -436,7 +441,8 @@ class TritonAttention:
         """The inputs of a step whose rows are all of short chunks, of up to `chunk` tokens, as its graph reads them."""
         upload, num_tokens = self._upload, len(step.positions)
         parts = step.parts(self._spec.num_groups)
-        tiles = self._choose_chunk_tiles(chunk)
+        tiles = self._tiles_of_chunks.get(chunk) or self._choose_chunk_tiles(chunk)
+        self._tiles_of_chunks[chunk] = tiles
         # The arrays that a graph reads come first, so that their addresses depend only on `padded` and `chunk`.
         items = {}
         for size in dict.fromkeys(each.num_tokens for each in tiles.values()):
@@ -620,7 +626,7 @@ class TritonAttention:
         self, chunks: Sequence[ChunkRows], kind: _ItemKind, size: int, tiles: dict[_KernelKind, ChunkTiles]
     ) -> np.ndarray:
         piece_tile = max(each.block_n for each in tiles.values())
-        min_piece = _KEYS_PER_QUERY * max(each.num_rows for each in tiles.values())
+        min_piece = max(_KEYS_OF_PIECE, _KEYS_PER_QUERY * max(each.num_rows for each in tiles.values()))
         return chunk_items(chunks[kind.group], kind.window, size, self._num_chunk_pieces, min_piece, piece_tile)
 
     def _choose_chunk_tiles(self, max_num_tokens: int) -> dict[_KernelKind, ChunkTiles]:
