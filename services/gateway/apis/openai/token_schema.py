@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NotRequired
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, NotRequired
 
 import pydantic
 from pydantic import Discriminator, Field, Tag
@@ -29,6 +30,8 @@ Texts = Annotated[
 
 class TokenizeBody(RequestModel):
     """Exactly one of: a text, a list of texts, a chat. The last three fields are llama.cpp's."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"inputs": ()}  # TEI's, with places of tokens in the text
 
     model: str | None = None
     prompt: Texts | None = Field(None, description="A text, or a list of them")

@@ -98,6 +98,9 @@ class GenerateBody(FeatureFields):
         "return_prompt_token_ids": (False,),
         "return_routed_experts": (False,),
         "return_sampling_mask": (False,),
+        # TGI's route of this name
+        "inputs": (),
+        "parameters": (),
     }
 
     text: Annotated[str | list[str] | None, at_most(MAX_PROMPTS)] = Field(None, description="The prompt, or several")

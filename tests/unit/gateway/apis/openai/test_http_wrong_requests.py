@@ -178,6 +178,8 @@ WRONG_BODIES: list[tuple[str, Any, str | None, tuple[str, ...]]] = [
     (CHATS, CHAT | {"audio": {}}, "audio", ("not supported",)),
     (CHATS, CHAT | {"modalities": ["text", "audio"]}, "modalities", ("not supported",)),
     ("/tokenize", {}, "prompt", ("exactly one",)),
+    ("/tokenize", {"inputs": "a"}, "inputs", ("not supported",)),
+    ("/generate", {"inputs": "a"}, "inputs", ("not supported",)),
     ("/tokenize", {"prompt": "a", "messages": USER}, "prompt", ("exactly one",)),
     ("/tokenize", {"prompt": "word " * 300_000}, "prompt", ("1500000",)),
     ("/tokenize", {"messages": [{"role": "user", "content": "word " * 300_000}]}, "messages", ("1500000",)),
