@@ -129,7 +129,7 @@ class Gateway:
             section.api_keys_file, api_keys_of_environment(), self._metrics.on_rejected, section.trusted_proxies, counts
         )
         self._pictures = None if vision is None else self._make_pictures(vision, tokenizer)
-        tokenizer.compile_template()
+        tokenizer.compile_template(str(section.chat_template or config.model.path))
         self._journal = Journal(counts)
         self._memory = MemoryBudget(section.max_held_bytes, section.max_held_wait_s, section.max_held_waiting, counts)
         self._admission = Admission(self._journal, section.max_num_waiting, section.max_num_waiting_tokens, counts)

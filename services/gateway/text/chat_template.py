@@ -5,7 +5,6 @@ It runs on a thread of `Tokenizer`: a template is a program by the model's autho
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import re
@@ -17,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import jinja2
+import structlog
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -27,6 +27,8 @@ from services.gateway.text.harmony.markers import is_harmony_template
 from services.gateway.text.harmony.messages import harmony_fields
 from services.gateway.text.system_messages import PROBE, has_later_system_message, without_later_system_messages
 from services.gateway.text.tools.tool import NO_TOOLS, ToolChoice, Tools
+
+log = structlog.get_logger()
 
 MAX_RENDER_S = 5.0  # of processor time: a busy machine may take longer
 MAX_RENDERED_CHARACTERS = 16 * 2**20
@@ -70,12 +72,20 @@ class ChatTemplate:
         # Variables that the server passes itself, and special tokens: arguments of these names would replace them.
         self._taken_names = {"messages", *parameters, *hf_tokenizer.special_tokens_map} - {"kwargs"}
 
-    def compile(self) -> None:
-        """Has transformers compile and keep it now: when the first chat is rendered, tracing makes that far slower."""
+    def compile(self, source: str) -> None:
+        """Has transformers compile and keep it now: when the first chat is rendered, tracing makes that far slower.
+
+        `source`: the file or directory that it is from, for the log if it cannot be compiled.
+        """
         templates = self._hf_tokenizer.chat_template or {}
-        for template in templates.values() if isinstance(templates, Mapping) else [templates]:
-            with contextlib.suppress(Exception):  # which each chat then gets; Python's compiler has limits of its own
+        for name, template in templates.items() if isinstance(templates, Mapping) else [("default", templates)]:
+            try:
                 render_jinja_template([], chat_template=template)
+            except Exception as error:  # which each chat then gets; Python's compiler has limits of its own
+                reason = f"{type(error).__name__}: {_short(error)}"
+                log.warning(
+                    "the chat template cannot be compiled: chats are refused", source=source, name=name, reason=reason
+                )
 
     def check(self, chat: Chat) -> None:
         """Raises `InvalidRequest` for a chat that no template could render."""

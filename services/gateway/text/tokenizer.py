@@ -99,9 +99,11 @@ class Tokenizer:
         if self.hf_tokenizer.chat_template is None and picture_text.chat_template:
             self.hf_tokenizer.chat_template = picture_text.chat_template
 
-    def compile_template(self) -> None:
-        """Done before the first chat, it makes that as fast as others. A template that is none is refused then."""
-        self._template.compile()
+    def compile_template(self, source: str) -> None:
+        """Done before the first chat, it makes that as fast as others. A template that is none is logged with its
+        `source`, and refuses the chats.
+        """
+        self._template.compile(source)
 
     async def encode_prompt(self, text: str, num_pictures: int) -> list[int]:
         """Token ids of a prompt of text beside which there are pictures: without a place for any, they are in front."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import jinja2
 import pytest
+from structlog.testing import capture_logs
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from services.common.config import EMBEDDED_MODEL
@@ -37,7 +38,7 @@ def hf_tokenizer() -> PreTrainedTokenizerFast:
 
 def encode(hf_tokenizer: PreTrainedTokenizerFast, *messages: Message, **options: Any) -> list[int]:
     tokenizer = Tokenizer(hf_tokenizer)
-    tokenizer.compile_template()
+    tokenizer.compile_template("model")
     try:
         return asyncio.run(tokenizer.encode_chat(Chat(messages or [Message("user", "Hi")], **options)))
     finally:
@@ -59,7 +60,7 @@ def test_a_template_is_compiled_before_the_first_chat(
 
     monkeypatch.setattr(jinja2.Environment, "compile", count)
     try:
-        tokenizer.compile_template()
+        tokenizer.compile_template("model")
         assert template in compiled
         compiled.clear()
         assert asyncio.run(tokenizer.encode_chat(Chat([Message("user", "Hi")])))
@@ -75,6 +76,25 @@ def test_a_template_too_deep_for_pythons_compiler_is_refused_by_chats_and_not_at
     hf_tokenizer.chat_template = f"{{% {tag} %}}" * 120 + f"{{% end{tag.split()[0]} %}}" * 120
     with pytest.raises(InvalidRequest, match="too many"):
         encode(hf_tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% if %}", "TemplateSyntaxError: Expected an expression, got 'end of statement block'"),
+        ("{{ raise_exception('of a chat') }}", None),
+    ],
+)
+def test_a_template_that_cannot_be_compiled_is_logged_with_its_file(
+    hf_tokenizer: PreTrainedTokenizerFast, template: str, reason: str | None
+) -> None:
+    hf_tokenizer.chat_template = {"default": TEMPLATE, "rag": template}
+    tokenizer = Tokenizer(hf_tokenizer)
+    with capture_logs() as events:
+        tokenizer.compile_template("model/chat_template.jinja")
+    tokenizer.close()
+    found = [(event["source"], event["name"], event["reason"]) for event in events]
+    assert found == ([] if reason is None else [("model/chat_template.jinja", "rag", reason)])
 
 
 @pytest.mark.parametrize(
