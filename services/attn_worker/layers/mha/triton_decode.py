@@ -128,7 +128,7 @@ def decode_attention(
     head_dim_padded = max(16, triton.next_power_of_2(head_dim))
     group_padded = triton.next_power_of_2(group)
     elements = group_padded * head_dim_padded  # of the outputs of a piece
-    # Tiles of the tokens before a window have queries as rows, of which there are at least 16.
+    # Not beside tokens before a window, which have queries as rows: it has not been tried with them.
     is_for_many = tiles.is_for_many and block_size % 16 == 0 and not scores.num_sink_tokens
     if tiles.is_for_few:
         num_merged = min(16, max(2, 2048 * tiles.num_warps // elements))
