@@ -190,7 +190,7 @@ def test_a_killed_worker_changes_no_vector(cluster: Cluster, role: str) -> None:
         ({"input": "", "add_special_tokens": False}, "input", ["no tokens"]),
         ({"input": [[5], []]}, "input[1]", ["no tokens"]),
         ({"input": [5, VOCAB_SIZE]}, "input", ["out of vocabulary"]),
-        ({"input": [5, "a"]}, "input[1]", []),
+        ({"input": ["a", 5]}, "input[1]", []),
         ({"input": {"text": "a"}}, "input", []),
         ({}, "input", []),
         ({"input": [5] * 2049}, "input", ["2047", "context length"]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import pydantic
@@ -89,14 +89,14 @@ OnePrompt = Annotated[
 ]
 
 
-def prompts_of(most: int) -> Any:
+def prompts_of(most: int, kind: Callable[[Any], str] = kind_of_prompts) -> Any:
     """The type of a field with up to so many prompts as llama.cpp has them, which may have texts between token ids."""
     return Annotated[
         Annotated[str, Tag("<text>")]
         | Annotated[TokenIdList, Tag("<token_ids>")]
         | Annotated[Pieces, Tag("<pieces>")]
         | Annotated[list[OnePrompt], Field(fail_fast=True), at_most(most), Tag("<prompts>")],
-        Discriminator(kind_of_prompts),
+        Discriminator(kind),
         pydantic.BeforeValidator(without_objects),
     ]
 

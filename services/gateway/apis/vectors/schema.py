@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 from services.common.config import MAX_INPUTS
 from services.common.errors import InvalidRequest
 from services.gateway.apis.shared.parts import MAX_PARTS, by_shape, check_parts
-from services.gateway.apis.shared.prompts import prompt_list, prompts_of
+from services.gateway.apis.shared.prompts import kind_of_prompts, prompt_list, prompts_of
 from services.gateway.apis.shared.request_model import CountOrAll, Int32, RequestModel, at_most
 from services.gateway.request.generation_request import MAX_MESSAGES
 from services.gateway.text.read_chat import MAX_NAME_CHARACTERS
@@ -25,7 +25,14 @@ from services.gateway.vectors.vectors import InputOptions, VectorInput
 from services.pb import gateway_pb2
 
 Texts = Annotated[list[str], Field(fail_fast=True), at_most(MAX_INPUTS)]
-Input = prompts_of(MAX_INPUTS)
+
+
+def _kind_of_input(value: Any) -> str:
+    """A list that begins with a text has an input in each element, as with OpenAI: a number there is a mistake."""
+    return "<prompts>" if isinstance(value, list) and value and isinstance(value[0], str) else kind_of_prompts(value)
+
+
+Input = prompts_of(MAX_INPUTS, _kind_of_input)
 
 
 def input_list(given: str | list[Any], field: str = "input") -> list[VectorInput]:

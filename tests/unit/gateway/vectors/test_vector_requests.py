@@ -72,7 +72,7 @@ def test_inputs_of_llama_cpp_mix_token_ids_and_texts(tmp_path: Path) -> None:
     part = {"type": "text", "text": " a"}
     truth = [
         ([12, " a", 56], [[12, *bare, 56]]),
-        ([" a", 12], [[*whole, 12]]),
+        ([[" a", 12]], [[*whole, 12]]),
         ([[12, 34], [12, " a"], " a"], [[12, 34], [12, *bare], whole]),
         ([" a", [12]], [whole, [12]]),
         ({"prompt_string": " a"}, [whole]),
@@ -81,6 +81,7 @@ def test_inputs_of_llama_cpp_mix_token_ids_and_texts(tmp_path: Path) -> None:
     ]
     wrong: list[tuple[Any, str]] = [
         ([" a", {"other": 1}], "input[1]"),
+        ([" a", 12], "input[1]"),
         ({"content": " a"}, "input"),
         ({"content": [part, {"type": "input_audio", "input_audio": {}}]}, "input"),
         ([[12, 1.5]], "input[0][1]"),
