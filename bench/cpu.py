@@ -1,7 +1,7 @@
 """Tokens per second on this CPU against `transformers` in one process, and the time from start to first token.
 
-Both sides run the embedded model greedily in float32 on the same prompts; the ratios of one run count, not
-the absolute figures. `python bench/cpu.py --json FILE` saves them.
+Both sides run the embedded model, or `--model DIRECTORY`, greedily in float32 on the same prompts; the ratios of one run
+count, not the absolute figures. `python bench/cpu.py --json FILE` saves them.
 """
 
 from __future__ import annotations
@@ -61,9 +61,11 @@ def time_cluster(cluster: Cluster, batch: list[list[int]], max_tokens: int) -> f
     return time.perf_counter() - start
 
 
-def time_first_token() -> float:
+def time_first_token(settings: list[str]) -> float:
     """Seconds from `python -m services.launch` to the first character of an answer."""
     command = [sys.executable, "-m", "services.launch", "--prompt", "San Francisco is a", "--max-tokens", "1"]
+    for setting in settings:
+        command += ["--set", setting]
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert process.stdout is not None
@@ -77,15 +79,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--max-tokens", type=int, default=256, help="tokens of each answer (256)")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each side, in turn; the median counts (3)")
+    parser.add_argument("--model", type=Path, default=EMBEDDED_MODEL, help="a directory (the embedded model)")
+    parser.add_argument("--threads", type=int, default=1, help="of transformers for each operation of torch (1)")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of our config")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--plot", type=Path, help="PNG of every run; needs matplotlib")
     arguments = parser.parse_args()
 
-    torch.set_num_threads(1)  # faster than two for a model this small, for either side
-    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).eval()
+    torch.set_num_threads(arguments.threads)  # one is faster than two for the embedded model, for either side
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
+    settings = [f"model.path={arguments.model}", *arguments.set]
     batch = prompts(NUM_STREAMS)
     seconds: dict[str, list[float]] = {name: [] for name in ("hf_1", "hf_16", "twostroke_1", "twostroke_16")}
-    with tempfile.TemporaryDirectory() as directory, running_cluster(Path(directory)) as cluster:
+    with tempfile.TemporaryDirectory() as directory, running_cluster(Path(directory), *settings) as cluster:
         time_transformers(model, batch[:1], 16)
         time_cluster(cluster, batch, 16)
         for _ in range(arguments.repeats):
@@ -101,7 +107,7 @@ def main() -> None:
     figures = {f"{name}_tok_per_s": statistics.median(runs) for name, runs in rates.items()}
     figures["ratio_1"] = figures["twostroke_1_tok_per_s"] / figures["hf_1_tok_per_s"]
     figures["ratio_16"] = figures["twostroke_16_tok_per_s"] / figures["hf_16_tok_per_s"]
-    figures["start_to_first_token_s"] = time_first_token()
+    figures["start_to_first_token_s"] = time_first_token(settings)
 
     print(f"{'':36}{'transformers':>14}{'Twostroke':>12}{'ratio':>8}")
     for count, label in ((1, "one stream, tok/s"), (16, "16 streams, tok/s")):
@@ -117,7 +123,7 @@ def main() -> None:
             ("One stream, tok/s", rates["hf_1"], rates["twostroke_1"]),
             (f"{NUM_STREAMS} streams, tok/s", rates["hf_16"], rates["twostroke_16"]),
         ]
-        save_comparison_plot(groups, ("transformers", "Twostroke"), "the embedded model on this CPU", arguments.plot)
+        save_comparison_plot(groups, ("transformers", "Twostroke"), f"{arguments.model.name} on this CPU", arguments.plot)
 
 
 if __name__ == "__main__":

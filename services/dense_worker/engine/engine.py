@@ -206,7 +206,9 @@ class Engine:
             self._publish_openings(session)
             if step is not None:
                 result = self._collect(session, step)
-                report = self._update(session, step, result)
+                end_s = time.monotonic()
+                self._begin_next(session, step)
+                report = self._update(session, step, result, end_s)
                 self._report(session, step, report)
         except PeerError as error:
             self._give_up(session, AttachmentEnd(str(error), is_crash=True))
@@ -223,6 +225,8 @@ class Engine:
             self._run_most(step)
             self._make_calls(session)
         else:
+            if step.running.runs_when_collected:
+                step.running.begin()
             has_waited = self._await_calls(session, step)
         if (published := self._schedule(session, step.published.plan.lane)) is not None:
             self._publish(session, published)
@@ -232,6 +236,18 @@ class Engine:
         """Whether a step takes so long that the next plan is published near its end, and not before it runs."""
         assert step.running is not None, "a step is launched before it is collected"
         return step.running.runs_when_collected and session.last_step_s >= _LONG_STEP_S
+
+    def _begin_next(self, session: Session, step: InFlight) -> None:
+        """Begins the step after one that has ended, so that attention computes the first layer during the report.
+
+        Not a step that may take much longer than the last one: the report would wait.
+        """
+        following = next((each for each in session.in_flight if each is not step), None)
+        if following is None or following.running is None or not following.running.runs_when_collected:
+            return
+        is_larger = following.published.plan.num_tokens > step.published.plan.num_tokens
+        if not (is_larger or self._is_long(session, following)):
+            following.running.begin()
 
     def _admit(self, session: Session) -> None:
         """Chooses the sequences to open next; the next plan opens them."""
@@ -351,9 +367,9 @@ class Engine:
             raise PeerError("the attention worker went away")
         return has_come
 
-    def _update(self, session: Session, step: InFlight, result: StepResult) -> StepReport:
+    def _update(self, session: Session, step: InFlight, result: StepResult, end_s: float) -> StepReport:
         """Appends the step's tokens to their sequences."""
-        session.complete(step, time.monotonic())
+        session.complete(step, end_s)
         self._timing.add(step.published.plan.num_tokens, session.last_step_s)
         step.follow_up_s = result.follow_up_s
         published = step.published

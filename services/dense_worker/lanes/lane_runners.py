@@ -105,6 +105,9 @@ class _TurnStep:
     def is_done(self) -> bool:
         return True
 
+    def begin(self) -> None:
+        """Nothing: it has its turn beside other lanes' steps."""
+
     @torch.inference_mode()
     def run_most(self) -> None:
         while self.result is None and self.num_run < self._num_layers * 3 // 4:

@@ -112,6 +112,9 @@ class _StageStep:
     def is_done(self) -> bool:
         return True
 
+    def begin(self) -> None:
+        """Nothing: a stage runs all of its layers at once."""
+
     def run_most(self) -> None:
         self._steps.run_up_to(self)
 

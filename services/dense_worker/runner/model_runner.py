@@ -45,6 +45,9 @@ class RunningStep(Protocol):
         Called at most once, when the step before has been collected and the next one has not been launched.
         """
 
+    def begin(self) -> None:
+        """Begins a step that runs when it is collected, if it can without a wait. May be called again."""
+
     def run_most(self) -> None:
         """Runs three quarters of a step that runs when it is collected. Raises the errors of `Channel.wait`."""
 
@@ -241,12 +244,6 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def run_most(self, step: StepInput, channel: Channel) -> LayerRun:
-        """Runs three quarters of the layers. Raises the errors of `Channel.wait`."""
-        layers = self.begin(step, channel)
-        layers.run_most()
-        return layers
-
     def begin(self, step: StepInput, channel: Channel) -> LayerRun:
         """Runs a step up to its first wait."""
         token_ids = step.token_ids
@@ -479,14 +476,21 @@ class _LazyStep:
     def is_done(self) -> bool:
         return True
 
-    def run_most(self) -> None:
+    def begin(self) -> None:
+        if self.step is not None:
+            return
         self.step = self.runner.prepare(self.bound)
         if self.bound.plan.entries:
-            self.layers = self.runner.run_most(self.step, self.channel)
+            self.layers = self.runner.begin(self.step, self.channel)
+
+    @torch.inference_mode()
+    def run_most(self) -> None:
+        self.begin()
+        if self.layers is not None:
+            self.layers.run_most()
 
     def collect(self) -> StepResult:
-        if self.step is None:
-            self.run_most()
+        self.begin()
         if self.step is None or self.layers is None:
             return StepResult(NO_ROWS)
         return self.runner.run_rest(self.step, self.layers, self.channel, self.follow_up)

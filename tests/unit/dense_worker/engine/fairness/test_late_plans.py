@@ -26,7 +26,7 @@ NEW = 100  # its seq_id
 
 
 class CpuStep(FakeStep):
-    """A step that runs when it is collected, like a CPU's. Tells when it begins and ends, and when it nears its end."""
+    """A step that runs when it is collected, like a CPU's. Tells when it begins and ends, and how far it is."""
 
     runs_when_collected = True
 
@@ -36,13 +36,17 @@ class CpuStep(FakeStep):
 
     has_begun = False
 
+    def begin(self) -> None:
+        if not self.has_begun:
+            self.has_begun = True
+            self.on_event(self.plan.step_id, "begin")
+
     def run_most(self) -> None:
-        self.has_begun = True
-        self.on_event(self.plan.step_id, "begin")
+        self.begin()
+        self.on_event(self.plan.step_id, "three quarters")
 
     def collect(self) -> StepResult:
-        if not self.has_begun:
-            self.run_most()
+        self.begin()
         self.on_event(self.plan.step_id, "near the end")
         result = super().collect()
         self.on_event(self.plan.step_id, "end")
@@ -83,6 +87,21 @@ class BusyAttention(RecordingAttention):
         assert self.engine is not None
         answer = SequenceOpened(new.seq_id)
         self.runner.calls[step_id, "end"] = lambda: self.engine.on_answer(attachment, answer)
+
+
+class ReportsWithTime(queue.Queue[StepReport]):
+    """Notes in which step and event of the runner a step's report was delivered."""
+
+    runner: CpuRunner
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now: dict[int, tuple[int, str]] = {}  # by step
+
+    def put(self, report: StepReport, *arguments: object, **options: object) -> None:
+        if report.outputs:
+            self.now[report.step_id] = self.runner.now
+        super().put(report)
 
 
 def make_sequence(seq_id: int, client: int, max_tokens: int) -> Sequence:
@@ -136,17 +155,46 @@ def test_a_client_that_comes_near_its_end_waits_for_the_step_that_is_published(
     assert first_step_of_new_client(runner) == COME_AT + 2
 
 
-def test_short_steps_are_published_before_the_one_before_them_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the attention worker never waits for a plan; a new client waits for two of them."""
-    runner = run("begin", monkeypatch, long_step_s=TIMEOUT_S)
+def test_short_steps_are_published_when_the_one_before_them_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the attention worker never waits for a plan; a client that comes later waits for two of them."""
+    runner = run("near the end", monkeypatch, long_step_s=TIMEOUT_S)
     assert first_step_of_new_client(runner) == COME_AT + 2
-    assert all(event == "idle" for _, event in runner.launched_in.values())
+    ahead = {step_id: at for step_id, at in runner.launched_in.items() if at != (0, "idle")}
+    assert len(ahead) >= NUM_TOKENS - 2
+    assert all(at == (step_id - 1, "begin") for step_id, at in ahead.items())
+
+
+@pytest.mark.parametrize("long_step_s", [0.0, TIMEOUT_S])
+def test_only_a_short_step_begins_before_the_report_of_the_one_before_it(
+    long_step_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention then computes its first layer during the report, which no long or larger step delays."""
+    monkeypatch.setattr(engine_module, "_LONG_STEP_S", long_step_s)
+    runner, reports = CpuRunner(), ReportsWithTime()
+    reports.runner = runner
+    attention = RecordingAttention()
+    engine = started_engine(runner, attention, reports, TIMEOUT_S, LIMITS)
+    runner.calls[3, "begin"] = lambda: engine.submit(make_sequence(2, 1, 2))  # its prompt has three tokens
+    engine.submit(make_sequence(1, 1, NUM_TOKENS))
+    while all(output.finish_reason is None for output in reports.get(timeout=TIMEOUT_S).outputs):
+        pass
+    while all(output.finish_reason is None for output in reports.get(timeout=TIMEOUT_S).outputs):
+        pass
+    engine.stop(TIMEOUT_S)
+    num_tokens = {plan.step_id: plan.num_tokens for plan in runner.plans}
+    began = {step_id for step_id, now in reports.now.items() if now == (step_id + 1, "begin")}
+    if not long_step_s:
+        assert not began
+        return
+    larger = {step_id for step_id in num_tokens if num_tokens.get(step_id + 1, 0) > num_tokens[step_id]}
+    assert larger and not began & larger
+    assert len(began) >= NUM_TOKENS - 6
 
 
 def test_each_long_step_is_published_near_the_end_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = run("begin", monkeypatch, long_step_s=0.0)
-    late = [step_id for step_id, (_, event) in runner.launched_in.items() if event == "begin"]
-    assert all(runner.launched_in[step_id] == (step_id - 1, "begin") for step_id in late)
+    late = [step_id for step_id, (_, event) in runner.launched_in.items() if event != "idle"]
+    assert all(runner.launched_in[step_id] == (step_id - 1, "three quarters") for step_id in late)
     unforeseen = len(runner.plans) - len(late)  # after an idle engine, for the new client, and closing the last ones
     assert len(late) >= NUM_TOKENS - 2 and unforeseen <= 5
 
