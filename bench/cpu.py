@@ -1,7 +1,7 @@
 """Tokens per second on this CPU against `transformers` in one process, and the time from start to first token.
 
-Both sides run the embedded model, or `--model DIRECTORY`, greedily in float32 on the same prompts; the ratios of one run
-count, not the absolute figures. `python bench/cpu.py --json FILE` saves them.
+Both sides run the embedded model, or `--model DIRECTORY`, greedily in float32 on the same prompts; the ratios of one
+run count, not the absolute figures. `python bench/cpu.py --json FILE` saves them.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def main() -> None:
             ("One stream, tok/s", rates["hf_1"], rates["twostroke_1"]),
             (f"{NUM_STREAMS} streams, tok/s", rates["hf_16"], rates["twostroke_16"]),
         ]
-        save_comparison_plot(groups, ("transformers", "Twostroke"), f"{arguments.model.name} on this CPU", arguments.plot)
+        title = f"{arguments.model.name} on this CPU"
+        save_comparison_plot(groups, ("transformers", "Twostroke"), title, arguments.plot)
 
 
 if __name__ == "__main__":

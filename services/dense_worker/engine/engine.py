@@ -225,8 +225,9 @@ class Engine:
             self._run_most(step)
             self._make_calls(session)
         else:
-            if step.running.runs_when_collected:
-                step.running.begin()
+            if step.running.runs_when_collected:  # attention computes the second layer while this plans
+                step.waited_before_s = step.channel.waited_s
+                step.running.run_first()
             has_waited = self._await_calls(session, step)
         if (published := self._schedule(session, step.published.plan.lane)) is not None:
             self._publish(session, published)

@@ -108,6 +108,9 @@ class _TurnStep:
     def begin(self) -> None:
         """Nothing: it has its turn beside other lanes' steps."""
 
+    def run_first(self) -> None:
+        """Nothing, as well."""
+
     @torch.inference_mode()
     def run_most(self) -> None:
         while self.result is None and self.num_run < self._num_layers * 3 // 4:

@@ -115,6 +115,9 @@ class _StageStep:
     def begin(self) -> None:
         """Nothing: a stage runs all of its layers at once."""
 
+    def run_first(self) -> None:
+        """Nothing, as well."""
+
     def run_most(self) -> None:
         self._steps.run_up_to(self)
 

@@ -48,6 +48,9 @@ class RunningStep(Protocol):
     def begin(self) -> None:
         """Begins a step that runs when it is collected, if it can without a wait. May be called again."""
 
+    def run_first(self) -> None:
+        """Runs the first layer of a step that runs when it is collected. Raises the errors of `Channel.wait`."""
+
     def run_most(self) -> None:
         """Runs three quarters of a step that runs when it is collected. Raises the errors of `Channel.wait`."""
 
@@ -414,6 +417,11 @@ class LayerRun:
         self._keep(0, self._backend.first(token_ids, self._channel.qkv[: self._num_tokens], input_embeds))
         self._channel.signal(qkv_flag(self._num_tokens))
 
+    def run_first(self) -> None:
+        """Runs the first layer, unless it is the last one, too."""
+        if self._layer == 0 and self._num_layers > 1:
+            self.go_on()
+
     def run_most(self) -> None:
         """Runs up to three quarters of the layers."""
         while self._layer < self._num_layers * 3 // 4:
@@ -482,6 +490,12 @@ class _LazyStep:
         self.step = self.runner.prepare(self.bound)
         if self.bound.plan.entries:
             self.layers = self.runner.begin(self.step, self.channel)
+
+    @torch.inference_mode()
+    def run_first(self) -> None:
+        self.begin()
+        if self.layers is not None:
+            self.layers.run_first()
 
     @torch.inference_mode()
     def run_most(self) -> None:

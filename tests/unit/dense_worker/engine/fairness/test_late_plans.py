@@ -41,6 +41,10 @@ class CpuStep(FakeStep):
             self.has_begun = True
             self.on_event(self.plan.step_id, "begin")
 
+    def run_first(self) -> None:
+        self.begin()
+        self.on_event(self.plan.step_id, "first layer")
+
     def run_most(self) -> None:
         self.begin()
         self.on_event(self.plan.step_id, "three quarters")
@@ -155,13 +159,13 @@ def test_a_client_that_comes_near_its_end_waits_for_the_step_that_is_published(
     assert first_step_of_new_client(runner) == COME_AT + 2
 
 
-def test_short_steps_are_published_when_the_one_before_them_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_steps_are_published_in_the_first_layers_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the attention worker never waits for a plan; a client that comes later waits for two of them."""
     runner = run("near the end", monkeypatch, long_step_s=TIMEOUT_S)
     assert first_step_of_new_client(runner) == COME_AT + 2
     ahead = {step_id: at for step_id, at in runner.launched_in.items() if at != (0, "idle")}
     assert len(ahead) >= NUM_TOKENS - 2
-    assert all(at == (step_id - 1, "begin") for step_id, at in ahead.items())
+    assert all(at == (step_id - 1, "first layer") for step_id, at in ahead.items())
 
 
 @pytest.mark.parametrize("long_step_s", [0.0, TIMEOUT_S])
