@@ -22,7 +22,12 @@ from services.gateway.http.request_id import REQUEST_ID_HEADER, new_request_id
 
 log = structlog.get_logger()
 
+MAX_HEADERS = 256  # of one request, trailers included: each takes a microsecond or two before anybody may wait
 MIN_SECOND_LOOK_S = 0.1  # extra time after a deadline, in which the loop reads what has already arrived
+
+
+class TooManyHeadersError(Exception):
+    """Within the parser, after the client has been told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._num_header_bytes = 0  # of the request whose headers are arriving
+        self._num_headers = 0  # of this request, and its trailers
         self._is_in_headers = True  # whether headers, or nothing yet, have arrived
         self._num_frame_bytes = 0  # since the last bytes of the body: chunk sizes, chunk extensions and trailers
         self._is_refused = False  # whether an error has been sent that ends the connection
@@ -91,6 +97,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(431, f"the frame of the body has more than {limit} bytes, the limit", "headers_too_large")
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_headers += 1
+        if self._num_headers > MAX_HEADERS:
+            self._refuse(431, f"the request has more than {MAX_HEADERS} headers, the limit", "headers_too_large")
+            raise TooManyHeadersError  # ends the parser, which then reports it
         if self._is_in_headers:  # trailers after the body have no effect, so they are not kept
             super().on_header(name, value)
 
@@ -113,7 +123,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_refused:
             return
         self._clear_read_deadline()
-        self._is_in_headers, self._num_header_bytes = True, 0
+        self._is_in_headers, self._num_header_bytes, self._num_headers = True, 0, 0
         super().on_message_complete()
 
     def pause_writing(self) -> None:

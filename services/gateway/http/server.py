@@ -16,6 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.config import GatewaySection
+from services.gateway.http.arrivals import Arrivals
 from services.gateway.http.cross_origin import CrossOrigin
 from services.gateway.http.envelope import Envelope
 from services.gateway.http.errors import Dialect
@@ -58,7 +59,7 @@ class HttpServer:
         limits = (section.max_body_bytes, dialects, section.max_audio_bytes)
         checked = CrossOrigin(Envelope(app, HostCheck(section), *limits), section.cors_origins)
         config = uvicorn.Config(
-            _RootPath(checked, section.root_path),
+            Arrivals(_RootPath(checked, section.root_path)),
             http=_protocol_of(section),
             ws="none",
             lifespan="off",
@@ -157,9 +158,9 @@ class _Server(uvicorn.Server):
 
 
 class _RootPath:
-    """Lets every route have a prefix, for a proxy that passes its own prefix on. The outermost ASGI middleware.
+    """Lets every route have a prefix, for a proxy that passes its own prefix on. It stands before all that read paths.
 
-    All others see paths without the prefix; a path that has none stays as it is.
+    They see paths without the prefix; a path that has none stays as it is.
     """
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
