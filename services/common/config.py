@@ -136,7 +136,7 @@ class GatewaySection(Section):
     max_audio_bytes: Count = 25 * 2**20  # size of a file of sound that is uploaded to be transcribed
     max_audio_seconds: Count = 1_800  # length of its sound
     max_body_values: Count = 400_000  # JSON values, such as token ids, in one body; parsing this many takes 20 ms
-    max_header_bytes: Count = 32 * 2**10  # size of the headers of one HTTP request
+    max_header_bytes: Count = 32 * 2**10  # size of the headers of one HTTP request, at most 256 of them
     max_prompts: Annotated[int, Field(ge=1, le=MAX_PROMPTS)] = 64  # prompts in one HTTP request for completions
     # inputs of one request for embeddings, scores or classes
     max_inputs: Annotated[int, Field(ge=1, le=MAX_INPUTS)] = 2048

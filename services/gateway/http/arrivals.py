@@ -11,7 +11,7 @@ MAX_AT_ONCE = 8  # requests that begin in one iteration of the event loop; each 
 
 
 class Arrivals:
-    """The outermost ASGI middleware. Nothing is known of requests yet, so they begin in the order in which they came."""
+    """The outermost ASGI middleware. Nothing is known of requests yet, so they begin in the order of their arrival."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
