@@ -491,17 +491,17 @@ class _LazyStep:
         if self.bound.plan.entries:
             self.layers = self.runner.begin(self.step, self.channel)
 
-    @torch.inference_mode()
     def run_first(self) -> None:
-        self.begin()
+        self.begin()  # prepares the step, whose tensors may be changed outside of inference mode
         if self.layers is not None:
-            self.layers.run_first()
+            with torch.inference_mode():
+                self.layers.run_first()
 
-    @torch.inference_mode()
     def run_most(self) -> None:
-        self.begin()
+        self.begin()  # prepares the step, whose tensors may be changed outside of inference mode
         if self.layers is not None:
-            self.layers.run_most()
+            with torch.inference_mode():
+                self.layers.run_most()
 
     def collect(self) -> StepResult:
         self.begin()
