@@ -191,7 +191,7 @@ def test_sequences_that_begin_early_change_what_others_had_prepared_within_the_f
     """A table of the sampler that a step has made larger gets the next one's values, whatever part of it ran first."""
     runner, _ = make_runner()
     for seq_id, token_id in (1, 20), (2, 30):
-        sampling = SamplingParams(temperature=0.0, logit_bias={token_id: 100.0})
+        sampling = SamplingParams(temperature=0.0, logit_bias=((token_id, 100.0),))
         runner.open(make_state(seq_id, (5, 6), 2, sampling))
     first = runner.launch(plan_of(1, PlanEntry(1, 0, 2, 1)), CHANNEL)
     first.run_first()
