@@ -484,7 +484,6 @@ class _LazyStep:
     def is_done(self) -> bool:
         return True
 
-    @torch.inference_mode()  # as `run_first`, whose tables for slots could not be changed outside of it
     def begin(self) -> None:
         if self.step is not None:
             return
