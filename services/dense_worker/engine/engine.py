@@ -241,12 +241,14 @@ class Engine:
     def _begin_next(self, session: Session, step: InFlight) -> None:
         """Begins the step after one that has ended, so that attention computes the first layer during the report.
 
-        Not a step that may take much longer than the last one: the report would wait.
+        Not a step that may take much longer than the last one, nor one that hands over extra rows before its layers:
+        the report would wait.
         """
         following = next((each for each in session.in_flight if each is not step), None)
         if following is None or following.running is None or not following.running.runs_when_collected:
             return
-        is_larger = following.published.plan.num_tokens > step.published.plan.num_tokens
+        plan = following.published.plan
+        is_larger = bool(plan.extra_rows) or plan.num_tokens > step.published.plan.num_tokens
         if not (is_larger or self._is_long(session, following)):
             following.running.begin()
 

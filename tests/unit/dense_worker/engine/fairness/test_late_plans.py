@@ -5,6 +5,8 @@ from __future__ import annotations
 import queue
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
 from services.dense_worker.engine.fairness.step_shares import MIN_STREAMS
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.sequence import FinishReason, Sequence
+from services.dense_worker.engine.session import PublishedPlan, Session
 from services.dense_worker.engine.step_report import StepReport
 from services.step import NewSequence, SequenceOpened, StepPlan, StepResult
 from tests.support.dense.sequences import ask, new_sequence
@@ -193,6 +196,26 @@ def test_only_a_short_step_begins_before_the_report_of_the_one_before_it(
     larger = {step_id for step_id in num_tokens if num_tokens.get(step_id + 1, 0) > num_tokens[step_id]}
     assert larger and not began & larger
     assert len(began) >= NUM_TOKENS - 6
+
+
+def test_a_step_with_extra_rows_begins_after_the_report_of_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hands them over, and waits for the attention worker, before its layers."""
+    monkeypatch.setattr(engine_module, "_LONG_STEP_S", TIMEOUT_S)
+    runner, reports = CpuRunner(), ReportsWithTime()
+    reports.runner = runner
+    engine = started_engine(runner, RecordingAttention(), reports, TIMEOUT_S, LIMITS)
+    session_publish = Session.publish
+
+    def publish(session: Session, plan: StepPlan, *arguments: Any) -> PublishedPlan:
+        return session_publish(session, replace(plan, extra_rows=((1, 8),)) if plan.step_id == 5 else plan, *arguments)
+
+    monkeypatch.setattr(Session, "publish", publish)
+    engine.submit(make_sequence(1, 1, NUM_TOKENS))
+    while all(output.finish_reason is None for output in reports.get(timeout=TIMEOUT_S).outputs):
+        pass
+    engine.stop(TIMEOUT_S)
+    assert reports.now[3] == (4, "begin") and reports.now[5] == (6, "begin")
+    assert reports.now[4] == (0, "idle")
 
 
 def test_each_long_step_is_published_near_the_end_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
