@@ -207,9 +207,11 @@ class Engine:
             if step is not None:
                 result = self._collect(session, step)
                 end_s = time.monotonic()
-                self._begin_next(session, step)
-                report = self._update(session, step, result, end_s)
-                self._report(session, step, report)
+                try:
+                    self._begin_next(session, step)
+                finally:  # the tokens of this step are there, whatever ends the next one
+                    report = self._update(session, step, result, end_s)
+                    self._report(session, step, report)
         except PeerError as error:
             self._give_up(session, AttachmentEnd(str(error), is_crash=True))
             return True

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from services.common.errors import PeerError
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine import engine as engine_module
 from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
@@ -216,6 +217,25 @@ def test_a_step_with_extra_rows_begins_after_the_report_of_the_one_before_it(mon
     engine.stop(TIMEOUT_S)
     assert reports.now[3] == (4, "begin") and reports.now[5] == (6, "begin")
     assert reports.now[4] == (0, "idle")
+
+
+def test_tokens_of_a_step_are_delivered_though_the_next_one_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of ranks, of which another one has gone."""
+    monkeypatch.setattr(engine_module, "_LONG_STEP_S", TIMEOUT_S)
+    runner, reports = CpuRunner(), queue.Queue[StepReport]()
+    attention = RecordingAttention()
+    engine = started_engine(runner, attention, reports, TIMEOUT_S, LIMITS)
+
+    def lose() -> None:
+        raise PeerError("another rank has gone")
+
+    runner.calls[5, "begin"] = lose
+    engine.submit(make_sequence(1, 1, NUM_TOKENS))
+    assert attention.dropped.get(timeout=TIMEOUT_S) == "another rank has gone"
+    engine.stop(TIMEOUT_S)
+    assert not engine.failure.done()
+    tokens = [token_id for report in reports.queue for output in report.outputs for token_id in output.token_ids]
+    assert tokens == [9] * 4
 
 
 def test_each_long_step_is_published_near_the_end_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
