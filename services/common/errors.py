@@ -150,7 +150,7 @@ class RequestAborted(TwostrokeError):
 
 
 class AbortedByCaller(TwostrokeError):
-    """Another request of the same caller ended this one before it ran."""
+    """Another request of the same caller ended this one, which has no answer without what it would have computed."""
 
     status_code = grpc.StatusCode.CANCELLED
     http_status = 499  # as proxies log it when a client gives up; no standard has one

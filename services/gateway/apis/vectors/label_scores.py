@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from services.common.config import GatewaySection
+from services.common.errors import AbortedByCaller
 from services.common.sampling_params import MAX_LOGPROB_TOKENS
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.prompts import Prompt, check_prompts, prompt_list
@@ -105,6 +106,8 @@ class LabelScoreFormat:
         return [describe(error)[1]]
 
     def whole(self, answers: Sequence[tuple[Sequence[Completion], ShownPrompt | None]]) -> Any:
+        if not all(completion.logprobs for [completion], _ in answers):
+            raise AbortedByCaller("the request was aborted before it had its scores")
         scores = [self._scores(completion) for [completion], _ in answers]
         finishes = [completion.finish for [completion], _ in answers if completion.finish is not None]
         return self._object(scores, finishes)
