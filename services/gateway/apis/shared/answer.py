@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import structlog
 from fastapi.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from services.common.errors import InvalidRequest
 from services.gateway.access.access import Caller
@@ -249,12 +249,20 @@ async def send_pieces(
     media_type: str = "application/json",
     further: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Sends a whole answer while it is made: the client reads it in chunks, and only the next one is in memory."""
+    """Sends a whole answer while it is made: the client reads it in chunks, and only the next one is in memory.
+
+    An error before the first piece is raised before the status line is sent.
+    """
     given = {"content-type": media_type, **further}
     headers = [(name.encode(), value.encode("latin-1")) for name, value in given.items()]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    start: Message | None = {"type": "http.response.start", "status": 200, "headers": headers}
     async for piece in pieces:
+        if start is not None:
+            await send(start)
+            start = None
         await send({"type": "http.response.body", "body": piece, "more_body": True})
+    if start is not None:
+        await send(start)
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
