@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import pydantic
@@ -26,6 +26,7 @@ from services.gateway.core.chunks import Prompt as ShownPrompt
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ErrorBody, describe
 from services.gateway.http.field_names import client_field_names
+from services.gateway.resources.heavy_work import MAX_INLINE_BYTES
 from services.gateway.resources.repeatable import created_at
 from services.pb import gateway_pb2
 
@@ -56,10 +57,10 @@ class LabelScoreRequest(RequestModel):
         return self
 
     @property
-    def prompts(self) -> list[Any]:
-        """One for each item."""
+    def prompts(self) -> Iterator[Any]:
+        """One for each item, made when it is asked for: a long query has a copy in each."""
         pairs = ((each, self.query) if self.item_first else (self.query, each) for each in prompt_list(self.items))
-        return [first + second for first, second in pairs]
+        return (first + second for first, second in pairs)
 
 
 class LabelUsage(InputUsage):
@@ -160,8 +161,6 @@ async def label_scores(
         check_prompts([body.query] * num_items, section.max_prompts, limits.max_prompt_len, are_cut=False)
         num_bytes = BYTES_PER_ELEMENT * num_items * len(body.query)
         await request.state.held.reserve(num_bytes, "the query beside each item", "query", "send fewer items")
-        prompts = body.prompts
-        check_prompts(prompts, section.max_prompts, limits.max_prompt_len, are_cut=False)
     common = gateway_pb2.GenerateRequest(
         model=body.model,
         user=body.user or "",
@@ -173,7 +172,14 @@ async def label_scores(
     )
     common.sampling.temperature = 0.0
     common.sampling.logprob_token_ids.extend(dict.fromkeys(body.label_token_ids))
-    messages = messages_of(common, prompts, request.state.request_id, limits.max_prompt_len)
+    messages: list[gateway_pb2.GenerateRequest] = []
+    for i, prompt in enumerate(body.prompts):
+        if i and num_bytes > BYTES_PER_ELEMENT * MAX_INLINE_BYTES:  # all of them may take a fifth of a second
+            await service.heavy_work.turn()
+        with client_field_names(PARAM_NAMES):
+            check_prompts([prompt], 1, limits.max_prompt_len, are_cut=False)
+        request_id = request.state.request_id if num_items == 1 else f"{request.state.request_id}-{i}"
+        messages += messages_of(common, [prompt], request_id, limits.max_prompt_len)
     return Answer(
         service,
         traced(messages, request),
