@@ -200,7 +200,7 @@ def attention_worker_config(config: Config, index: int, address: str) -> Config:
 def _of_attention_worker(config: Config, index: int) -> Config:
     """The config of one of several attention workers: its part of the cores and memory, and what it has alone."""
     section, device = config.attention, device_of_worker(config, index)
-    metrics_address = _metrics_address(section.metrics_address, index)
+    metrics_address = _metrics_address("attention.metrics_address", section.metrics_address, index)
     changes: dict[str, object] = {"device": device, "metrics_address": metrics_address}
     changes["host_kv_path"] = _own_host_kv_path(section, index)
     if is_on_gpu(section.device):
@@ -269,7 +269,8 @@ def gateway_configs(
     divided = {key: -(-getattr(section, key) // num_processes) for key in DIVIDED_LIMITS}
     pairs = []
     for index, address in enumerate(own):
-        changes = {"local_address": address, "metrics_address": _metrics_address(section.metrics_address, index)}
+        metrics_address = _metrics_address("gateway.metrics_address", section.metrics_address, index)
+        changes = {"local_address": address, "metrics_address": metrics_address}
         changes |= divided
         pairs.append(
             (
@@ -300,14 +301,14 @@ def _is_shareable(address: str) -> bool:
     return not address.startswith("unix:") and not address.endswith(":0")
 
 
-def _metrics_address(first: str | None, index: int) -> str | None:
+def _metrics_address(key: str, first: str | None, index: int) -> str | None:
     if first is None:
         return None
     host, _, port = first.rpartition(":")
     own_port = int(port) + METRICS_PORT_STEP * index if int(port) else 0
     if own_port > MAX_PORT:
         raise ConfigError(
-            f"gateway.metrics_address is {first}: process {index} would have port {own_port}, the last is {MAX_PORT}"
+            f"{key} is {first}: process {index} would have port {own_port}, the last is {MAX_PORT}"
         )
     return f"{host}:{own_port}"
 

@@ -218,6 +218,13 @@ def test_an_attention_worker_that_is_added_is_on_the_next_gpu(monkeypatch: pytes
     assert (added.device, added.kv_cache_memory_fraction) == ("cuda:1", 1.0)
 
 
+def test_the_error_names_the_key_of_an_attention_worker_without_a_port() -> None:
+    config = load_config(None, ["attention.workers=2", "attention.metrics_address=127.0.0.1:65530"])
+    first = [ServiceStart("attn_worker", "attn_worker", config, ChildOptions())]
+    with pytest.raises(ConfigError, match=r"^attention.metrics_address is 127.0.0.1:65530: process 1 would have"):
+        attention_starts(config, RUN_DIR, first)
+
+
 @pytest.mark.parametrize("key", ["dense.tensor_parallel_size", "dense.pipeline_parallel_size"])
 def test_an_encoder_has_no_ranks(tmp_path: Path, key: str) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
