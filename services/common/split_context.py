@@ -20,9 +20,10 @@ def check_split_context(config: Config, model: ResolvedModel, *, is_dense: bool)
     """
     if not config.attention.split_context:
         return
-    obstacles = [*_of_config(config), *_of_model(config, model)]
+    obstacles = list(_of_config(config))  # ranks first: they would refuse several attention workers, too
     if is_dense and not has_several(config):
-        obstacles.insert(0, ("there is one attention worker", "set attention.workers to 2 or more, or leave it out"))
+        obstacles.append(("there is one attention worker", "set attention.workers to 2 or more, or leave it out"))
+    obstacles += _of_model(config, model)
     for obstacle, mend in obstacles:
         raise ConfigError(f"attention.split_context is true, but {obstacle}: {mend}")
 

@@ -19,6 +19,9 @@ REFUSED: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"attention": {"workers": 1}}, "there is one attention worker: set attention.workers to 2 or more"),
     ({"dense": {"deterministic": True}}, "dense.deterministic is true"),
     ({"dense": {"tensor_parallel_size": 2}}, "2 ranks or stages"),
+    # Several attention workers are refused with these, so nobody is told to set them.
+    ({"attention": {"workers": 1}, "dense": {"tensor_parallel_size": 2}}, "2 ranks or stages"),
+    ({"attention": {"workers": 1}, "scheduler": {"num_lanes": 2}}, "scheduler.num_lanes is 2: set it to 1"),
     ({"scheduler": {"num_lanes": 2}}, "scheduler.num_lanes is 2: set it to 1"),
     ({"attention": {"kv_cache_dtype": "int8"}}, "the KV cache is int8: set attention.kv_cache_dtype to model"),
     ({"attention": {"window": 32, "sink_tokens": 4}}, "attention.window is set"),
