@@ -78,7 +78,20 @@ class _Worker:
         self.health = health_pb2_grpc.HealthStub(self.grpc)
         self.socket = Path(address.removeprefix("unix:")) if is_found else None  # gone: the worker is, too
         self.last_error = ""  # of attempts to attach
+        self._logged_reason: str | None = None  # why it is missing, as the log says it
         self.refusal: ConfigError | None = None  # of the last attempt, which another one will not change
+
+    def note_missing(self, reason: str) -> None:
+        """Logs that it is missing, unless that was the reason of the attempt before, too: there are many each second.
+        """
+        self.last_error = reason
+        if reason != self._logged_reason:
+            log.warning("an attention worker is missing", address=self.address, reason=reason)
+        self._logged_reason = reason
+
+    def note_attached(self) -> None:
+        """The next time that it is missing is logged again."""
+        self._logged_reason = None
 
 
 @dataclass(slots=True, eq=False)
@@ -272,12 +285,12 @@ class AttentionWorkersClient(AttentionClient):
             for worker in await self._ready_workers():  # in turn, so that each sees what memory the others leave
                 try:
                     links.append(await self._link(worker, links))
+                    worker.note_attached()
                 except (PeerError, ConfigError) as error:
                     may_miss = self._may_miss and not isinstance(error, ConfigError)
                     if not may_miss and worker.socket is None:
                         raise
-                    worker.last_error = str(error)
-                    log.warning("an attention worker is missing", address=worker.address, reason=str(error))
+                    worker.note_missing(str(error))
             if not links:
                 reasons = "; ".join(f"{each.address}: {each.last_error}" for each in self._workers.values())
                 raise PeerError(
@@ -337,7 +350,7 @@ class AttentionWorkersClient(AttentionClient):
                     f" or attention.addresses name {len(workers)}, which must all run at start)"
                 )
             else:  # one at a socket that was found may be one of a container that has ended
-                log.warning("an attention worker is missing", address=worker.address, reason=worker.last_error)
+                worker.note_missing(worker.last_error)
         return ready
 
     def _find(self) -> list[_Worker]:
@@ -584,6 +597,7 @@ class AttentionWorkersClient(AttentionClient):
                 log.warning("nobody listens at a socket any more: it is not looked at again", address=worker.address)
                 self._forget(worker.address)
             await asyncio.sleep(_RETRY_S)
+        worker.note_attached()
         self._links[link.cache_id] = link
         assert self._listener is not None and self._joined is not None, "a link is served with them"
         add_seam = partial(self._joined.add, link.cache_id, link.channel)

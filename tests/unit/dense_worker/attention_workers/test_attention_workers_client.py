@@ -13,6 +13,7 @@ from typing import Any, cast
 import grpc
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from services.channel import ChannelSpec
 from services.common.config import MAX_ATTENTION_WORKERS, PeerSection
@@ -251,6 +252,27 @@ def test_only_a_successor_serves_without_workers_that_are_missing() -> None:
     with pytest.raises(PeerError, match="the attention worker at unix:/0 is not ready"):
         asyncio.run(attach(is_successor=False))
     assert asyncio.run(attach(is_successor=True)) == ["unix:/1"], "one that hangs is not asked to attach"
+
+
+def test_a_missing_worker_is_logged_once_and_again_after_it_was_there() -> None:
+    attached: dict[str, Any] = {"unix:/0": None, "unix:/1": PeerError("it has ended")}
+
+    async def attach() -> None:
+        client = make_client(is_successor=True)
+        script_workers(client, attached)
+        for _ in range(3):  # many each second, for as long as peers.connect_timeout_s
+            with pytest.raises(PeerError, match="none of the attention workers"):
+                await client._attach_once()
+        attached["unix:/0"] = make_link(0)
+        await client._attach_once()
+        attached["unix:/0"] = None
+        with pytest.raises(PeerError, match="none of the attention workers"):
+            await client._attach_once()
+
+    with capture_logs() as logs:
+        asyncio.run(attach())
+    missing = [each["address"] for each in logs if each["event"] == "an attention worker is missing"]
+    assert missing == ["unix:/0", "unix:/1", "unix:/0"]
 
 
 def test_a_stray_socket_that_a_pattern_names_is_left_out() -> None:
