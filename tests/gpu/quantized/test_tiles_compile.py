@@ -124,7 +124,7 @@ def test_few_rows_are_multiplied_as_codes(
 
 
 @pytest.mark.parametrize("is_gated", [False, True])
-@pytest.mark.parametrize("num_rows", [16, 64])
+@pytest.mark.parametrize("num_rows", [16, 32, 64])
 @pytest.mark.parametrize(
     ("element", "product"),
     [("bf16", "k16.f32.bf16.bf16"), ("fp8e4nv", "k32.f32.e4m3.e4m3"), ("i8", "k32.s32.s8.s8")],
