@@ -119,7 +119,7 @@ class Steps:
         return plan.num_tokens == len(plan.entries) == self.batch
 
     def update(self, step: InFlight, result: object) -> None:
-        report = self.engine._update(self.session, step, result)  # type: ignore[arg-type]
+        report = self.engine._update(self.session, step, result, time.monotonic())  # type: ignore[arg-type]
         self.engine._report(self.session, step, report)
 
     def send_report(self) -> None:

@@ -44,7 +44,8 @@ log = structlog.get_logger()
 _IDLE_POLL_S = 1.0  # longest sleep of an idle engine, after which it checks its deadlines
 _POLL_S = 20e-6  # how often to look whether a GPU has ended a step
 _LOOK_S = 0.5e-3  # the same while the next plan waits: a step may end before its predicted end
-_LONG_STEP_S = 0.012  # a quarter of it is time enough for a plan to arrive at the attention worker: about 1 ms
+# Of a longer step three quarters run before the next plan leaves. The rest is time for it to arrive, about 1 ms.
+_LONG_STEP_S = 0.012
 _AFTER_SUSPECT_S = 0.1  # in which its token leaves the process, also on a busy machine
 _STEPS_BEFORE_OPENING = 2  # steps that the attention worker may run first: the running one, and one planned ahead
 
@@ -222,23 +223,18 @@ class Engine:
     def _plan_ahead(self, session: Session, step: InFlight) -> None:
         """Publishes the plan after a running step of the same lane, as late as the attention worker has it in time."""
         assert step.running is not None, "a step is launched before it is collected"
-        has_waited = False
-        if self._is_long(session, step):
-            self._run_most(step)
-            self._make_calls(session)
-        else:
-            if step.running.runs_when_collected:  # attention computes the second layer while this plans
-                step.waited_before_s = step.channel.waited_s
-                step.running.run_first()
+        step.waited_before_s, has_waited = step.channel.waited_s, False
+        if not step.running.runs_when_collected:
             has_waited = self._await_calls(session, step)
+        elif session.last_step_s >= _LONG_STEP_S:
+            step.running.run_most()
+            while self._make_call(session, 0.0):  # those that have come meanwhile
+                self._admit(session)
+        else:
+            step.running.run_first()  # attention computes the second layer while this plans
         if (published := self._schedule(session, step.published.plan.lane)) is not None:
             self._publish(session, published)
             self._timing.note(was_late=has_waited and step.running.is_done())
-
-    def _is_long(self, session: Session, step: InFlight) -> bool:
-        """Whether a step takes so long that the next plan is published near its end, and not before it runs."""
-        assert step.running is not None, "a step is launched before it is collected"
-        return step.running.runs_when_collected and session.last_step_s >= _LONG_STEP_S
 
     def _begin_next(self, session: Session, step: InFlight) -> None:
         """Begins the step after one that has ended, so that attention computes the first layer during the report.
@@ -251,7 +247,7 @@ class Engine:
             return
         plan = following.published.plan
         is_larger = bool(plan.extra_rows) or plan.num_tokens > step.published.plan.num_tokens
-        if not (is_larger or self._is_long(session, following)):
+        if not is_larger and session.last_step_s < _LONG_STEP_S:
             following.running.begin()
 
     def _admit(self, session: Session) -> None:
@@ -273,25 +269,12 @@ class Engine:
         # Tells the gateways now, so that they know it before any step runs these sequences.
         self._deliver(StepReport(0, admitted=admitted))
 
-    def _run_most(self, step: InFlight) -> None:
-        """Runs the most of a step on this thread."""
-        assert step.running is not None, "a step is launched before it is collected"
-        step.waited_before_s = step.channel.waited_s
-        step.running.run_most()
-
-    def _make_calls(self, session: Session) -> None:
-        """Makes the calls that have come while a step ran."""
-        while self._make_call(session, 0.0):
-            self._admit(session)
-
     def _await_calls(self, session: Session, step: InFlight) -> bool:
         """Makes the calls that come while a GPU runs the step, until the next plan must leave.
 
         Returns whether it has waited for that.
         """
         assert step.running is not None, "a step is launched before it is collected"
-        if step.running.runs_when_collected:
-            return False
         begin_s = max(session.lanes[step.published.plan.lane].last_end_s, step.launch_start_s)
         leaves_s, has_waited = self._timing.leaves_at(step.published.plan.num_tokens, begin_s), False
         while (left_s := leaves_s - time.monotonic()) > 0.0 and not step.running.is_done():
@@ -343,8 +326,6 @@ class Engine:
         """
         assert step.running is not None, "a step is launched before it is collected"
         channel, plan, timeout_s = step.channel, step.published.plan, self._result_timeout_s
-        if step.waited_before_s is None:
-            step.waited_before_s = channel.waited_s
         deadline = time.monotonic() + timeout_s
         while not step.running.is_done():
             if self._make_call(session, _POLL_S):

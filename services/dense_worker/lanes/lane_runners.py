@@ -5,7 +5,7 @@ it is a `StageModelRunner`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -14,7 +14,6 @@ from services.channel.turns import Turn, TurnChannel, Turns
 from services.dense_worker.ranks.leading_backend import LeadingRanks
 from services.dense_worker.runner.model_runner import ModelRunner, RunningStep
 from services.dense_worker.runner.request_state import RequestState
-from services.dense_worker.runner.step_hook import FollowUp
 from services.dense_worker.runner.step_input import BoundPlan
 from services.step import NO_ROWS, StepPlan, StepResult
 
@@ -80,10 +79,8 @@ class TurnModelRunner(ModelRunner):
         step.result = self.run_rest(prepared, layers, step.channel)
 
 
-class _TurnStep:
-    """A step in its lane's queue."""
-
-    runs_when_collected: ClassVar[bool] = True
+class _TurnStep(RunningStep):
+    """A step in its lane's queue. It begins when it has its turn beside other lanes' steps."""
 
     def __init__(
         self,
@@ -98,18 +95,6 @@ class _TurnStep:
         self.num_run = 0  # layers whose attention has come
         self.result: StepResult | None = None
         turns.add(Turn(channel, run(self)))
-
-    def follow_with(self, follow_up: FollowUp) -> None:
-        raise AssertionError("`check_lanes` refuses speculation")
-
-    def is_done(self) -> bool:
-        return True
-
-    def begin(self) -> None:
-        """Nothing: it has its turn beside other lanes' steps."""
-
-    def run_first(self) -> None:
-        """Nothing, as well."""
 
     @torch.inference_mode()
     def run_most(self) -> None:

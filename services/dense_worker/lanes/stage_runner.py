@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -17,7 +17,6 @@ from services.dense_worker.backends import DenseBackend
 from services.dense_worker.ranks.leading_backend import LeadingRanks
 from services.dense_worker.ranks.leading_stage import LeadingStage
 from services.dense_worker.runner.model_runner import ModelRunner, RunningStep
-from services.dense_worker.runner.step_hook import FollowUp
 from services.dense_worker.runner.step_input import BoundPlan, StepInput
 from services.step import NO_ROWS, StepPlan, StepResult
 
@@ -87,10 +86,8 @@ class StageModelRunner(ModelRunner):
         return self.finish(step, logits, residual, channel, host_token_ids).read()
 
 
-class _StageStep:
-    """A step in its lane."""
-
-    runs_when_collected: ClassVar[bool] = True
+class _StageStep(RunningStep):
+    """A step in its lane. A stage runs all of its layers at once."""
 
     def __init__(self, steps: StageSteps, runner: StageModelRunner, bound: BoundPlan, channel: Channel) -> None:
         self.runner = runner
@@ -105,18 +102,6 @@ class _StageStep:
         self.has_run, step = True, self.runner.prepare(self._bound)
         if self._bound.plan.entries:
             self._output = step, *self.runner.begin(step, self._channel).finish(step.sampled_rows)
-
-    def follow_with(self, follow_up: FollowUp) -> None:
-        raise AssertionError("`check_lanes` refuses speculation")
-
-    def is_done(self) -> bool:
-        return True
-
-    def begin(self) -> None:
-        """Nothing: a stage runs all of its layers at once."""
-
-    def run_first(self) -> None:
-        """Nothing, as well."""
 
     def run_most(self) -> None:
         self._steps.run_up_to(self)

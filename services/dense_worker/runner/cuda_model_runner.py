@@ -418,7 +418,7 @@ class _StepVectors:
         is_given.zero_().index_fill_(0, embeds.rows, True)
 
 
-class _Launched:
+class _Launched(RunningStep):
     """A step whose layers are enqueued; `sample` enqueues the rest of it. None: it has no entries."""
 
     runs_when_collected = False
@@ -455,9 +455,6 @@ class _Launched:
         if self._event is None:  # no further step has been launched
             self._runner.sample_next()
         return self._event is not None and self._event.query()
-
-    def run_most(self) -> None:
-        raise AssertionError("the device does not stop for the host")
 
     def collect(self) -> StepResult:
         self._channel.check()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -31,31 +31,34 @@ from services.dense_worker.sampling.upload import upload
 from services.step import NO_ROWS, PlanEntry, StepPlan, StepResult
 
 
-class RunningStep(Protocol):
-    """A step that has been launched."""
+class RunningStep:
+    """A step that has been launched; some of those that run when they are collected can run parts before."""
 
-    runs_when_collected: bool  # on the thread that calls `collect`; otherwise on a device, at once
+    runs_when_collected: ClassVar[bool] = True  # on the thread that calls `collect`; otherwise on a device, at once
 
     def is_done(self) -> bool:
         """Whether `collect` would return without waiting. May enqueue the rest of the step."""
+        return True
 
     def follow_with(self, follow_up: FollowUp) -> None:
         """Asks for this after the step, as a part of it.
 
         Called at most once, when the step before has been collected and the next one has not been launched.
         """
+        raise AssertionError("`check_lanes` refuses speculation")
 
     def begin(self) -> None:
-        """Begins a step that runs when it is collected, if it can without a wait. May be called again."""
+        """Begins the step, if it can without a wait. May be called again."""
 
     def run_first(self) -> None:
-        """Runs the first layer of a step that runs when it is collected. Raises the errors of `Channel.wait`."""
+        """Runs the first layer. Raises the errors of `Channel.wait`."""
 
     def run_most(self) -> None:
-        """Runs three quarters of a step that runs when it is collected. Raises the errors of `Channel.wait`."""
+        """Runs three quarters. Raises the errors of `Channel.wait`."""
 
     def collect(self) -> StepResult:
         """The result of the step, which it runs or waits for. Raises the errors of `Channel.wait`."""
+        raise NotImplementedError
 
 
 class ModelRunner:
@@ -469,20 +472,16 @@ class LayerRun:
 
 
 @dataclass(slots=True, eq=False)
-class _LazyStep:
+class _LazyStep(RunningStep):
     runner: ModelRunner
     bound: BoundPlan
     channel: Channel
     follow_up: FollowUp | None = None
     step: StepInput | None = None  # None until it runs
     layers: LayerRun | None = None
-    runs_when_collected: ClassVar[bool] = True
 
     def follow_with(self, follow_up: FollowUp) -> None:
         self.follow_up = follow_up
-
-    def is_done(self) -> bool:
-        return True
 
     def begin(self) -> None:
         if self.step is not None:

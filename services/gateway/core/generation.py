@@ -444,7 +444,7 @@ def _prompt_text(request: GenerationRequest, tokenizer: Tokenizer) -> str:
 
 
 class _TextBuilder:
-    """Admission the tokens of one answer into its text: whole characters, up to the first stop string."""
+    """Turns the tokens of one answer into its text: whole characters, up to the first stop string."""
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
         self._detokenizer = Detokenizer(
