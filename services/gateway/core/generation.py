@@ -26,7 +26,7 @@ from services.gateway.metrics.gateway_metrics import EndedAnswer, GatewayMetrics
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.text.deltas import ContentDelta, Delta
 from services.gateway.text.detokenizer import Detokenizer
-from services.gateway.text.stop_strings import StopStrings
+from services.gateway.text.stop_patterns import make_stops
 from services.gateway.text.tokenizer import Tokenizer
 from services.rpc.spans import NoSpan, Span
 
@@ -240,6 +240,7 @@ class _Answer:
             prompt_text
             or entry.records
             or request.stop
+            or request.stop_regex
             or request.is_stepwise
             or request.returns_prompt
             or request.parsing is not None
@@ -450,15 +451,14 @@ class _TextBuilder:
         self._detokenizer = Detokenizer(
             tokenizer.hf_tokenizer, request.text_token_ids, request.skip_special_tokens
         )
-        self._stop_strings: StopStrings | None = None  # most requests have none, and do not pay for them
-        if request.stop:
-            self._stop_strings = StopStrings(request.stop, request.include_stop_str_in_output)
+        # Most requests have none, and do not pay for them.
+        self._stops = make_stops(request.stop, request.stop_regex, request.include_stop_str_in_output)
         self._num_early = request.spec.sampling.min_tokens  # tokens to come that no stop string ends
         self.append_plain = self._detokenizer.append  # new text, where there are no stop strings and it is not the last
 
     def append(self, token_ids: list[int], is_last: bool) -> tuple[str, int, str | None]:
         """New text, how many of `token_ids` it took, and the stop string that ended it, if one did."""
-        if self._stop_strings is None:
+        if self._stops is None:
             text = self._detokenizer.append(token_ids)
             return text + self._detokenizer.flush() if is_last else text, len(token_ids), None
         pieces = []
@@ -467,14 +467,14 @@ class _TextBuilder:
             if self._num_early:
                 self._num_early -= 1
             else:
-                text, stop_string = self._stop_strings.feed(text)
+                text, stop_string = self._stops.feed(text)
             pieces.append(text)
             if stop_string is not None:
                 return "".join(pieces), num_tokens, stop_string
         stop_string = None
         if is_last:
-            text, stop_string = self._stop_strings.feed(self._detokenizer.flush())
+            text, stop_string = self._stops.feed(self._detokenizer.flush())
             pieces.append(text)
             if stop_string is None:
-                pieces.append(self._stop_strings.flush())
+                pieces.append(self._stops.flush())
         return "".join(pieces), len(token_ids), stop_string

@@ -9,7 +9,7 @@ from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.text.deltas import CallEnd, ContentDelta, Delta
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.parsing import Parsing
-from services.gateway.text.stop_strings import StopStrings
+from services.gateway.text.stop_patterns import make_stops
 from services.gateway.text.tokenizer import Tokenizer
 
 
@@ -42,9 +42,7 @@ class ParsedText:
         ids = ((tokenizer.token_id(name), name) for name in parsing.token_markers)
         self._markers = {token_id: name for token_id, name in ids if token_id is not None}
         self._is_parallel = parsing.tools.is_parallel
-        self._stop_strings: StopStrings | None = None
-        if request.stop:
-            self._stop_strings = StopStrings(request.stop, request.include_stop_str_in_output)
+        self._stops = make_stops(request.stop, request.stop_regex, request.include_stop_str_in_output)
         self._num_early = request.spec.sampling.min_tokens  # tokens to come that no stop string ends
         self.num_calls = 0  # complete ones
 
@@ -68,22 +66,22 @@ class ParsedText:
                 return piece
         if is_last:
             found = self._parser.finish(self._detokenizer.flush(), is_cut)
-            if not self._show(found, piece, is_early=False) and self._stop_strings is not None:
-                _add_content(piece.deltas, self._stop_strings.flush())
+            if not self._show(found, piece, is_early=False) and self._stops is not None:
+                _add_content(piece.deltas, self._stops.flush())
         return piece
 
     def _show(self, found: list[Delta], piece: ParsedPiece, is_early: bool) -> bool:
         """Adds deltas to the piece. Returns whether they end the answer. `is_early`: no stop string does."""
         for delta in found:
-            if isinstance(delta, ContentDelta) and self._stop_strings is not None and not is_early:
-                text, piece.stop_string = self._stop_strings.feed(delta.text)
+            if isinstance(delta, ContentDelta) and self._stops is not None and not is_early:
+                text, piece.stop_string = self._stops.feed(delta.text)
                 _add_content(piece.deltas, text)
                 if piece.stop_string is not None:
                     piece.is_cut = True
                     return True
                 continue
-            if self._stop_strings is not None:  # a stop string does not go on behind a call
-                _add_content(piece.deltas, self._stop_strings.flush())
+            if self._stops is not None:  # a stop string does not go on behind a call
+                _add_content(piece.deltas, self._stops.flush())
             piece.deltas.append(delta)
             if isinstance(delta, CallEnd) and delta.is_complete:
                 self.num_calls += 1

@@ -33,6 +33,7 @@ from services.gateway.text.answer_grammar import answer_ends, answer_grammar, re
 from services.gateway.text.chat_template import Chat
 from services.gateway.text.parsing import Parsing
 from services.gateway.text.read_chat import read_chat_in_turn
+from services.gateway.text.stop_patterns import automaton_of
 from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.text.tools.tool import check_tools_size
 from services.lora.prompt_embeds import PromptEmbeds
@@ -43,7 +44,7 @@ from services.step.sequence_spec import PromptEmbedsRef, SequenceSpec
 SOURCE = "source"  # the name of the feature
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_STOP_STRINGS = 16
-MAX_STRING_CHARACTERS = 256  # of a stop string or a bad word
+MAX_STRING_CHARACTERS = 256  # of a stop string, an expression that stops, or a bad word
 MAX_STOP_TOKENS = 64
 MAX_BAD_WORDS = 64
 MAX_MESSAGES = 4096  # of a chat
@@ -96,6 +97,7 @@ class GenerationRequest:
     echo: bool
     priority: int | None  # as the client named it; None: none was named
     user: str
+    stop_regex: tuple[str, ...] = ()
     caller: str = ""  # name of the API key that was used
     queue_timeout_s: float | None = None  # longest wait at the dense worker for the first step
     parsing: Parsing | None = None  # what is to be found in the answers; None: they are plain text
@@ -199,6 +201,9 @@ async def read_request(
         _check_max_tokens(message, best_of, returns_prompt=message.echo or _shows_prompt(features))
         _check_min_tokens(sampling.min_tokens, message.max_tokens)
     _check_strings("stop", message.stop)
+    _check_strings("stop_regex", message.stop_regex)
+    if message.stop_regex:
+        automaton_of(tuple(message.stop_regex))
     check_token_ids("stop_token_ids", message.stop_token_ids, limits.vocab_size)
     adapter = limits.names.adapters.get(message.model)
     table = await read_vectors(message, adapter, limits.prompt_embeds, limits.max_model_len)
@@ -303,6 +308,7 @@ async def read_request(
         spec,
         wants_output=max_tokens > 0,
         stop=tuple(message.stop),
+        stop_regex=tuple(message.stop_regex),
         include_stop_str_in_output=message.include_stop_str_in_output,
         skip_special_tokens=not message.HasField("skip_special_tokens") or message.skip_special_tokens,
         n=n,
@@ -402,6 +408,7 @@ def check_counts(
         sampling = message.sampling
         counted += [
             ("stop", "strings", message.stop, MAX_STOP_STRINGS),
+            ("stop_regex", "strings", message.stop_regex, MAX_STOP_STRINGS),
             ("stop_token_ids", "ids", message.stop_token_ids, MAX_STOP_TOKENS),
             ("bad_words", "strings", message.bad_words, MAX_BAD_WORDS),
             ("bad_words", "words", sampling.bad_words, MAX_BAD_TOKEN_SEQUENCES),

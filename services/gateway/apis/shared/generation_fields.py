@@ -94,6 +94,11 @@ class SamplingFields(_NumberFields):
     stop: Annotated[str | list[str] | None, at_most(MAX_STOP_STRINGS)] = Field(
         None, description="The answer ends before the first of these strings"
     )
+    stop_regex: Annotated[str | list[str] | None, at_most(MAX_STOP_STRINGS)] = Field(
+        None,
+        description="The answer ends with the token behind which one of these regular expressions matches anywhere in "
+        "it, and keeps what has matched",
+    )
     stop_token_ids: Annotated[list[Int64] | None, at_most(MAX_STOP_TOKENS)] = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None

@@ -33,7 +33,6 @@ SGLANG: Mapping[str, tuple[Any, ...]] = {
     "custom_logit_processor": ("",),
     "lora_path": ("", []),
     "session_params": ({},),
-    "stop_regex": ("", []),
 }
 
 TGI: Mapping[str, tuple[Any, ...]] = {

@@ -37,12 +37,15 @@ def sampling_message(body: SamplingFields) -> gateway_pb2.GenerateRequest:
     message = gateway_pb2.GenerateRequest(
         sampling=sampling_pb2.SamplingParams(**sampling),
         stop=[body.stop] if isinstance(body.stop, str) else body.stop,
+        stop_regex=[body.stop_regex] if isinstance(body.stop_regex, str) else body.stop_regex,
         stop_token_ids=body.stop_token_ids,
         bad_words=body.bad_words,
         truncate_prompt_tokens=0 if body.truncate_prompt_tokens == ALL else body.truncate_prompt_tokens,
         keep_first_tokens=body.truncation_side == "right",
         **_given(body, SAME_FIELDS),
     )
+    if body.stop_regex == "":  # SGLang's value for none
+        message.ClearField("stop_regex")
     if body.no_stop_trim:
         message.include_stop_str_in_output = True
     return message

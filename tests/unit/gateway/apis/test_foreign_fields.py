@@ -54,7 +54,6 @@ CHANGING: list[tuple[str, Any, tuple[Any, ...]]] = [
     ("n_probs", 3, (0,)),
     ("samplers", ["top_k"], ([],)),
     ("lora", [{"id": 0, "scale": 1}], ([],)),
-    ("stop_regex", "[.!]", ("", [])),
     ("lora_path", "adapter", ("",)),
     ("session_params", {"id": "1"}, ({},)),
     ("custom_logit_processor", "code", ("",)),

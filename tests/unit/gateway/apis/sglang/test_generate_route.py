@@ -13,7 +13,7 @@ import pytest
 from services.gateway.resources.memory_budget import MemoryBudget
 from tests.support.clients.gateway_calls import EOS, ids
 from tests.support.clients.http_clients import events
-from tests.support.clients.http_gateway import COMPLETIONS, answers_to, check_error, say, with_client
+from tests.support.clients.http_gateway import CHATS, COMPLETIONS, answers_to, check_error, say, with_client
 from tests.support.running_gateway import RunningGateway, until
 from tests.support.workers.fake_dense import FakeDense
 
@@ -40,6 +40,38 @@ def test_an_answer_and_what_is_known_about_it(tmp_path: Path) -> None:
         stopped = (await client.post(URL, json={"text": PROMPT, "sampling_params": {"stop": [","]}})).json()
         assert stopped["text"] == " in Łódź"
         assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": ","}
+
+    dense = FakeDense(lambda submit: [*ids(TEXT), EOS][: submit.spec.max_tokens])
+    with_client(tmp_path, dense, test)
+
+
+@pytest.mark.parametrize("given", ["[,;]", ["never", "[,;]"]], ids=["one", "several"])
+def test_a_regular_expression_ends_an_answer_behind_its_match(given: Any, tmp_path: Path) -> None:
+    shown = " in Łódź,"
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (COMPLETIONS, {"prompt": PROMPT, "stop_regex": given}),
+        (CHATS, {"messages": [{"role": "user", "content": PROMPT}], "stop_regex": given}),
+        (URL, {"text": PROMPT, "sampling_params": {"stop_regex": given}}),
+    ]
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for url, body in bodies:
+            whole = (await client.post(url, json=body)).json()
+            streamed = events((await client.post(url, json=body | {"stream": True})).text)
+            if url == URL:
+                found = [(each["text"], each["meta_info"]["finish_reason"]) for each in (whole, streamed[-1])]
+                assert found == [(shown, {"type": "stop", "matched": "[,;]"})] * 2
+                assert whole["output_ids"] == ids(shown)
+                continue
+            [choice], last = whole["choices"], streamed[-1]["choices"][0]
+            assert (choice["message"]["content"] if url == CHATS else choice["text"]) == shown
+            assert {each["finish_reason"] for each in (choice, last)} == {"stop"}
+            assert {each["matched_stop"] for each in (choice, last)} == {"[,;]"}
+            pieces = [each["choices"][0] for each in streamed]
+            texts = [(each["delta"].get("content") or "") if url == CHATS else each["text"] for each in pieces]
+            assert "".join(texts) == shown
+        neutral = await client.post(COMPLETIONS, json={"prompt": PROMPT, "stop_regex": ""})
+        assert neutral.json()["choices"][0]["text"] == TEXT
 
     dense = FakeDense(lambda submit: [*ids(TEXT), EOS][: submit.spec.max_tokens])
     with_client(tmp_path, dense, test)
@@ -484,7 +516,10 @@ WRONG: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"text": "a", "sampling_params": {"temperature": -1}}, "temperature", ["-1"]),
     ({"text": "a", "sampling_params": {"top_p": "x"}}, "sampling_params.top_p", ["'x'"]),
     ({"text": "a", "sampling_params": {"max_tokens": 3}}, "sampling_params.max_tokens", ["not supported"]),
-    ({"text": "a", "sampling_params": {"stop_regex": "x"}}, "sampling_params.stop_regex", ["not supported"]),
+    ({"text": "a", "sampling_params": {"stop_regex": "(x"}}, "stop_regex", ["'(x'", "missing )"]),
+    ({"text": "a", "sampling_params": {"stop_regex": ["x"] * 17}}, "sampling_params.stop_regex", ["17", "16"]),
+    ({"text": "a", "sampling_params": {"stop_regex": "x" * 257}}, "stop_regex", ["257", "256"]),
+    ({"text": "a", "sampling_params": {"stop_regex": "x{300}"}}, "stop_regex", ["256"]),
     ({"text": "a", "sampling_params": {"sampling_seed": 2**63}}, "sampling_params.sampling_seed", [str(2**63)]),
     ({"text": "a", "sampling_params": [{}]}, "sampling_params", []),
     ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params", ["has 1 elements for 2 prompts"]),
