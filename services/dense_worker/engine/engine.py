@@ -89,7 +89,15 @@ class Engine:
     @property
     def counts(self) -> EngineCounts:
         """The current counts. May be called from any thread."""
-        return _read_counts(self._scheduler, is_attached=self._session is not None)
+        scheduler, is_attached = self._scheduler, self._session is not None
+        return EngineCounts(
+            scheduler.num_waiting,
+            scheduler.num_opening,
+            scheduler.num_running,
+            scheduler.num_steps,
+            scheduler.num_preemptions,
+            is_attached,
+        )
 
     def progress(self, num_layers: int) -> Progress | None:
         """The progress for the watchdog; None without work or attention worker. May be called from any thread."""
@@ -517,18 +525,6 @@ class Engine:
             self._runner.open(opening.state)
             log.debug("opened", request_id=opening.new.request_id, num_cached_tokens=answer.num_cached_tokens)
         return [] if output is None else [output]
-
-
-def _read_counts(scheduler: Scheduler, *, is_attached: bool) -> EngineCounts:
-    """The present counts. May be called from any thread."""
-    return EngineCounts(
-        scheduler.num_waiting,
-        scheduler.num_opening,
-        scheduler.num_running,
-        scheduler.num_steps,
-        scheduler.num_preemptions,
-        is_attached,
-    )
 
 
 def _describe_step(step: InFlight, scheduler: Scheduler, num_output_tokens: int) -> StepStats:

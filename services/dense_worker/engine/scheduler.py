@@ -15,7 +15,7 @@ from itertools import compress
 
 import numpy as np
 
-from services.common.errors import CapacityError, InvalidRequest, PeerError, RequestAborted
+from services.common.errors import CapacityError, InvalidRequest, PeerError, RequestAborted, TwostrokeError
 from services.dense_worker.engine.attachment import AttachedCache
 from services.dense_worker.engine.fairness.admission import Admission
 from services.dense_worker.engine.limits import SchedulerLimits
@@ -197,7 +197,9 @@ class Scheduler:
                 continue
             if is_crash and not under_way.keys().isdisjoint({sequence.seq_id, *sequence.open_seq_ids}):
                 if sequence.is_suspect:
-                    outputs.append(self._fail(sequence))
+                    what = f"{sequence.num_crashes + 1} attention workers died while they computed this request"
+                    self._forget(sequence)
+                    outputs.append(SequenceOutput(sequence, (), FinishReason.ERROR, RequestAborted(what)))
                     continue
                 sequence.num_crashes += 1
             self._residency.wait(sequence)
@@ -216,24 +218,9 @@ class Scheduler:
             num_blocks = ledger.most_blocks(sequence.max_num_cached_tokens, self.limits.max_num_batched_tokens)
             room = self._placement.room_for(sequence, self.session.ledgers, awaits=True)
             if num_blocks > room.num_blocks:
-                self._finish(sequence)
-                error = CapacityError(
-                    f"the request needs {num_blocks} KV cache blocks, of those that are left {room.text}"
-                )
-                outputs.append(SequenceOutput(sequence, (), FinishReason.ERROR, error))
+                error = f"the request needs {num_blocks} KV cache blocks, of those that are left {room.text}"
+                outputs.append(self._fail(sequence, CapacityError(error)))
         return outputs
-
-    def _fail(self, sequence: Sequence) -> SequenceOutput:
-        """A sequence that is nowhere ends, since attention workers died whenever they computed it."""
-        sequence.status = SequenceStatus.FINISHED
-        del self._sequences[sequence.seq_id]
-        self._forks.remove(sequence)
-        self._drafting.finish(sequence)
-        self._waiting.forget(sequence)
-        self._admission.forget(sequence)
-        error = RequestAborted(f"{sequence.num_crashes + 1} attention workers died while they computed this request")
-        self._suspects.clear(sequence)
-        return SequenceOutput(sequence, (), FinishReason.ERROR, error)
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises `InvalidRequest` or `CapacityError` if it can never run or the queue is full."""
@@ -267,17 +254,11 @@ class Scheduler:
 
     def handle(self, event: Event) -> list[SequenceOutput]:
         """Something has happened to the resources of a feature. Ends the sequences that fail because of it."""
-        failed = list(event(self._waiting))
-        for sequence, _ in failed:
-            self._finish(sequence)
-        return [SequenceOutput(sequence, (), FinishReason.ERROR, error) for sequence, error in failed]
+        return [self._fail(sequence, error) for sequence, error in list(event(self._waiting))]
 
     def expire(self, now_s: float) -> list[SequenceOutput]:
         """Ends sequences that have waited too long for their first step; `now_s` is on the monotonic clock."""
-        outputs = []
-        for sequence, error in self._waiting.expired(now_s):
-            self._finish(sequence)
-            outputs.append(SequenceOutput(sequence, (), FinishReason.ERROR, error))
+        outputs = [self._fail(sequence, error) for sequence, error in self._waiting.expired(now_s)]
         if self._awaits_caches_until_s is not None and now_s > self._awaits_caches_until_s:
             self._awaits_caches_until_s = None
             outputs += self._refuse_too_large()
@@ -342,8 +323,7 @@ class Scheduler:
                 return None  # another one of its KV caches was lost meanwhile, or it has ended
             sequence = self._sequences.get(answer.seq_id)
             if answer.error is not None and sequence is not None and sequence.status is SequenceStatus.RUNNING:
-                self._finish(sequence)  # it was to start empty; its steps get errors, too
-                return SequenceOutput(sequence, (), FinishReason.ERROR, RequestAborted(answer.error))
+                return self._fail(sequence, RequestAborted(answer.error))  # it was to start empty; its steps fail, too
             raise PeerError(f"sequence {answer.seq_id:x} is not being opened")
         sequence = opening.sequence
         self.session.release_reservation(sequence)
@@ -421,8 +401,7 @@ class Scheduler:
                     continue
                 session.ledgers[answer.cache_id].give_back(num_taken_blocks)
                 if sequence.status is not SequenceStatus.FINISHED:
-                    self._finish(sequence)
-                    outputs.append(SequenceOutput(sequence, (), FinishReason.ERROR, RequestAborted(error)))
+                    outputs.append(self._fail(sequence, RequestAborted(error)))
         return outputs
 
     def update(self, published: PublishedPlan, result: StepResult) -> StepOutputs:
@@ -505,8 +484,7 @@ class Scheduler:
         if sequence.status is SequenceStatus.FINISHED:
             return None  # ended by an earlier step, or cancelled: this step was wasted
         if error := result.ended.get(sequence.seq_id):
-            self._finish(sequence)
-            return SequenceOutput(sequence, (), FinishReason.ERROR, error)
+            return self._fail(sequence, error)
         if num_draft_tokens:
             self._drafting.counts.add(num_draft_tokens, len(token_ids) - 1)
         first = len(sequence.output_token_ids)
@@ -576,20 +554,28 @@ class Scheduler:
                 return suspect
         return None
 
+    def _fail(self, sequence: Sequence, error: TwostrokeError) -> SequenceOutput:
+        self._finish(sequence)
+        return SequenceOutput(sequence, (), FinishReason.ERROR, error)
+
     def _finish(self, sequence: Sequence) -> None:
-        status, sequence.status = sequence.status, SequenceStatus.FINISHED
-        del self._sequences[sequence.seq_id]
-        self._suspects.clear(sequence)
-        self._forks.remove(sequence)
-        self._drafting.finish(sequence)
-        if status is SequenceStatus.RUNNING:
+        if sequence.status is SequenceStatus.RUNNING:
             self._residency.leave(sequence)
-        elif status is SequenceStatus.WAITING:
+        elif sequence.status is SequenceStatus.WAITING:
             self._waiting.remove(sequence)
             if sequence.seq_id in self.session.orphaned_blocks:
                 self.session.close_orphaned([sequence.seq_id])
         else:
             self.session.closing.add(sequence.seq_id)  # it is being opened, and will be closed then
+        self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        """A sequence has ended that is in no KV cache and does not wait."""
+        sequence.status = SequenceStatus.FINISHED
+        del self._sequences[sequence.seq_id]
+        self._suspects.clear(sequence)
+        self._forks.remove(sequence)
+        self._drafting.finish(sequence)
         self._waiting.forget(sequence)
         self._admission.forget(sequence)
 
@@ -626,12 +612,7 @@ class Scheduler:
             feature.leave(self.num_steps)
         if sequence.status is SequenceStatus.FINISHED:
             return None
-        sequence.status = SequenceStatus.FINISHED
-        del self._sequences[sequence.seq_id]
-        self._suspects.clear(sequence)
-        self._forks.remove(sequence)
-        self._drafting.finish(sequence)
-        self._waiting.forget(sequence)
+        self._forget(sequence)
         return SequenceOutput(sequence, (), FinishReason.ERROR, RequestAborted(error))
 
 
