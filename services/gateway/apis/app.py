@@ -96,7 +96,7 @@ def build_app(
         scoring,
         tei_routes(vectors, section, scoring),
         cohere_routes(vectors, section),
-        token_routes(service, section),
+        token_routes(service, section, vectors),
         audio_routes(service, section, speech),
         model_routes(service),
         server_routes(service, measured),

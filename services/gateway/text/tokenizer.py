@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from transformers import PreTrainedTokenizerFast
 
@@ -49,6 +49,15 @@ INFO_SETTINGS = (
 ADDED_TOKEN_FIELDS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
 
 T = TypeVar("T")
+
+
+class TokenSpan(NamedTuple):
+    """A token of a text."""
+
+    token_id: int
+    text: str  # its part of the text, or the token's name
+    start: int | None  # the part's first character; None: it is a special token around the text
+    stop: int | None  # behind its last one
 
 
 class Tokenizer:
@@ -119,6 +128,10 @@ class Tokenizer:
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, by default with the special tokens that the model expects around a prompt."""
         return await self.off_loop(len(text), self._encode, text, add_special_tokens)
+
+    async def encode_spans(self, text: str, add_special_tokens: bool = True) -> list[TokenSpan]:
+        """The tokens of `encode`, and where in the text they are."""
+        return await self.off_loop(len(text), self._encode_spans, text, add_special_tokens)
 
     async def encode_input(
         self,
@@ -313,6 +326,14 @@ class Tokenizer:
         # `encode_batch_fast` releases the interpreter lock, `encode` does not.
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
+
+    def _encode_spans(self, text: str, add_special_tokens: bool) -> list[TokenSpan]:
+        [encoding] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        parts = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True)
+        return [
+            TokenSpan(token_id, name, None, None) if is_added else TokenSpan(token_id, text[start:stop], start, stop)
+            for token_id, name, is_added, (start, stop) in parts
+        ]
 
     def _encode_input(
         self,

@@ -81,8 +81,13 @@ def tokenize_messages(body: TokenizeBody) -> list[gateway_pb2.TokenizeRequest]:
         return [gateway_pb2.TokenizeRequest(text=body.content, add_special_tokens=adds)]
     if body.prompt is None:
         return [gateway_pb2.TokenizeRequest(chat=chat_of(body), add_special_tokens=body.add_special_tokens)]
-    texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    return [gateway_pb2.TokenizeRequest(text=text, add_special_tokens=body.add_special_tokens) for text in texts]
+    return text_messages(body.prompt, body.add_special_tokens)
+
+
+def text_messages(given: str | list[str], add_special_tokens: bool | None) -> list[gateway_pb2.TokenizeRequest]:
+    """One message per text."""
+    texts = [given] if isinstance(given, str) else given
+    return [gateway_pb2.TokenizeRequest(text=text, add_special_tokens=add_special_tokens) for text in texts]
 
 
 def chat_of(body: ChatRequest | TokenizeBody | TemplateBody) -> gateway_pb2.Chat:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 
 from fastapi import APIRouter, Request
@@ -11,10 +12,11 @@ from starlette.exceptions import HTTPException
 
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
-from services.gateway.apis.openai.conversion import chat_of, refuse_embeds, tokenize_messages
+from services.gateway.apis.openai.conversion import chat_of, refuse_embeds, text_messages, tokenize_messages
 from services.gateway.apis.openai.token_schema import (
     DetokenizeAnswer,
     DetokenizeBody,
+    PlacedToken,
     TemplateAnswer,
     TemplateBody,
     TokenizeAnswer,
@@ -29,25 +31,28 @@ from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route, next_turn
 from services.gateway.resources.heavy_work import MAX_INLINE_BYTES
 from services.gateway.text.detokenizer import token_bytes
-from services.gateway.text.tokenizer import Tokenizer
+from services.gateway.text.tokenizer import Tokenizer, TokenSpan
+from services.gateway.vectors.vectors import Vectors
 from services.pb import gateway_pb2
 
 BYTES_PER_TOKEN_TEXT = 400  # of an answer that shows tokens as texts: as an id, as objects, and as JSON
 
 
-def token_routes(service: RequestService, section: GatewaySection) -> APIRouter:
+def token_routes(service: RequestService, section: GatewaySection, vectors: Vectors) -> APIRouter:
     """The routes for tokens of one gateway."""
     route_class = json_route(section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Tokens"], responses=ERROR_RESPONSES)
     tokenizer = service.tokenizer
 
     @router.post("/v1/tokenize", response_class=Response, include_in_schema=False)  # SGLang's
-    @router.post("/tokenize", response_class=Response, responses={200: {"model": TokenizeAnswer}})
+    @router.post("/tokenize", response_class=Response, responses={200: {"model": TokenizeAnswer | list[PlacedToken]}})
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
         """The token ids of a text, of several texts, or of a chat with the generation prompt."""
         await next_turn(request)
         body.log_unknown_fields(request.state.request_id)
         service.names_for(request.state.caller).check(body.model or "")
+        if body.inputs is not None:
+            return await place_tokens(body.inputs, body.add_special_tokens, request)
         is_list = isinstance(body.prompt, list)
         refuse_embeds(body, "only texts are shown as tokens")
         messages = tokenize_messages(body)
@@ -67,6 +72,20 @@ def token_routes(service: RequestService, section: GatewaySection) -> APIRouter:
             "token_strs": strings if is_list or strings is None else strings[0],
         }
         return Response(await tokenizer.off_loop(sum(counts), to_json, answer), media_type="application/json")
+
+    async def place_tokens(given: str | list[str], adds: bool | None, request: Request) -> Response:
+        """The tokens of texts in the form of Hugging Face's servers, with their places."""
+        messages = text_messages(given, adds)
+        _check_count("inputs", len(messages), section.max_prompts)
+        # They are tokenized twice: the first time under all limits.
+        lists = await service.tokenize(messages, request.state.caller, request.state.held, BYTES_PER_TOKEN_TEXT)
+        written = []
+        for message, token_ids in zip(messages, lists, strict=True):
+            spans = await tokenizer.encode_spans(message.text, adds is not False)
+            written.append(await tokenizer.off_loop(len(token_ids), _write_spans, spans))
+            await asyncio.sleep(0)  # let other tasks run between many short texts
+        is_one = isinstance(given, str) and not vectors.makes_any
+        return Response(written[0] if is_one else b"[" + b",".join(written) + b"]", media_type="application/json")
 
     @router.post("/v1/detokenize", response_class=Response, include_in_schema=False)
     @router.post("/detokenize", response_class=Response, responses={200: {"model": DetokenizeAnswer}})
@@ -123,6 +142,14 @@ def _pieces(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[TokenPiece]:
         except UnicodeDecodeError:
             pieces.append({"id": token_id, "piece": list(data)})
     return pieces
+
+
+def _write_spans(spans: Sequence[TokenSpan]) -> bytes:
+    tokens: list[PlacedToken] = [
+        {"id": each.token_id, "text": each.text, "special": each.start is None, "start": each.start, "stop": each.stop}
+        for each in spans
+    ]
+    return to_json(tokens)
 
 
 def _check_count(field: str, count: int, most: int) -> None:

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as in vLLM and llama.cpp, and /apply-template, as in llama.cpp."""
+"""POST /tokenize and /detokenize, as in vLLM, llama.cpp and Hugging Face's servers, and llama.cpp's /apply-template."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ Texts = Annotated[
 
 
 class TokenizeBody(RequestModel):
-    """Exactly one of: a text, a list of texts, a chat. The last three fields are llama.cpp's."""
+    """Exactly one of: a text, a list of texts, a chat. `content` and the fields after it are llama.cpp's."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"inputs": ()}  # TEI's, with places of tokens in the text
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"prompt_name": ()}  # TEI's
 
     model: str | None = None
     prompt: Texts | None = Field(None, description="A text, or a list of them")
@@ -45,14 +45,19 @@ class TokenizeBody(RequestModel):
         None, description="Add the special tokens expected around a prompt; default: true for a text, false for a chat"
     )
     return_token_strs: bool | None = Field(None, description="Give each token as the tokenizer writes it")
+    inputs: Texts | None = Field(
+        None,
+        description="A text, or a list of them; the answer is a list of objects for each, as of Text Embeddings "
+        "Inference, or for one text a list of them, as of Text Generation Inference if the model makes no vectors",
+    )
     content: str | None = Field(None, description="A text, by default without special tokens around it")
     add_special: bool | None = Field(None, description="For content: another name of add_special_tokens")
     with_pieces: bool | None = Field(None, description="For content: give each token with its id and text")
 
     @pydantic.model_validator(mode="after")
     def _check_input(self) -> TokenizeBody:
-        if (self.prompt, self.messages, self.content).count(None) != 2:
-            message = "exactly one of prompt, messages and content is required"
+        if (self.prompt, self.messages, self.content, self.inputs).count(None) != 3:
+            message = "exactly one of prompt, messages, content and inputs is required"
             raise PydanticCustomError("input", message, {"field": "prompt"})
         return self
 
@@ -88,6 +93,19 @@ class TokenPiece(TypedDict):
 
     id: int
     piece: str | list[int]
+
+
+class PlacedToken(TypedDict):
+    """A token of one of `inputs`, and the first character of its text in that input and the one behind the last.
+
+    Both are null for special tokens around the text.
+    """
+
+    id: int
+    text: str
+    special: bool
+    start: int | None
+    stop: int | None
 
 
 class TokenizeAnswer(TypedDict):

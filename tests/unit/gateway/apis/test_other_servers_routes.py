@@ -78,7 +78,7 @@ def test_a_content_is_tokenized_as_llama_cpp_does(tmp_path: Path, options: dict[
         back = (await client.post("/detokenize", json={"tokens": expected})).json()
         assert back["content"] == back["prompt"] == REFERENCE.decode(expected)
         both = {"content": TEXT, "prompt": TEXT}
-        check_error(await client.post("/tokenize", json=both), 400, "prompt", "exactly one of prompt, messages and")
+        check_error(await client.post("/tokenize", json=both), 400, "prompt", "exactly one of prompt, messages,")
 
     with_client(tmp_path, FakeDense(say(" one")), test)
 

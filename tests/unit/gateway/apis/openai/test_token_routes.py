@@ -55,6 +55,41 @@ def test_one_text_and_several_texts_are_tokenized(tmp_path: Path, adds: bool | N
     with_client(tmp_path, test)
 
 
+@pytest.mark.parametrize("runner", ["generate", "pooling"])
+@pytest.mark.parametrize("adds", [None, True, False])
+def test_inputs_are_placed_as_by_the_servers_of_hugging_face(tmp_path: Path, adds: bool | None, runner: str) -> None:
+    texts = [*TEXTS, "", "🤗 Łódź"]
+
+    def expected(text: str) -> list[dict[str, Any]]:
+        adds_them = adds is not False
+        found = REFERENCE(
+            text, add_special_tokens=adds_them, return_offsets_mapping=True, return_special_tokens_mask=True
+        )
+        columns = found["input_ids"], found["offset_mapping"], found["special_tokens_mask"]
+        return [
+            {
+                "id": token_id,
+                "text": REFERENCE.convert_ids_to_tokens(token_id) if special else text[start:stop],
+                "special": bool(special),
+                "start": None if special else start,
+                "stop": None if special else stop,
+            }
+            for token_id, (start, stop), special in zip(*columns, strict=True)
+        ]
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        several = await client.post("/tokenize", json={"inputs": texts, "add_special_tokens": adds})
+        assert several.json() == [expected(text) for text in texts]
+        one = (await client.post("/tokenize", json={"inputs": texts[0], "add_special_tokens": adds})).json()
+        assert one == ([expected(texts[0])] if runner == "pooling" else expected(texts[0]))
+        both = await client.post("/tokenize", json={"inputs": texts, "prompt": "a"})
+        assert both.status_code == 400 and "exactly one" in both.text
+        many = await client.post("/tokenize", json={"inputs": ["a"] * 6})
+        assert many.status_code == 400 and many.json()["error"]["param"] == "inputs"
+
+    with_client(tmp_path, test, runner=runner, max_prompts=5)
+
+
 def test_the_tokens_of_many_texts_are_held(tmp_path: Path) -> None:
     """Their strings, too, so that few bytes of texts cannot become many of tokens in several requests at once."""
 
@@ -62,8 +97,9 @@ def test_the_tokens_of_many_texts_are_held(tmp_path: Path) -> None:
         body: dict[str, Any] = {"prompt": ["!?" * 1000] * 20}
         answer = await client.post("/tokenize", json=body)
         assert answer.status_code == 200 and sum(answer.json()["count"]) > 20_000
-        refused = await client.post("/tokenize", json=body | {"return_token_strs": True})
-        assert refused.status_code == 400 and "gateway.max_held_bytes" in refused.json()["error"]["message"]
+        for larger in (body | {"return_token_strs": True}, {"inputs": body["prompt"]}):
+            refused = await client.post("/tokenize", json=larger)
+            assert refused.status_code == 400 and "gateway.max_held_bytes" in refused.json()["error"]["message"]
         assert (await client.post("/tokenize", json=body)).status_code == 200
 
     with_client(tmp_path, test, max_held_bytes=4_000_000)
