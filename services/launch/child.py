@@ -144,6 +144,11 @@ class Child:
         return self._own_section.address
 
     @property
+    def device(self) -> str:
+        """A worker's device, as the config names it."""
+        return self._own_section.device
+
+    @property
     def _own_section(self) -> DenseSection | AttentionSection:
         """A worker's section of the config."""
         return getattr(self.config, SECTIONS[self.role])

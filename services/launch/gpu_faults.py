@@ -1,25 +1,27 @@
-"""`GpuFaults`: ends all processes of a GPU whose MPS server has failed, so that new ones can use it.
+"""`GpuFaults`: ends all processes of a GPU for which the MPS server has failed, so that new ones can use it.
 
-An error that one process causes on the GPU fails all its MPS clients. The server accepts no new ones until every client
-has ended, also one that waits as a standby and does not notice.
+An error that one process causes on a GPU fails all MPS clients of this GPU, and none of others. The server accepts no
+new ones there until all of these have ended, also one that waits as a standby and does not notice.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 import structlog
 
 from services.common.errors import PeerError
 from services.launch.child import SECTIONS, Child
-from services.launch.mps import MpsDaemon
+from services.launch.mps import MpsDaemon, gpu_of
 
 log = structlog.get_logger()
 
 INTERVAL_S = 5.0  # where another launcher has the other worker, whose end is not seen here
-CHECKS_AFTER_S = (0.0, 1.0)  # the end of a worker: the server may need a while to notice
+# Each after the one before, the first after the end of a worker: the server may need a while to notice. The last one
+# also ends processes of other GPUs, if it is still failed.
+CHECKS_AFTER_S = (0.0, 0.3, 0.7)
 
 
 class GpuFaults:
@@ -33,9 +35,12 @@ class GpuFaults:
         self._processes = processes
         self._interval_s = interval_s
         self._has_ended = asyncio.Event()
+        self._devices: set[str] = set()  # of workers that have ended
 
-    def note_end(self) -> None:
-        """A worker has ended."""
+    def note_end(self, child: Child) -> None:
+        """A service has ended."""
+        if child.role in SECTIONS:
+            self._devices.add(gpu_of(child.device))
         self._has_ended.set()
 
     async def run(self) -> None:
@@ -45,18 +50,29 @@ class GpuFaults:
                 async with asyncio.timeout(self._interval_s):
                     await self._has_ended.wait()
             self._has_ended.clear()
-            for delay_s in CHECKS_AFTER_S:
+            for delay_s in CHECKS_AFTER_S[:-1]:
                 await asyncio.sleep(delay_s)
-                await self._check()
+                await self._check(self._devices)
+            await asyncio.sleep(CHECKS_AFTER_S[-1])
+            await self._check(None)
+            self._devices.clear()
 
-    async def _check(self) -> None:
+    async def _check(self, devices: Set[str] | None) -> None:
+        """Ends the workers of these GPUs, if the server has failed; None: those of all."""
         try:
             if not await asyncio.to_thread(self._daemon.has_fault):
                 return
         except PeerError as error:
             log.error("cannot ask the MPS daemon for faults", reason=str(error))
             return
-        clients = [child for each in self._processes for child in each if child.role in SECTIONS and child.is_running]
+        clients = [
+            child
+            for each in self._processes
+            for child in each
+            if child.role in SECTIONS and child.is_running and (devices is None or gpu_of(child.device) in devices)
+        ]
+        if not clients:
+            return
         pids = ",".join(str(child.pid) for child in clients)
         log.error("the GPU has failed for all its processes, which are started again", pids=pids)
         for child in clients:

@@ -158,8 +158,12 @@ def stop_mps(daemon: MpsDaemon) -> None:
 
 def share_gpu(*devices: str) -> bool:
     """Whether both names mean the same GPU, if the machine has one; `auto` and `cuda` mean the first."""
-    first = {"auto": "cuda:0", "cuda": "cuda:0"}
-    return "cpu" not in devices and len({first.get(device, device) for device in devices}) == 1
+    return "cpu" not in devices and len({gpu_of(device) for device in devices}) == 1
+
+
+def gpu_of(device: str) -> str:
+    """The GPU that a device in the config means, if the machine has one."""
+    return {"auto": "cuda:0", "cuda": "cuda:0"}.get(device, device)
 
 
 async def serve(daemon: MpsDaemon) -> None:

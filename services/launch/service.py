@@ -196,7 +196,7 @@ class Launcher:
     def _succeed(self, child: Child) -> bool:
         """Whether a standby is the service from now on, in the place of one that has died."""
         if self._gpu_faults is not None:
-            self._gpu_faults.note_end()
+            self._gpu_faults.note_end(child)
         standby = self._standbys.get((child.role, child.options.rank))
         return standby is not None and standby.succeed(child)
 

@@ -1,4 +1,4 @@
-"""After a fault of the MPS server all its clients are ended, standbys too, and nothing else."""
+"""After a fault of the MPS server all clients of the GPU are ended, standbys too, and nothing else."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,7 @@ class FakeChild:
     role: str
     pid: int
     is_running: bool = True
+    device: str = "auto"
     reasons: list[str] = field(default_factory=list)
 
     def kill(self, reason: str) -> None:
@@ -45,8 +47,10 @@ def killed_after(daemon: FakeDaemon, services: Sequence[FakeChild], spares: Sequ
     """The processes that are killed after a worker has ended."""
 
     async def run() -> None:
-        faults = GpuFaults(daemon, [services, spares])
-        faults.note_end()
+        faults: Any = GpuFaults(daemon, [services, spares])
+        for child in services:
+            if not child.is_running:
+                faults.note_end(child)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.5):
                 await faults.run()
@@ -68,17 +72,40 @@ def killed_after(daemon: FakeDaemon, services: Sequence[FakeChild], spares: Sequ
 def test_a_fault_ends_all_clients(
     answers: list[bool | PeerError], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_faults, "CHECKS_AFTER_S", (0.0, 0.01))
+    monkeypatch.setattr(gpu_faults, "CHECKS_AFTER_S", (0.0, 0.01, 0.01))
     services = [FakeChild("attn_worker", 1, is_running=False), FakeChild("dense_worker", 2), FakeChild("gateway", 3)]
     daemon = FakeDaemon(answers)
     assert killed_after(daemon, services, [FakeChild("dense_worker", 4)]) == expected
-    assert daemon.num_asked == 2
+    assert daemon.num_asked == 3
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ([True, False], [2, 5]),
+        ([False, True, False], [2, 5]),
+        ([True, True, False], [2, 5]),  # they take a while to end
+        ([True], [2, 3, 4, 5, 6]),  # it was another GPU, or all
+    ],
+)
+def test_workers_of_other_gpus_are_ended_only_if_the_fault_stays(
+    answers: list[bool | PeerError], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_faults, "CHECKS_AFTER_S", (0.0, 0.01, 0.01))
+    services = [
+        FakeChild("attn_worker", 1, is_running=False, device="cuda:0"),
+        FakeChild("dense_worker", 2),
+        FakeChild("attn_worker", 3, device="cuda:1"),
+        FakeChild("dense_worker", 4, device="cuda:1"),
+    ]
+    spares = [FakeChild("attn_worker", 5, device="cuda"), FakeChild("attn_worker", 6, device="cuda:1")]
+    assert killed_after(FakeDaemon(answers), services, spares) == expected
 
 
 def test_a_fault_is_found_though_the_worker_that_has_ended_is_another_launchers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gpu_faults, "CHECKS_AFTER_S", (0.0,))
+    monkeypatch.setattr(gpu_faults, "CHECKS_AFTER_S", (0.0, 0.0))
     worker = FakeChild("attn_worker", 1)
 
     async def run(interval_s: float | None) -> None:
