@@ -35,7 +35,7 @@ class GpuFaults:
         self._processes = processes
         self._interval_s = interval_s
         self._has_ended = asyncio.Event()
-        self._devices: set[str] = set()  # of workers that have ended
+        self._devices: set[str] = set()  # of workers that have ended since the checks began
 
     def note_end(self, child: Child) -> None:
         """A service has ended."""
@@ -50,12 +50,12 @@ class GpuFaults:
                 async with asyncio.timeout(self._interval_s):
                     await self._has_ended.wait()
             self._has_ended.clear()
+            devices, self._devices = self._devices, set()
             for delay_s in CHECKS_AFTER_S[:-1]:
                 await asyncio.sleep(delay_s)
-                await self._check(self._devices)
+                await self._check(devices | self._devices)
             await asyncio.sleep(CHECKS_AFTER_S[-1])
             await self._check(None)
-            self._devices.clear()
 
     async def _check(self, devices: Set[str] | None) -> None:
         """Ends the workers of these GPUs, if the server has failed; None: those of all."""

@@ -102,6 +102,30 @@ def test_workers_of_other_gpus_are_ended_only_if_the_fault_stays(
     assert killed_after(FakeDaemon(answers), services, spares) == expected
 
 
+def test_an_end_during_the_last_check_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_faults, "CHECKS_AFTER_S", (0.0, 0.01))
+    first, kept = FakeChild("attn_worker", 1, is_running=False), FakeChild("dense_worker", 4)
+    later, other = FakeChild("attn_worker", 2, device="cuda:1"), FakeChild("dense_worker", 3, device="cuda:1")
+
+    async def run() -> None:
+        class Daemon(FakeDaemon):
+            def has_fault(self) -> bool:
+                if self.num_asked == 1:
+                    later.is_running = False
+                    loop.call_soon_threadsafe(faults.note_end, later)
+                return super().has_fault()
+
+        loop = asyncio.get_running_loop()
+        faults: Any = GpuFaults(Daemon([False, False, True, False]), [[first, later, other, kept]])
+        faults.note_end(first)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await faults.run()
+
+    asyncio.run(run())
+    assert not other.is_running and kept.is_running
+
+
 def test_a_fault_is_found_though_the_worker_that_has_ended_is_another_launchers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
