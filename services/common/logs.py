@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import sys
 import threading
 from pathlib import Path
 
 from services.common.config import LogSection
-from services.common.line_writer import LineWriter
 from services.common.process import hiding
 from services.common.terminal import columns_of, terminal_line
 
@@ -99,3 +99,21 @@ def _keep_error(file: Path, logger: WrappedLogger, method: str, event: EventDict
         with contextlib.suppress(OSError):
             file.write_text(f"{event['event']}: {detail}".rstrip(": "))
     return event
+
+
+class LineWriter:
+    """Writes without a buffer, because the rest of a failed line must not follow later. For one thread at a time."""
+
+    def __init__(self, file: int) -> None:
+        """`file` is a file descriptor; the caller closes it."""
+        self._file = file
+        self._is_torn = False  # whether the last line was written only in part
+
+    def write(self, line: str) -> None:
+        """Writes a line. Raises `OSError` if that fails; after a partial write the next call starts a new line."""
+        unwritten = ("\n" * self._is_torn + line + "\n").encode(errors="backslashreplace")
+        while unwritten:
+            num_bytes = os.write(self._file, unwritten)
+            self._is_torn = True
+            unwritten = unwritten[num_bytes:]
+        self._is_torn = False

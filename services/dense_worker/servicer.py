@@ -26,8 +26,7 @@ from services.common.token_logprobs import TokenLogprobs, encode_logprobs
 from services.dense_worker.attention_workers.attention_workers_client import AttentionWorkersClient
 from services.dense_worker.engine.observer import CacheCounts, EngineCounts
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
-from services.dense_worker.engine.step_outputs import DecodedTokens, StepOutputs
-from services.dense_worker.engine.step_report import StepReport
+from services.dense_worker.engine.step_report import DecodedTokens, StepOutputs, StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
 from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.installed import has_progress, prepare_policy

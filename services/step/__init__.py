@@ -3,7 +3,6 @@
 Nothing here needs torch, and only the codec knows the messages of gRPC.
 """
 
-from services.step.answers import PlanAccepted, SequenceOpened
 from services.step.plan import (
     NO_ENTRIES,
     NO_TOKENS,
@@ -16,7 +15,7 @@ from services.step.plan import (
     positions_of,
     spans_of,
 )
-from services.step.result import NO_ROWS, RaggedTokens, Report, StepResult
+from services.step.result import NO_ROWS, PlanAccepted, RaggedTokens, Report, SequenceOpened, StepResult
 from services.step.sequence_spec import PromptEmbedsRef, SequenceSpec, SourceRef
 
 __all__ = [

@@ -9,9 +9,9 @@ import numpy as np
 
 from services.common.errors import InvalidRequest
 from services.pb import attn_pb2, step_pb2
-from services.step.answers import PlanAccepted, SequenceOpened
 from services.step.plan import Fork, NewSequence, PlanEntries, StepPlan, TokenColumns
 from services.step.prompt_span import decode_spans, encode_spans
+from services.step.result import PlanAccepted, SequenceOpened
 
 # Of the columns of entries and tokens: little-endian arrays in bytes, which move without a Python object per row.
 _SEQ_ID, _COUNT = np.dtype("<u8"), np.dtype("<i8")

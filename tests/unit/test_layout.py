@@ -33,7 +33,7 @@ def graph() -> dict[str, frozenset[str]]:
 
 def test_the_graph_contains_imports_in_functions_and_for_types(graph: dict[str, frozenset[str]]) -> None:
     assert "services.rpc.otel" in graph["services.rpc.tracing"], "imported in a function"
-    assert "services.gateway.link.journal_entry" in graph["services.gateway.link.stream_sequences"]
+    assert "services.gateway.link.journal_entry" in graph["services.gateway.link.journal"]
     assert "services.step.plan" in graph["services.step.codec"]
 
 

@@ -12,11 +12,22 @@ still being sent, so the count here is never above the true one:
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from services.common.kv_cache.sliding_window import SlidingWindow
-from services.dense_worker.engine.sequence_counts import SequenceCounts
 from services.step import NewSequence
+
+
+@dataclass(slots=True)
+class SequenceCounts:
+    """Tokens and blocks; those of a sequence with a row of `DecodeRows` are there instead."""
+
+    num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
+    num_blocks: int = 0  # blocks that it holds after all published plans have run
+    num_reserved_blocks: int = 0  # blocks promised to it but not allocated yet
+    slot: ClassVar[None] = None  # it has no row of `DecodeRows`
 
 
 class BlockLedger:

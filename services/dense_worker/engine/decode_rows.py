@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from services.dense_worker.engine.block_ledger import SequenceCounts
 from services.dense_worker.engine.sequence import Sequence
-from services.dense_worker.engine.sequence_counts import SequenceCounts
 
 if TYPE_CHECKING:
     from services.dense_worker.engine.block_ledger import BlockLedger

@@ -30,8 +30,7 @@ from services.dense_worker.engine.plan_timing import PlanTiming
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import InFlight, PublishedPlan, Session
-from services.dense_worker.engine.step_outputs import StepOutputs
-from services.dense_worker.engine.step_report import StepReport
+from services.dense_worker.engine.step_report import StepOutputs, StepReport
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.feature import Event, Feature
 from services.dense_worker.features.fork_policy import ForkPolicy

@@ -25,7 +25,7 @@ from services.dense_worker.engine.planning.step_planner import StepPlanner
 from services.dense_worker.engine.residency import Residency
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import NO_ATTACHMENT, InFlight, Opening, PublishedPlan, Session
-from services.dense_worker.engine.step_outputs import NO_DECODED, DecodedTokens, StepOutputs
+from services.dense_worker.engine.step_report import NO_DECODED, DecodedTokens, StepOutputs
 from services.dense_worker.engine.waiting_queue import WaitingQueue
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.feature import Event, Feature

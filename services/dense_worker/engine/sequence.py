@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from services.common.errors import TwostrokeError
-from services.dense_worker.engine.block_ledger import DividedLedger
+from services.dense_worker.engine.block_ledger import DividedLedger, SequenceCounts
 from services.dense_worker.engine.fairness.flows import Flow
-from services.dense_worker.engine.sequence_counts import SequenceCounts
 from services.dense_worker.features.sequence_feature import ResourceKey, SequenceFeature
-from services.dense_worker.runner.request_state import RequestState
+from services.dense_worker.runner.batch_rows import RequestState
 from services.step import NewSequence, SequenceSpec
 
 if TYPE_CHECKING:  # they need torch and protobuf

@@ -23,8 +23,8 @@ from services.step import NO_TOKENS, NewSequence, PlanAccepted, StepPlan, TokenC
 
 if TYPE_CHECKING:  # these need torch; the scheduler must not
     from services.channel import Channel
+    from services.dense_worker.runner.batch_rows import RequestState
     from services.dense_worker.runner.model_runner import RunningStep
-    from services.dense_worker.runner.request_state import RequestState
 
 # How long after an attachment gateways may submit the sequences of an earlier dense worker again.
 CLAIM_TIMEOUT_S = 30.0

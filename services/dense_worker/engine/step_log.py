@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 
 from services.common.errors import ConfigError
-from services.common.line_writer import LineWriter
+from services.common.logs import LineWriter
 from services.dense_worker.engine.observer import StepStats
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput
 

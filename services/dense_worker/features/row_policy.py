@@ -13,9 +13,8 @@ from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple, Protocol
 
 from services.common.token_logprobs import TokenLogprobs
-from services.dense_worker.engine.block_ledger import BlockLedger
+from services.dense_worker.engine.block_ledger import BlockLedger, SequenceCounts
 from services.dense_worker.engine.limits import SchedulerLimits
-from services.dense_worker.engine.sequence_counts import SequenceCounts
 from services.pb import dense_pb2
 from services.step import PlanEntry
 

@@ -12,8 +12,8 @@ import torch
 from services.channel import Channel, Flag
 from services.channel.turns import Turn, TurnChannel, Turns
 from services.dense_worker.ranks.leading_backend import LeadingRanks
+from services.dense_worker.runner.batch_rows import RequestState
 from services.dense_worker.runner.model_runner import ModelRunner, RunningStep
-from services.dense_worker.runner.request_state import RequestState
 from services.dense_worker.runner.step_input import BoundPlan
 from services.step import NO_ROWS, StepPlan, StepResult
 

@@ -21,8 +21,7 @@ from services.dense_worker.backends import DenseBackend, GivenEmbeds, InputEmbed
 from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.step_part import FurtherRows, StepPart, StepView
 from services.dense_worker.ranks.leading_backend import LeadingBackend, LeadingRanks
-from services.dense_worker.runner.batch_rows import BatchRows
-from services.dense_worker.runner.request_state import RequestState
+from services.dense_worker.runner.batch_rows import BatchRows, RequestState
 from services.dense_worker.runner.step_hook import FollowUp, KeptResiduals, StepHook
 from services.dense_worker.runner.step_input import Batch, BoundPlan, SampledRows, StepInput
 from services.dense_worker.runner.step_tokens import PendingTokens

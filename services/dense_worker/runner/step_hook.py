@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from services.dense_worker.runner.request_state import RequestState
+from services.dense_worker.runner.batch_rows import RequestState
 from services.step import PlanEntry
 
 

@@ -14,8 +14,7 @@ from services.dense_worker.backends import InputEmbeds
 from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.sequence_feature import SequenceFeature
 from services.dense_worker.features.step_part import FeatureRows, StepPart, group_by_type
-from services.dense_worker.runner.batch_rows import BatchRows
-from services.dense_worker.runner.request_state import RequestState
+from services.dense_worker.runner.batch_rows import BatchRows, RequestState
 from services.step import PlanEntries, StepPlan
 
 

@@ -26,6 +26,7 @@ from services.gateway.link.dense_messages import (
     keep_reports,
     table_parts,
 )
+from services.gateway.link.journal import StreamSequences
 from services.gateway.link.journal_entry import JournalEntry
 from services.gateway.link.outbox import Item, Outbox
 from services.gateway.link.served_model import (
@@ -36,7 +37,6 @@ from services.gateway.link.served_model import (
     wait_info,
     wait_offer,
 )
-from services.gateway.link.stream_sequences import StreamSequences
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.client import open_channel, read_peer_tls
 from services.rpc.stream_socket import StreamSocket

@@ -15,7 +15,6 @@ from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.shared_counts import Counts
 from services.gateway.link.journal_entry import JournalEntry, Turns, UpdateQueue
 from services.gateway.link.stepwise import StepwiseEntry
-from services.gateway.link.stream_sequences import StreamSequences
 from services.gateway.request.generation_request import GenerationRequest, Owner
 
 NUM_SEQ_IDS = 2**32  # of one gateway; later ones are used again
@@ -176,3 +175,28 @@ class Journal:
 def is_of_batch(request_id: str, name: str) -> bool:
     """Whether it is `name`-0, `name`-1, or so on."""
     return request_id.startswith(f"{name}-") and request_id[len(name) + 1 :].isdecimal()
+
+
+class StreamSequences:
+    """Filled by the `Journal`, which gives each sequence to at most one stream. Its length includes ended ones."""
+
+    def __init__(self, gateway: int) -> None:
+        """`gateway`: the upper half of all seq_ids of this gateway."""
+        self.gateway = gateway
+        self._entries: dict[int, JournalEntry] = {}
+        self.get = self._entries.get  # returns the entry of a seq_id, or None; called for every token
+
+    def add(self, entry: JournalEntry) -> None:
+        """Adds a sequence, which the stream runs from now on."""
+        self._entries[entry.seq_id] = entry
+
+    def discard(self, entry: JournalEntry) -> None:
+        """Removes a sequence, if present; later tokens for it are ignored."""
+        self._entries.pop(entry.seq_id, None)
+
+    def unfinished(self) -> Iterator[JournalEntry]:
+        """Sequences that the dense worker must continue, in the order in which they were added."""
+        return (entry for entry in self._entries.values() if not entry.is_ended)
+
+    def __len__(self) -> int:
+        return len(self._entries)

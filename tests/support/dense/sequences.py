@@ -11,14 +11,14 @@ from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine import sequence as engine
 from services.dense_worker.features.grammar.sequence_grammar import SequenceGrammar
 from services.dense_worker.features.hidden_states.hidden_states_feature import HiddenStatesFeature
-from services.dense_worker.features.prompt_embeds.loaded_embeds import LoadedEmbeds
+from services.dense_worker.features.prompt_embeds.embeds_loader import LoadedEmbeds
 from services.dense_worker.features.prompt_embeds.prompt_embeds_feature import SequenceEmbeds
 from services.dense_worker.features.prompt_logprobs.prompt_logprobs_feature import PromptLogprobsFeature
 from services.dense_worker.features.prompt_progress.progress_feature import ProgressFeature
 from services.dense_worker.features.returned_logits.context_logits import ContextLogitsFeature
 from services.dense_worker.features.returned_logits.generation_logits import GenerationLogitsFeature
 from services.dense_worker.features.sequence_feature import SequenceFeature
-from services.dense_worker.runner.request_state import RequestState
+from services.dense_worker.runner.batch_rows import RequestState
 from services.grammar.matcher import GrammarMatcher
 from services.pb import dense_pb2
 from services.step import SequenceSpec

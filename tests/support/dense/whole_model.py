@@ -24,7 +24,7 @@ from services.common.rank import ALONE, Rank, seam_config
 from services.dense_worker.backends import DenseBackend, InputEmbeds
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.features.images.images_feature import ImageRows
-from services.dense_worker.features.prompt_embeds.loaded_embeds import LoadedEmbeds
+from services.dense_worker.features.prompt_embeds.embeds_loader import LoadedEmbeds
 from services.dense_worker.features.prompt_embeds.prompt_embeds_feature import EmbedRows
 from services.dense_worker.model.attention_sinks import load_sinks
 from services.dense_worker.model.gated.recurrence_weights import load_recurrence_weights

@@ -15,7 +15,7 @@ from services.dense_worker.encoders.encoder import EncoderCounts
 from services.dense_worker.engine.observer import EngineCounts, StepStats
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
 from services.dense_worker.engine.step_report import record_first_tokens, record_started
-from services.dense_worker.features.drafting.draft_counts import DraftCounts
+from services.dense_worker.features.drafting.drafting import DraftCounts
 from services.dense_worker.kernels.experts.expert_loads import ExpertLoads
 from services.dense_worker.metrics import DenseMetrics
 from tests.support.dense.sequences import new_sequence

@@ -13,8 +13,7 @@ import pytest
 
 from services.common.errors import PeerError
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput
-from services.dense_worker.engine.step_outputs import DecodedTokens, StepOutputs
-from services.dense_worker.engine.step_report import StepReport
+from services.dense_worker.engine.step_report import DecodedTokens, StepOutputs, StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.servicer import DenseServicer

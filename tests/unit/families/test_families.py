@@ -12,7 +12,7 @@ from services.common.errors import ConfigError
 from services.common.families.shape import Activation
 from services.common.model_config import load_model_config
 from services.dense_worker.backends.onnxruntime_backend import OnnxRuntimeBackend
-from services.dense_worker.features.prompt_embeds.loaded_embeds import LoadedEmbeds
+from services.dense_worker.features.prompt_embeds.embeds_loader import LoadedEmbeds
 from services.dense_worker.tensorrt.api import load_tensorrt
 from services.dense_worker.tensorrt.engine_plan_builder import EnginePlanBuilder
 from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache

@@ -25,8 +25,7 @@ from services.dense_worker.encoders.text.text_encoder import EncoderRun, TextEnc
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.observer import CacheCounts, EngineCounts, EngineObserver, StepStats
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
-from services.dense_worker.engine.step_outputs import StepOutputs
-from services.dense_worker.engine.step_report import StepReport, record_started
+from services.dense_worker.engine.step_report import StepOutputs, StepReport, record_started
 from services.dense_worker.engine.waiting_queue import WaitingQueue
 from services.dense_worker.features.report import TokenReport
 from services.dense_worker.features.token_rows import to_host

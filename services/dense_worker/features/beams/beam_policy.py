@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 from services.common.errors import InvalidRequest
 from services.common.token_logprobs import TokenLogprobs
-from services.dense_worker.engine.block_ledger import BlockLedger
+from services.dense_worker.engine.block_ledger import BlockLedger, SequenceCounts
 from services.dense_worker.engine.limits import SchedulerLimits
-from services.dense_worker.engine.sequence_counts import SequenceCounts
 from services.dense_worker.features.beams.beam_reports import AnswersReport, SearchReport
 from services.dense_worker.features.beams.search import BeamSearch, SearchState
 from services.dense_worker.features.row_policy import PlannedRow, RowsAdvanced

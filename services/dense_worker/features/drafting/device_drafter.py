@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from services.dense_worker.runner.request_state import RequestState
+from services.dense_worker.runner.batch_rows import RequestState
 from services.dense_worker.runner.step_hook import StepHook
 from services.dense_worker.sampling.upload import upload
 from services.step import PlanEntry

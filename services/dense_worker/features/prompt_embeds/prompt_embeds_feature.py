@@ -13,8 +13,7 @@ import torch
 
 from services.dense_worker.backends import InputEmbeds
 from services.dense_worker.features.feature import Feature
-from services.dense_worker.features.prompt_embeds.embeds_loader import EmbedsLoader, ReceivedEmbeds
-from services.dense_worker.features.prompt_embeds.loaded_embeds import LoadedEmbeds
+from services.dense_worker.features.prompt_embeds.embeds_loader import EmbedsLoader, LoadedEmbeds, ReceivedEmbeds
 from services.dense_worker.features.sequence_feature import SequenceFeature
 from services.dense_worker.features.step_part import FeatureRows, StepPart, StepView
 from services.step import SequenceSpec

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from services.common.sampling_params import SamplingParams
+from services.dense_worker.runner.batch_rows import RequestState
 from services.dense_worker.runner.model_runner import ModelRunner
-from services.dense_worker.runner.request_state import RequestState
 from services.dense_worker.runner.step_tokens import verify
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import Fork, PlanEntry, StepPlan

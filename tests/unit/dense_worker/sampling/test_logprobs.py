@@ -18,7 +18,7 @@ from services.dense_worker.features.prompt_logprobs.ranked_spans import (
     rank_prompt_tokens,
 )
 from services.dense_worker.features.step_part import FurtherRows
-from services.dense_worker.runner.request_state import RequestState
+from services.dense_worker.runner.batch_rows import RequestState
 from services.dense_worker.sampling.logprobs import MAX_ROWS_AT_A_TIME, rank_tokens
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import PlanEntry

@@ -17,8 +17,7 @@ import pytest
 
 from services.common.config import PeerSection
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput
-from services.dense_worker.engine.step_outputs import StepOutputs
-from services.dense_worker.engine.step_report import StepReport
+from services.dense_worker.engine.step_report import StepOutputs, StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.servicer import DenseServicer

@@ -26,7 +26,7 @@ from services.dense_worker.features.drafting.kv_cache.draft_blocks import (
     DraftBlocks,
     padded_groups,
 )
-from services.dense_worker.runner.request_state import RequestState
+from services.dense_worker.runner.batch_rows import RequestState
 from services.dense_worker.runner.step_hook import KeptResiduals
 from services.dense_worker.sampling.logprobs import to_host
 from services.dense_worker.sampling.sampler import Sampler

@@ -12,7 +12,7 @@ import torch
 
 from services.dense_worker.features.drafting.device_drafter import DraftedRows, last_rows
 from services.dense_worker.features.drafting.medusa.heads import MedusaHeads
-from services.dense_worker.runner.request_state import RequestState
+from services.dense_worker.runner.batch_rows import RequestState
 from services.dense_worker.runner.step_hook import KeptResiduals
 from services.dense_worker.sampling.logprobs import to_host
 from services.step import PlanEntry

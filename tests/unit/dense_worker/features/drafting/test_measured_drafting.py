@@ -14,7 +14,7 @@ from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.observer import StepStats
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.features.drafting.acceptance import Acceptance
-from services.dense_worker.features.drafting.draft_counts import DraftCounts
+from services.dense_worker.features.drafting.drafting import DraftCounts
 from services.dense_worker.features.drafting.measured_drafting import MeasuredDrafting
 from services.dense_worker.features.drafting.ngram.answer_history import AnswerHistory
 from services.dense_worker.features.drafting.ngram.ngram_drafter import NgramDrafter

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from services.common.errors import InvalidRequest, RequestAborted
-from services.dense_worker.features.prompt_embeds.embeds_loader import EmbedsLoader, ReceivedEmbeds
-from services.dense_worker.features.prompt_embeds.loaded_embeds import LoadedEmbeds
+from services.dense_worker.features.prompt_embeds.embeds_loader import EmbedsLoader, LoadedEmbeds, ReceivedEmbeds
 from services.pb import dense_pb2
 from services.step import PromptEmbedsRef
 

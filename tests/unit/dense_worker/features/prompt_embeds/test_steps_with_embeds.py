@@ -13,7 +13,7 @@ from services.channel import qkv_flag
 from services.common.errors import CapacityError
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.backends import GivenEmbeds, InputEmbeds
-from services.dense_worker.features.prompt_embeds.loaded_embeds import LoadedEmbeds
+from services.dense_worker.features.prompt_embeds.embeds_loader import LoadedEmbeds
 from services.dense_worker.features.prompt_embeds.prompt_embeds_feature import PromptEmbedsFeature
 from services.dense_worker.runner import cuda_model_runner
 from services.dense_worker.runner.cuda_model_runner import CudaModelRunner, rows_with_vectors

@@ -10,8 +10,7 @@ import numpy as np
 
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.sequence import SequenceOutput
-from services.dense_worker.engine.step_outputs import StepOutputs
-from services.dense_worker.engine.step_report import StepReport
+from services.dense_worker.engine.step_report import StepOutputs, StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
 from services.dense_worker.features.report import MAX_PART_BYTES, TokenReport
 from services.dense_worker.metrics import DenseMetrics

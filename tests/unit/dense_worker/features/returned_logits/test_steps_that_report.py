@@ -12,8 +12,8 @@ from services.common.model_config import load_model_config
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.model.weights import load_weights
+from services.dense_worker.runner.batch_rows import RequestState
 from services.dense_worker.runner.model_runner import ModelRunner
-from services.dense_worker.runner.request_state import RequestState
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import PlanEntry
 from tests.support.dense.sequences import REPORTING, make_state

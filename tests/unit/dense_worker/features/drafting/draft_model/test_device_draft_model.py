@@ -24,7 +24,7 @@ from services.dense_worker.features.drafting.draft_model.model import DraftModel
 from services.dense_worker.features.drafting.kv_cache import draft_blocks
 from services.dense_worker.features.drafting.kv_cache.draft_blocks import BLOCK_SIZE, MAX_LATE_TOKENS
 from services.dense_worker.model.weights import load_weights
-from services.dense_worker.runner.request_state import RequestState
+from services.dense_worker.runner.batch_rows import RequestState
 from services.dense_worker.sampling import gumbel
 from services.dense_worker.sampling.sampler import Sampler
 from services.dense_worker.sampling.upload import upload

@@ -23,7 +23,7 @@ from services.dense_worker.features.drafting.eagle.graphs import EagleGraphs
 from services.dense_worker.features.drafting.eagle.load_eagle import StoredHead
 from services.dense_worker.features.drafting.kv_cache import draft_blocks
 from services.dense_worker.features.drafting.kv_cache.draft_blocks import BLOCK_SIZE
-from services.dense_worker.runner.request_state import RequestState
+from services.dense_worker.runner.batch_rows import RequestState
 from services.dense_worker.sampling.sampler import Sampler
 from services.dense_worker.sampling.upload import upload
 from services.step import PlanEntry
