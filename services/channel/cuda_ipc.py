@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import struct
-from collections.abc import Iterable
 from typing import Self
 
 import torch
 from cuda.bindings import runtime
 
-from services.channel import QUEUED, SPINNING, ChannelAborted, ChannelSpec, Flag, align_up
+from services.channel import QUEUED, SPINNING, ChannelSpec, Flag, align_up
 from services.channel.cuda_flags import (
     FLAG_BYTES,
     CudaFlags,
@@ -25,7 +24,7 @@ from services.channel.cuda_flags import (
     check,
 )
 from services.channel.cuda_slots import SlotAddresses
-from services.channel.region import ABORT_WORD, HEADER_BYTES, WORD_BYTES, SharedRegion, flag_word
+from services.channel.region import ABORT_WORD, HEADER_BYTES, WORD_BYTES, RegionChannel, SharedRegion, flag_word
 from services.common.errors import CapacityError, ConfigError, PeerError
 from services.common.gpu import gpu_uuid, naming_what_needs_memory
 
@@ -62,14 +61,13 @@ def choose_kind(device: torch.device, peer_gpu: str, num_lanes: int = 1) -> str:
     return SPINNING if has_mps else QUEUED
 
 
-class CudaIpcChannel:
+class CudaIpcChannel(RegionChannel):
     """A `Channel` in GPU memory. The attention worker calls `create`, the dense worker `map`.
 
     `signal` and `wait` enqueue on torch's current stream. Either process can release both streams.
     """
 
     waited_s = None
-    lost_caches = ()
 
     def __init__(
         self,
@@ -83,11 +81,10 @@ class CudaIpcChannel:
         lies_on_peer: bool = False,
     ) -> None:
         """`device` is the GPU of this process and current; the memory may lie on a peer GPU."""
+        super().__init__(region)
         self.kind = kind
-        self._region = region
         self._device = device
         self.num_waits: int | None = None
-        self.is_waiting = False
         self._is_owner = is_owner
         self._device_pointer = device_pointer
         self._flags_pointer = device_pointer + _flags_offset(spec)
@@ -169,11 +166,6 @@ class CudaIpcChannel:
             return channel
 
     @property
-    def handle(self) -> bytes:
-        """What the peer passes to `map`."""
-        return self._region.name.encode()
-
-    @property
     def slot_addresses(self) -> SlotAddresses:
         """Where kernels find the region and its flags, of a channel whose flags are polled."""
         assert self.kind == SPINNING, "kernels poll"
@@ -185,9 +177,6 @@ class CudaIpcChannel:
             attention_ready=self._flags_pointer + Flag.ATTENTION_READY * FLAG_BYTES,
             abort=self._header_pointer + ABORT_WORD * WORD_BYTES,
         )
-
-    def begin_step(self, step_id: int, num_rows: int) -> None:
-        """Nothing: all rows are of one attention worker."""
 
     def begin_layers(self, num_rows: int) -> None:
         """Chooses where qkv is written."""
@@ -214,24 +203,6 @@ class CudaIpcChannel:
             return _copy_by_engine(self._local_attn_out[:num_tokens], attn_out)
         # A multiplication is a kernel. `copy_` would become a copy node in the CUDA graph, which takes 10 µs longer.
         return torch.mul(attn_out, 1.0, out=self._local_attn_out[:num_tokens])
-
-    def check(self) -> None:
-        """Raises `ChannelAborted` if the region carries the abort mark. Does not wait for the device."""
-        if self._region.is_aborted:
-            raise ChannelAborted("the peer went away in the middle of a step")
-
-    def add_errors(self, count: int) -> None:
-        """Adds `count` to the error counter in the region's header, in host memory."""
-        self._region.add_errors(count)
-
-    @property
-    def num_errors(self) -> int:
-        """The error counter in the region's header."""
-        return self._region.num_errors
-
-    def tie(self, handles: Iterable[bytes]) -> None:
-        """Ties the region to those of other ranks."""
-        self._region.tie(handle.decode() for handle in handles)
 
     def abort(self) -> None:
         """Sets the abort mark and releases the waits of this process's streams."""

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Self
 
+from services.channel import ChannelAborted
 from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
 from services.common.errors import CapacityError, PeerError, StaleEpoch
 from services.common.process import is_ending
@@ -165,6 +166,45 @@ class SharedRegion:
         os.close(self._file)
         with contextlib.suppress(BufferError):  # a tensor over the memory still exists: the mapping ends with it
             self.memory.close()
+
+
+class RegionChannel:
+    """The part of a `Channel` that one region's header is, wherever its tensors lie."""
+
+    lost_caches = ()
+
+    def __init__(self, region: SharedRegion) -> None:
+        self._region = region
+        self.is_waiting = False
+
+    @property
+    def handle(self) -> bytes:
+        """What the peer passes to `map`."""
+        return self._region.name.encode()
+
+    def begin_step(self, step_id: int, num_rows: int) -> None:
+        """Nothing: all rows are of one attention worker."""
+
+    def begin_layers(self, num_rows: int) -> None:
+        """Nothing: qkv is written where it is read."""
+
+    def check(self) -> None:
+        """Raises `ChannelAborted` if the region carries the abort mark. Does not wait for a device."""
+        if self._region.is_aborted:
+            raise ChannelAborted("the peer went away in the middle of a step")
+
+    def add_errors(self, count: int) -> None:
+        """Adds `count` to the error counter in the region's header, in host memory."""
+        self._region.add_errors(count)
+
+    @property
+    def num_errors(self) -> int:
+        """The error counter in the region's header."""
+        return self._region.num_errors
+
+    def tie(self, handles: Iterable[bytes]) -> None:
+        """Ties the region to those of other ranks."""
+        self._region.tie(handle.decode() for handle in handles)
 
 
 def shared_memory_id() -> str:

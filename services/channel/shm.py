@@ -9,13 +9,12 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Iterable
 from typing import Self
 
 import torch
 
 from services.channel import ChannelAborted, ChannelSpec, ChannelTimeout, Flag, align_up
-from services.channel.region import HEADER_BYTES, SharedRegion, flag_word
+from services.channel.region import HEADER_BYTES, RegionChannel, SharedRegion, flag_word
 
 # A wait first spins for about as long as a layer of a small model takes, then yields the core, then sleeps. It sleeps
 # at once after a long yield: another process needs the core, and who wakes gets it back sooner than who yields.
@@ -26,17 +25,15 @@ _NAP_S = 50e-6
 _LOOK_S = 2e-3  # between two looks at a peer that is waited for
 
 
-class ShmChannel:
+class ShmChannel(RegionChannel):
     """A `Channel` in POSIX shared memory. The attention worker calls `create`, the dense worker `map`."""
 
     kind = "shm"
-    lost_caches = ()
 
     def __init__(self, region: SharedRegion, spec: ChannelSpec, wait_timeout_s: float) -> None:
-        self._region = region
+        super().__init__(region)
         self.wait_timeout_s = wait_timeout_s
         self.num_waits = 0
-        self.is_waiting = False
         self.waited_s = 0.0
         self.looks_for_owner = False  # of the other end: a wait ends as soon as the owner is being killed
         self.qkv = self._tensor(HEADER_BYTES, spec, spec.qkv_size)
@@ -57,17 +54,6 @@ class ShmChannel:
         """Maps the peer's region; raises `StaleEpoch` when its epoch or attachment is not the expected one."""
         region = SharedRegion.open(handle.decode(), _region_bytes(spec), epoch, attachment_id)
         return cls(region, spec, wait_timeout_s)
-
-    @property
-    def handle(self) -> bytes:
-        """What the peer passes to `map`."""
-        return self._region.name.encode()
-
-    def begin_step(self, step_id: int, num_rows: int) -> None:
-        """Nothing: all rows are of one attention worker."""
-
-    def begin_layers(self, num_rows: int) -> None:
-        """Nothing."""
 
     def signal(self, flag: Flag) -> None:
         """Sets the flag. The peer has cleared it before, since both sides strictly alternate."""
@@ -111,24 +97,6 @@ class ShmChannel:
     def fetch_attn_out(self, num_tokens: int) -> torch.Tensor:
         """The first rows of `attn_out` themselves: shared memory is as fast to read as any other."""
         return self.attn_out[:num_tokens]
-
-    def check(self) -> None:
-        """Raises `ChannelAborted` if the region carries the abort mark."""
-        if self._region.is_aborted:
-            raise ChannelAborted("the peer went away in the middle of a step")
-
-    def add_errors(self, count: int) -> None:
-        """Adds `count` to the error counter in the region's header."""
-        self._region.add_errors(count)
-
-    @property
-    def num_errors(self) -> int:
-        """The error counter in the region's header."""
-        return self._region.num_errors
-
-    def tie(self, handles: Iterable[bytes]) -> None:
-        """Ties the region to those of other ranks."""
-        self._region.tie(handle.decode() for handle in handles)
 
     def abort(self) -> None:
         """Sets the abort mark, which waits on both sides poll."""
