@@ -30,7 +30,7 @@ from services.dense_worker.engine.attention_client import AttachOptions, Attenti
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.observer import EngineObserver
-from services.dense_worker.engine.placement import OnlyPlacement, Placement
+from services.dense_worker.engine.placement import Placement
 from services.dense_worker.engine.step_log import writing_step_log
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
@@ -268,7 +268,7 @@ def make_server(config: Config, servicer: DenseServicer) -> GrpcServer:
 def make_placement(config: Config) -> Placement:
     """What chooses an attention worker for each sequence."""
     if not config.attention.addresses:
-        return OnlyPlacement()
+        return Placement()
     return DividingPlacement() if config.attention.split_context else SpreadPlacement()
 
 

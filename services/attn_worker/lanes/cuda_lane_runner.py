@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from services.attn_worker.runner.cuda_layer_runner import CudaLayerRunner
-from services.attn_worker.runner.layer_runner import RunningStep
+from services.attn_worker.runner.layer_runner import LayerRunner, RunningStep
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Channel
 from services.common.attention.learned import Learned
 
 
-class CudaLaneRunner:
-    """A `LayerRunner` made of one for each lane, with graphs and workspaces of its own; all have one storage."""
+class CudaLaneRunner(LayerRunner):
+    """Made of one for each lane, with graphs and workspaces of its own; all have one storage."""
 
     def __init__(self, runners: Sequence[CudaLayerRunner]) -> None:
         self._runners = runners
@@ -41,11 +41,3 @@ class CudaLaneRunner:
         for pairs, group in copies:
             runner.copy_blocks(pairs, group)
         return runner.launch(step, channel)
-
-    def advance(self) -> bool:
-        """The device runs all that is launched."""
-        return False
-
-    def capture_ahead(self) -> bool:
-        """Nothing is to be prepared: lanes, for whose steps a capture would wait, have captured all graphs."""
-        return False

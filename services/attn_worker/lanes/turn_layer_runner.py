@@ -8,15 +8,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import torch
 
 from services.attn_worker.layers import AttentionBackend, use_learned
-from services.attn_worker.runner.layer_runner import RunningStep
+from services.attn_worker.runner.layer_runner import LayerRunner, RunningStep
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Flag, qkv_flag
 from services.channel.turns import Turn, TurnChannel, Turns
 from services.common.attention.learned import Learned
 
 
-class TurnLayerRunner:
-    """A `LayerRunner` for backends that act at once. Each lane has a backend of its own, and all have one storage."""
+class TurnLayerRunner(LayerRunner):
+    """For backends that act at once. Each lane has a backend of its own, and all have one storage."""
 
     def __init__(
         self, backends: Sequence[AttentionBackend], num_layers: int, on_step: Callable[[float, float], None]
@@ -59,10 +59,6 @@ class TurnLayerRunner:
             self._turns.pause()
         return self._turns.has_any
 
-    def capture_ahead(self) -> bool:
-        """Nothing is to be prepared."""
-        return False
-
     def _run(
         self, step: StepMetadata, channel: TurnChannel, copies: Iterable[tuple[Sequence[tuple[int, int]], int]]
     ) -> Iterator[Flag]:
@@ -80,8 +76,8 @@ class TurnLayerRunner:
         self._on_step(time.perf_counter() - start_s, channel.waited_s - waited_s)
 
 
-class _TurnStep:
-    """A `RunningStep` whose layers run by turns."""
+class _TurnStep(RunningStep):
+    """Its layers run by turns."""
 
     def __init__(self, turns: Turns, turn: Turn) -> None:
         self._turns = turns

@@ -19,7 +19,7 @@ import structlog
 import torch
 
 from services.attn_worker.layers import DECODE_ONLY, CapturableAttention, StepShape, use_learned
-from services.attn_worker.runner.layer_runner import RunningStep, TakeExtraRows, run_layers
+from services.attn_worker.runner.layer_runner import LayerRunner, RunningStep, TakeExtraRows, run_layers
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Channel
 from services.common.attention.learned import Learned
@@ -38,8 +38,8 @@ class _Size(NamedTuple):
     shape: StepShape
 
 
-class CudaLayerRunner:
-    """A `LayerRunner` with CUDA graphs, which belong to one attachment because they contain its addresses."""
+class CudaLayerRunner(LayerRunner):
+    """With CUDA graphs, which belong to one attachment because they contain its addresses."""
 
     def __init__(
         self,
@@ -149,12 +149,8 @@ class CudaLayerRunner:
             self._without_graph.add(size)
             return None
 
-    def advance(self) -> bool:
-        """The device runs all that is launched."""
-        return False
 
-
-class _Launched:
+class _Launched(RunningStep):
     def __init__(self, event: torch.cuda.Event, channel: Channel) -> None:
         self.event = event
         self._channel = channel
@@ -164,9 +160,6 @@ class _Launched:
             return False
         self._channel.check()
         return True
-
-    def drop(self) -> None:
-        pass
 
 
 @contextmanager
@@ -217,7 +210,7 @@ def _captured_rows(shape: StepShape, max_num_seqs: int, max_num_tokens: int) -> 
 
 
 def _run_empty_step(
-    backend: CapturableAttention, qkv: torch.Tensor, attn_out: torch.Tensor, shape: StepShape = DECODE_ONLY
+    backend: CapturableAttention, qkv: torch.Tensor, attn_out: torch.Tensor, shape: StepShape
 ) -> None:
     backend.begin_step(_empty_step(), len(qkv), shape)
     for layer in backend.layers_to_compile:

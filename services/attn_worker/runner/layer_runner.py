@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
 
 import torch
 
@@ -16,56 +15,57 @@ from services.common.attention.learned import Learned
 TakeExtraRows = Callable[[StepMetadata, Channel], None]
 
 
-class RunningStep(Protocol):
+class RunningStep:
     """A step whose layers have been launched."""
 
     def is_done(self) -> bool:
         """Whether the step has ended. Raises `ChannelAborted` if it was aborted."""
+        return True
 
     def drop(self) -> None:
         """Forgets what is left of a step that has been aborted."""
 
 
-class FinishedStep:
-    """A `RunningStep` that has ended."""
-
-    def is_done(self) -> bool:
-        return True
-
-    def drop(self) -> None:
-        pass
+class FinishedStep(RunningStep):
+    """It ended before `launch` returned, or has no layers to run."""
 
 
-class LayerRunner(Protocol):
+class LayerRunner:
     """Runs the steps of each lane in the order of their launches."""
 
     def attach(self, channels: Iterable[Channel], learned: Learned) -> None:
         """Makes later steps run on these channels only, and with these values. No step may be running."""
+        raise NotImplementedError
 
     def fence(self) -> torch.cuda.Event | None:
         """The end of all steps launched so far; None: they have ended."""
+        return None
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
         """Copies blocks of a group of layers, given as (from, to), after all steps launched so far, before the next."""
+        raise NotImplementedError
 
     def launch(self, step: StepMetadata, channel: Channel, after: Collection[RunningStep] = ()) -> RunningStep:
         """Runs or enqueues a step on its lane's channel. May raise the errors of `Channel.wait`.
 
         `after`: earlier steps, also of other lanes, that must have ended before it begins
         """
+        raise NotImplementedError
 
     def advance(self) -> bool:
         """Goes on with launched steps that run on the engine thread beside its calls. Returns whether any is left.
 
         May raise the errors of `Channel.wait`.
         """
+        return False
 
     def capture_ahead(self) -> bool:
         """Prepares one kind of later steps, in a moment in which nobody waits. False: nothing is left to prepare."""
+        return False
 
 
-class EagerLayerRunner:
-    """A `LayerRunner` for backends that act at once, as on a CPU. A launched step has ended."""
+class EagerLayerRunner(LayerRunner):
+    """For backends that act at once, as on a CPU. A launched step has ended."""
 
     def __init__(
         self,
@@ -81,9 +81,6 @@ class EagerLayerRunner:
         """Passes the values on."""
         use_learned(self._backend, learned)
 
-    def fence(self) -> None:
-        """None: a launched step has ended."""
-
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
         """Copies at once."""
@@ -98,14 +95,6 @@ class EagerLayerRunner:
         self._backend.begin_step(step)
         run_layers(self._backend, channel, range(self._num_layers), num_tokens)
         return FinishedStep()
-
-    def advance(self) -> bool:
-        """No step is left."""
-        return False
-
-    def capture_ahead(self) -> bool:
-        """Nothing is to be prepared."""
-        return False
 
 
 def run_layers(backend: AttentionBackend, channel: Channel, layers: range, num_tokens: int) -> None:

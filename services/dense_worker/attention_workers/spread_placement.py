@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 
-from services.dense_worker.engine.placement import OnlyPlacement
+from services.dense_worker.engine.placement import Placement
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import Session
 
@@ -22,7 +22,7 @@ MOST_TIMES = 2
 MAX_PREFIXES = 65_536  # that are remembered, the most recently used ones
 
 
-class SpreadPlacement(OnlyPlacement):
+class SpreadPlacement(Placement):
     """A `Placement`."""
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from services.dense_worker.engine.block_ledger import BlockLedger, DividedLedger
 from services.dense_worker.engine.sequence import Sequence
@@ -18,18 +18,23 @@ class Room(NamedTuple):
     text: str  # the same for messages
 
 
-class Placement(Protocol):
-    """Chooses for sequences that hold nothing and share nothing that they must stay with. Engine thread."""
+class Placement:
+    """Chooses for sequences that hold nothing and share nothing that they must stay with: the first. Engine thread."""
 
     def choose(self, sequence: Sequence, fitting: SequenceOf[int], session: Session) -> int:
         """One of `fitting`, the cache_ids that have room for the sequence now; there is at least one."""
+        return fitting[0]
 
     def room_for(self, sequence: Sequence, ledgers: Mapping[int, BlockLedger], *, awaits: bool = False) -> Room:
         """The most blocks that these KV caches have for a sequence; with `awaits` those that are missing count, too."""
+        num_blocks = max((each.num_blocks for each in ledgers.values()), default=0)
+        which = "the largest cache" if len(ledgers) > 1 else "the cache"
+        return Room(num_blocks, f"{which} has {num_blocks}")
 
     def divide(self, sequence: Sequence, num_blocks: int, session: Session) -> DividedLedger | None:
         """So many blocks of several KV caches, for a sequence that may need more than one has; None: too few are free.
         """
+        return None
 
     def expect(self, num_blocks: int, until_s: float) -> None:
         """Some KV caches may be missing until then, on the monotonic clock; all together have so many blocks."""
@@ -42,30 +47,3 @@ class Placement(Protocol):
 
     def forget(self, cache_id: int) -> None:
         """A KV cache is gone."""
-
-
-class OnlyPlacement:
-    """There is one attention worker."""
-
-    def choose(self, sequence: Sequence, fitting: SequenceOf[int], session: Session) -> int:
-        return fitting[0]
-
-    def room_for(self, sequence: Sequence, ledgers: Mapping[int, BlockLedger], *, awaits: bool = False) -> Room:
-        num_blocks = max((each.num_blocks for each in ledgers.values()), default=0)
-        which = "the largest cache" if len(ledgers) > 1 else "the cache"
-        return Room(num_blocks, f"{which} has {num_blocks}")
-
-    def divide(self, sequence: Sequence, num_blocks: int, session: Session) -> DividedLedger | None:
-        return None
-
-    def expect(self, num_blocks: int, until_s: float) -> None:
-        pass
-
-    def expect_less(self, num_blocks: int) -> None:
-        pass
-
-    def note(self, sequence: Sequence) -> None:
-        pass
-
-    def forget(self, cache_id: int) -> None:
-        pass

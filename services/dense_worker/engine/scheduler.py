@@ -20,7 +20,7 @@ from services.dense_worker.engine.attachment import AttachedCache
 from services.dense_worker.engine.fairness.admission import Admission
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.moves import Moves
-from services.dense_worker.engine.placement import OnlyPlacement, Placement
+from services.dense_worker.engine.placement import Placement
 from services.dense_worker.engine.planning.step_planner import StepPlanner
 from services.dense_worker.engine.residency import Residency
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
@@ -29,7 +29,7 @@ from services.dense_worker.engine.step_report import NO_DECODED, DecodedTokens, 
 from services.dense_worker.engine.waiting_queue import WaitingQueue
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.feature import Event, Feature
-from services.dense_worker.features.fork_policy import ForkPolicy, NoForks
+from services.dense_worker.features.fork_policy import ForkPolicy
 from services.dense_worker.features.row_policy import RowPolicy
 from services.step import PlanAccepted, SequenceOpened, StepPlan, StepResult, TokenColumns, spans_of
 
@@ -63,8 +63,8 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(limits.max_num_waiting, limits.max_num_waiting_tokens, limits.priority_ageing_s)
         self._suspects = _Suspects()
-        self._forks = forks or NoForks()
-        self._placement = placement or OnlyPlacement()
+        self._forks = forks or ForkPolicy()
+        self._placement = placement or Placement()
         self._next_step_id = 1
         self._had_parked = False  # when features were last asked to provide what sequences lack
         self._awaits_caches_until_s: float | None = None  # on the monotonic clock

@@ -22,7 +22,7 @@ from services.dense_worker.features.adapters.adapter_feature import AdapterFeatu
 from services.dense_worker.features.adapters.adapter_loader import AdapterLoader
 from services.dense_worker.features.beams.add_beams import add_beams
 from services.dense_worker.features.feature import Feature
-from services.dense_worker.features.fork_policy import ForkPolicy, NoForks
+from services.dense_worker.features.fork_policy import ForkPolicy
 from services.dense_worker.features.grammar.grammar_feature import GrammarFeature
 from services.dense_worker.features.grammar.grammars import Grammars
 from services.dense_worker.features.hidden_states.hidden_states_feature import HiddenStatesFeature
@@ -86,7 +86,7 @@ def make_fork_policy(model: ModelConfig, num_lanes: int = 1) -> ForkPolicy:
     With recurrent layers none: prompts have no states before their end. With several lanes neither: answers to one
     prompt may be in different ones.
     """
-    return NoForks() if model.recurrent_layers or num_lanes > 1 else ParallelAnswers()
+    return ForkPolicy() if model.recurrent_layers or num_lanes > 1 else ParallelAnswers()
 
 
 def prepare_policy(sequence: Sequence, submit: dense_pb2.Submit, vocab_size: int) -> Awaitable[None] | None:

@@ -1,4 +1,4 @@
-"""`LogitsEditor`: the protocol of editors, which change a step's logits before sampling. The sampler has several.
+"""`LogitsEditor`: the base of editors, which change a step's logits before sampling. The sampler has several.
 
 An editor owns its options and state for every slot and runs on the engine thread. Those of `editors/` are in every
 sampler, and features add theirs after them. The sampler knows which slots need which editor and calls only those.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -50,16 +50,20 @@ class EditedRows:
         return rows, slots
 
 
-class LogitsEditor(Protocol):
+class LogitsEditor:
     """No method waits for the device. Device memory is allocated when a sequence first needs the editor."""
+
+    order: ClassVar[int]  # those of a lower one are applied first
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None: ...
 
     def set(self, slot: int, sequence: EditedSequence) -> bool:
         """Returns whether the sequence needs this editor; if so, stores its options and past tokens in `slot`."""
+        raise NotImplementedError
 
     def apply(self, logits: torch.Tensor, rows: EditedRows) -> None:
         """Changes only `rows` of logits (float32 [r, vocab_size], contiguous), in place."""
+        raise NotImplementedError
 
     def append(self, rows: EditedRows, token_ids: torch.Tensor) -> None:
         """Takes the tokens of the step's rows: int64 [r] on the device, unknown to the host."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from services.dense_worker.features.grammar.sequence_grammar import SequenceGrammar
-from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence
+from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence, LogitsEditor
 from services.grammar.matcher import GrammarMatcher
 
 # Allowed tokens whose logits are lower, such as those that other editors exclude, get this logit. So one of them is
@@ -18,7 +18,7 @@ from services.grammar.matcher import GrammarMatcher
 FLOOR = -1e6
 
 
-class GrammarMask:
+class GrammarMask(LogitsEditor):
     """Grammars by slot, on the host."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
@@ -46,9 +46,6 @@ class GrammarMask:
         GrammarMatcher.fill_masks(grammars, masks.numpy().view(np.uint32))
         device_rows, _ = rows.on_device
         self._apply_masks(logits, device_rows, masks.to(self._device, non_blocking=True), FLOOR)
-
-    def append(self, rows: EditedRows, token_ids: torch.Tensor) -> None:
-        """Does nothing: the grammars get the tokens when the host knows them."""
 
 
 def apply_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor, floor: float) -> None:

@@ -17,10 +17,11 @@ from collections import defaultdict
 from services.dense_worker.engine.planning.plan_builder import PlanBuilder
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import Session
+from services.dense_worker.features.fork_policy import ForkPolicy
 
 
-class ParallelAnswers:
-    """All live sequences that are one of several answers. Implements `ForkPolicy`."""
+class ParallelAnswers(ForkPolicy):
+    """All live sequences that are one of several answers."""
 
     def __init__(self) -> None:
         self._groups = defaultdict[int, list[Sequence]](list)  # by group_id

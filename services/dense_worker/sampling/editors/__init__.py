@@ -1,6 +1,6 @@
 """The editors of logits that every sampler has. The folder is their list: whoever adds one adds a file.
 
-A file has one class with an `order`, which implements `LogitsEditor`. Samplers apply editors of a lower order first;
+A file has one `LogitsEditor`, with an `order`. Samplers apply editors of a lower order first;
 `SamplingParams` documents the order of all options.
 """
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence
+from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence, LogitsEditor
 from services.dense_worker.sampling.slot_table import SlotTable
 
 _NONE = -1  # padding of slots with fewer tokens than the table
 
 
-class AllowedTokens:
+class AllowedTokens(LogitsEditor):
     """Sets of token ids by slot, on the device."""
 
     order = 50
@@ -40,6 +40,3 @@ class AllowedTokens:
         allowed = torch.where((allowed == -torch.inf).all(-1, keepdim=True), 0.0, allowed)
         logits.index_fill_(0, device_rows, -torch.inf)
         logits.view(-1).scatter_(0, index.view(-1), allowed.view(-1))
-
-    def append(self, rows: EditedRows, token_ids: torch.Tensor) -> None:
-        """Does nothing: the allowed tokens never change."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from services.common.sampling_params import MAX_BAD_WORD_TOKENS
-from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence
+from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence, LogitsEditor
 from services.dense_worker.sampling.slot_table import SlotTable
 from services.dense_worker.sampling.upload import upload
 
@@ -20,7 +20,7 @@ _NONE = -1  # padding: in a short word it matches any token, in a short output i
 _MAX_TAIL = MAX_BAD_WORD_TOKENS - 1
 
 
-class BadWords:
+class BadWords(LogitsEditor):
     """Words and the end of the output, which is compared with them, by slot; both with the newest token first."""
 
     order = 30

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence
+from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence, LogitsEditor
 from services.dense_worker.sampling.slot_table import SlotTable
 
 
-class LogitBias:
+class LogitBias(LogitsEditor):
     """Sets of biases by slot, on the device."""
 
     order = 10
@@ -33,6 +33,3 @@ class LogitBias:
         device_rows, slots = rows.on_device
         index = device_rows[:, None] * logits.shape[1] + self._token_ids.values[slots]
         logits.view(-1).scatter_add_(0, index.view(-1), self._biases.values[slots].view(-1))
-
-    def append(self, rows: EditedRows, token_ids: torch.Tensor) -> None:
-        """Does nothing: biases do not depend on tokens."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence
+from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence, LogitsEditor
 from services.dense_worker.sampling.upload import upload
 
 _NONE = -1  # padding of slots with fewer tokens than the table
 
 
-class MinTokens:
+class MinTokens(LogitsEditor):
     """Minimum lengths and stop tokens by slot, on the host, which knows the length of every output."""
 
     order = 40
@@ -45,6 +45,3 @@ class MinTokens:
         if owners.size:
             index = upload(np.stack([rows.rows[owners], stop_token_ids[owners, columns]]), self._device)
             logits[index[0], index[1]] = self._forbidden
-
-    def append(self, rows: EditedRows, token_ids: torch.Tensor) -> None:
-        """Does nothing: only the length of an output matters."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence
+from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence, LogitsEditor
 from services.dense_worker.sampling.upload import upload
 
 
-class Penalties:
+class Penalties(LogitsEditor):
     """Strengths by slot, on the host, and counts of tokens by slot, on the device once any sequence needs them.
 
     _output_counts: int32 [num_slots, vocab_size]

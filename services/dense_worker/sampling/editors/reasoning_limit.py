@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence
+from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence, LogitsEditor
 from services.dense_worker.sampling.upload import upload
 
 MAX_BEGIN_TOKENS = 4  # the reasoning begins within this many output tokens, or not at all
@@ -17,7 +17,7 @@ _NONE = -1  # no begin marker: the output begins with reasoning
 _BEFORE, _OPEN, _OVER = range(3)  # states of the reasoning of a slot
 
 
-class ReasoningLimit:
+class ReasoningLimit(LogitsEditor):
     """Limits and markers by slot."""
 
     order = 60

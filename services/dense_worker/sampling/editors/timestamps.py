@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence
+from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence, LogitsEditor
 from services.dense_worker.sampling.upload import upload
 
 _NONE = -1  # no token yet
 
 
-class Timestamps:
+class Timestamps(LogitsEditor):
     """Rules and state of each slot: one row of int64 on the device, whose columns are named below."""
 
     order = 45

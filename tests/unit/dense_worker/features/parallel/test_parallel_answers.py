@@ -17,7 +17,7 @@ from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import PublishedPlan
-from services.dense_worker.features.fork_policy import NoForks
+from services.dense_worker.features.fork_policy import ForkPolicy
 from services.dense_worker.features.parallel.parallel_answers import ParallelAnswers
 from services.step import StepPlan
 from tests.support.dense.eager_drafting import EagerDrafting
@@ -364,7 +364,7 @@ def test_a_client_is_charged_once_for_the_prompt_of_its_answers() -> None:
 
 def test_each_answer_computes_its_prompt_if_prompts_cannot_be_forked() -> None:
     """As in models with gated delta layers, whose states exist at the end of what is computed alone."""
-    cluster = AnswerCluster(num_blocks=64, enable_prefix_cache=False, forks=NoForks())
+    cluster = AnswerCluster(num_blocks=64, enable_prefix_cache=False, forks=ForkPolicy())
     answers = cluster.arrive(4, 30, 5)
     cluster.run_until_idle()
     cluster.check_answers(answers)
