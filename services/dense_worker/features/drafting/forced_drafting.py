@@ -13,8 +13,6 @@ from services.dense_worker.features.drafting.measured_drafting import MeasuredDr
 from services.dense_worker.features.drafting.step_costs import StepCosts
 
 if TYPE_CHECKING:
-    from services.dense_worker.features.drafting.device_drafter import DraftRequest
-    from services.dense_worker.features.drafting.drafter import Predictor
     from services.dense_worker.runner.model_runner import RunningStep
 
 
@@ -27,7 +25,7 @@ class ForcedDrafting(MeasuredDrafting):
     looks_at_each: ClassVar[bool] = False
 
     def __init__(self, costs: StepCosts) -> None:
-        super().__init__(_NoDrafter(), 0, costs)
+        super().__init__(Drafter(), 0, costs)
         self._has_forms = False  # whether a form runs
 
     def waits_for(
@@ -44,40 +42,3 @@ class ForcedDrafting(MeasuredDrafting):
         """Notes what a step has cost, if there are forms."""
         if self._has_forms:
             super().on_step(stats, started, outputs)
-
-
-class _NoDrafter(Drafter):
-    """Drafts nothing."""
-
-    on_device = None
-
-    def begin(self, sequence: Sequence) -> Predictor:
-        return _NO_DRAFTS
-
-    def request(self, predictors: SequenceOf[Predictor], is_held_back: bool) -> DraftRequest | None:
-        return None
-
-    def note_cost(self, num_steps: float) -> None:
-        raise AssertionError("nothing was asked for")
-
-    def finish(self, sequence: Sequence) -> None:
-        pass
-
-
-class _NoDrafts:
-    """The `Predictor` of a sequence without a form."""
-
-    def follow(self, output_token_ids: list[int]) -> None:
-        pass
-
-    def chances(self, num_tokens: int) -> list[float]:
-        return []
-
-    def next_chances(self, num_tokens: int) -> list[float]:
-        return []
-
-    def draft(self, num_tokens: int) -> list[int]:
-        return []
-
-
-_NO_DRAFTS = _NoDrafts()

@@ -15,14 +15,14 @@ from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.features.drafting.acceptance import Acceptance
 from services.dense_worker.features.drafting.device_drafter import DeviceDrafter, DraftRequest
 from services.dense_worker.features.drafting.device_predictor import DEVICE_RATE, TRIAL_STEPS, DevicePredictor
-from services.dense_worker.features.drafting.drafter import Predictor
+from services.dense_worker.features.drafting.drafter import Drafter, Predictor
 
 _WINDOW = 9  # newest runs whose cost counts: the median
 _MIN_SHARE = 0.05  # of a step's time, that to draft one token is taken to cost at least
 
 
-class ModelDrafter:
-    """A `Drafter`."""
+class ModelDrafter(Drafter):
+    """Keeps nothing of a sequence that has ended."""
 
     def __init__(self, on_device: DeviceDrafter, num_tokens: int, max_late_tokens: int | None) -> None:
         """num_tokens: most drafts of a sequence at a time; max_late_tokens: see `ModelPredictor`"""
@@ -63,9 +63,6 @@ class ModelDrafter:
     def note_cost(self, num_steps: float) -> None:
         """Its share falls with the number of tokens."""
         self._shares.append(num_steps / self._num_asked)
-
-    def finish(self, sequence: Sequence) -> None:
-        """Nothing is kept."""
 
 
 class ModelPredictor(DevicePredictor):

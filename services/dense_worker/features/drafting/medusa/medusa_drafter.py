@@ -13,11 +13,11 @@ from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.features.drafting.acceptance import Acceptance
 from services.dense_worker.features.drafting.device_drafter import DeviceDrafter, DraftRequest
 from services.dense_worker.features.drafting.device_predictor import DEVICE_RATE, TRIAL_STEPS, DevicePredictor
-from services.dense_worker.features.drafting.drafter import Predictor
+from services.dense_worker.features.drafting.drafter import Drafter, Predictor
 
 
-class MedusaDrafter:
-    """A `Drafter`."""
+class MedusaDrafter(Drafter):
+    """Every run is one of all heads."""
 
     def __init__(self, on_device: DeviceDrafter, num_heads: int) -> None:
         self.on_device = on_device
@@ -38,9 +38,3 @@ class MedusaDrafter:
             return None
         self._num_steps = 0
         return DraftRequest(self.on_device, self._num_heads)
-
-    def note_cost(self, num_steps: float) -> None:
-        """It is always that of all heads."""
-
-    def finish(self, sequence: Sequence) -> None:
-        """Nothing is kept."""

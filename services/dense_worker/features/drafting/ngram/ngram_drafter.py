@@ -6,16 +6,13 @@ from collections.abc import Sequence as SequenceOf
 
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.features.drafting.acceptance import Acceptance
-from services.dense_worker.features.drafting.device_drafter import DraftRequest
-from services.dense_worker.features.drafting.drafter import Predictor
+from services.dense_worker.features.drafting.drafter import Drafter
 from services.dense_worker.features.drafting.ngram.answer_history import AnswerHistory
 from services.dense_worker.features.drafting.ngram.ngram_predictor import NgramPredictor
 
 
-class NgramDrafter:
-    """A `Drafter`."""
-
-    on_device = None
+class NgramDrafter(Drafter):
+    """Copies text, for which it needs no device."""
 
     def __init__(self, lengths: SequenceOf[int], history: AnswerHistory | None = None) -> None:
         """lengths: of the n-grams to look for, rising; history: None: only the sequence's own text is copied"""
@@ -27,13 +24,6 @@ class NgramDrafter:
         """Looks for the end of the sequence in its text, and in the answers that it may copy from."""
         earlier = [] if self._history is None else self._history.find(sequence)
         return NgramPredictor(self._lengths, self._acceptance.begin(), sequence.spec.prompt_token_ids, earlier)
-
-    def request(self, predictors: SequenceOf[Predictor], is_held_back: bool) -> DraftRequest | None:
-        """Nothing: to copy needs no device."""
-        return None
-
-    def note_cost(self, num_steps: float) -> None:
-        """It has none."""
 
     def finish(self, sequence: Sequence) -> None:
         """Keeps the answer for later ones."""
