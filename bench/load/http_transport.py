@@ -1,6 +1,7 @@
 """`HttpTransport`: requests as streamed POST /v1/completions, one connection per running request.
 
-While the load runs, events are only separated (the gateway ends each with two line feeds), not parsed.
+While the load runs, events are only separated (the gateway ends each with two line feeds), not parsed. Requests go
+directly to sockets: httpx2 takes 1.0 ms for one and the first event of its answer, which would count as the server's.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from http import HTTPStatus
+from typing import cast
 
+import httptools
 import httpx2
 
 from bench.load.transport import CONNECT_TIMEOUT_S, Answer, LoadError, NobodyAnswers, RequestError, TimedRequest
@@ -23,8 +27,10 @@ MAX_QUOTED_CHARACTERS = 200  # of an answer that is not an error of the gateway
 class HttpTransport:
     """The `Transport` over HTTP. A chunk is a server-sent event; the last one is [DONE]."""
 
-    def __init__(self, client: httpx2.AsyncClient) -> None:
-        self._client = client
+    def __init__(self, client: httpx2.AsyncClient, address: str) -> None:
+        """`client` asks for the model at `address`, the gateway's."""
+        self._client, self._address = client, address
+        self._idle: list[_Connection] = []
 
     async def model_info(self) -> gateway_pb2.ModelInfoResponse:
         with _naming_failures(CONNECT_TIMEOUT_S):
@@ -33,7 +39,8 @@ class HttpTransport:
                     response = await self._client.get("/v1/models")
                 except httpx2.ConnectError as error:
                     raise NobodyAnswers("HTTP") from error
-        _check_status(response)
+        if response.status_code != httpx2.codes.OK:
+            raise RequestError(_describe_refusal(response.status_code, response.content))
         try:
             [model] = response.json()["data"]
             return gateway_pb2.ModelInfoResponse(
@@ -56,20 +63,29 @@ class HttpTransport:
         return json.dumps(body).encode()
 
     async def send(self, request: TimedRequest, timeout_s: float, on_chunk: Callable[[bytes], None]) -> None:
-        headers = {"content-type": "application/json", "x-request-id": request.request_id}
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: gateway\r\nx-request-id: {request.request_id}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(request.message)}\r\n\r\n"
+        )
         with _naming_failures(timeout_s):
-            async with (
-                asyncio.timeout(timeout_s),
-                self._client.stream("POST", "/v1/completions", content=request.message, headers=headers) as response,
-            ):
-                if response.status_code != httpx2.codes.OK:
-                    await response.aread()
-                    _check_status(response)
-                begun = b""
-                async for data in response.aiter_raw():
-                    *events, begun = (begun + data).split(END_OF_EVENT)
-                    for event in events:
-                        on_chunk(event)
+            async with asyncio.timeout(timeout_s):
+                while self._idle and self._idle[-1].is_closed:
+                    self._idle.pop()
+                connection = self._idle.pop() if self._idle else await _connect(self._address)
+                try:
+                    status, body = await connection.ask(head.encode() + request.message, on_chunk)
+                except BaseException:
+                    connection.close()
+                    raise
+        if not connection.is_closed:
+            self._idle.append(connection)
+        if status != HTTPStatus.OK:
+            raise RequestError(_describe_refusal(status, body))
+
+    def close(self) -> None:
+        """Closes all connections without a request."""
+        for connection in self._idle:
+            connection.close()
 
     def parse(self, chunks: Sequence[bytes]) -> Answer:
         chunk_num_tokens, usage, error = [], None, None
@@ -103,7 +119,89 @@ async def open_http(address: str) -> AsyncIterator[HttpTransport]:
         raise LoadError(f"gateway at {address}: {error}") from error
     timeout = httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S)  # the time limit holds for the whole request
     async with httpx2.AsyncClient(transport=transport, base_url=base_url, timeout=timeout, trust_env=False) as client:
-        yield HttpTransport(client)
+        with contextlib.closing(HttpTransport(client, address)) as http:
+            yield http
+
+
+class _Connection(asyncio.Protocol):
+    """A connection that carries one request after the other. httptools calls the methods for parts of an answer."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        self._parser = httptools.HttpResponseParser(self)
+        self._answered: asyncio.Future[None] | None = None
+        self._on_chunk: Callable[[bytes], None]
+        self._transport: asyncio.Transport
+        self._begun = b""  # of an event, or of an answer that refuses the request
+        self._ends_with_connection = False  # whether the answer does: it has neither chunks nor a length
+
+    async def ask(self, request: bytes, on_chunk: Callable[[bytes], None]) -> tuple[int, bytes]:
+        """Sends a request. Passes the events of a stream to `on_chunk`; returns the status, and the body of an error.
+
+        Raises `ConnectionError` or `httptools.HttpParserError`.
+        """
+        self._answered = asyncio.get_running_loop().create_future()
+        self._on_chunk, self._begun = on_chunk, b""
+        self._transport.write(request)
+        await self._answered
+        return self._parser.get_status_code(), self._begun
+
+    def close(self) -> None:
+        """May be called again."""
+        self.is_closed = True
+        self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by its methods only
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._end(error)
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_closed = True
+        broken = ConnectionError("the server closed the connection before the end of the answer")
+        self._end(exc or (None if self._ends_with_connection else broken))
+
+    def on_message_begin(self) -> None:
+        self._ends_with_connection = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._ends_with_connection &= name.lower() not in (b"content-length", b"transfer-encoding")
+
+    def on_body(self, body: bytes) -> None:
+        if self._parser.get_status_code() != HTTPStatus.OK:
+            self._begun += body
+            return
+        *events, self._begun = (self._begun + body).split(END_OF_EVENT)
+        for event in events:
+            self._on_chunk(event)
+
+    def on_message_complete(self) -> None:
+        self.is_closed = self.is_closed or not self._parser.should_keep_alive()
+        self._end(None)
+
+    def _end(self, error: Exception | None) -> None:
+        if self._answered is None or self._answered.done():
+            return
+        if error is None:
+            self._answered.set_result(None)
+        else:
+            self._answered.set_exception(error)
+
+
+async def _connect(address: str) -> _Connection:
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(CONNECT_TIMEOUT_S):
+        if address.startswith("unix:"):
+            _, connection = await loop.create_unix_connection(_Connection, address.removeprefix("unix:"))
+        else:
+            host, _, port = address.rpartition(":")
+            _, connection = await loop.create_connection(_Connection, host.strip("[]"), int(port))
+    return connection
 
 
 @contextlib.contextmanager
@@ -112,16 +210,14 @@ def _naming_failures(timeout_s: float) -> Iterator[None]:
         yield
     except TimeoutError as error:
         raise RequestError(f"timeout: no end of the answer within {timeout_s:g} s") from error
-    except httpx2.HTTPError as error:
+    except (httpx2.HTTPError, httptools.HttpParserError, OSError) as error:
         raise RequestError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
-def _check_status(response: httpx2.Response) -> None:
-    if response.status_code == httpx2.codes.OK:
-        return
+def _describe_refusal(status: int, body: bytes) -> str:
     try:
-        error = response.json()["error"]
+        error = json.loads(body)["error"]
         said = f"{error['code']}: {error['message']}"
     except (ValueError, TypeError, LookupError):
-        said = repr(response.text[:MAX_QUOTED_CHARACTERS])
-    raise RequestError(f"{response.status_code} {said}")
+        said = repr(body.decode(errors="replace")[:MAX_QUOTED_CHARACTERS])
+    return f"{status} {said}"

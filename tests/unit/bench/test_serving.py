@@ -393,7 +393,7 @@ def test_another_http_server_is_not_mistaken_for_a_gateway(answer: httpx2.Respon
         server = httpx2.MockTransport(lambda request: answer)
         async with httpx2.AsyncClient(transport=server, base_url="http://server") as client:
             with pytest.raises(RequestError) as caught:
-                await HttpTransport(client).model_info()
+                await HttpTransport(client, "server:1").model_info()
         assert str(caught.value).startswith(error)
 
     run(test())
