@@ -32,6 +32,7 @@ from services.gateway.apis.server.routes import server_routes
 from services.gateway.apis.server.weight_routes import weight_routes
 from services.gateway.apis.sglang.routes import generate_routes
 from services.gateway.apis.shared.llama_cpp_errors import LLAMA_CPP
+from services.gateway.apis.tgi.routes import TextGeneration, text_generation_routes
 from services.gateway.apis.triton.errors import TRITON
 from services.gateway.apis.triton.inference import Triton
 from services.gateway.apis.triton.routes import triton_routes
@@ -85,16 +86,18 @@ def build_app(
     add_error_handlers(app, service.metrics)
     store = _response_store(section)
     scoring = score_routes(vectors, section)
+    texts = TextGeneration(service, section)
     routers = [
         completion_routes(service, section),
-        generate_routes(service, section, peers, worker_load),
+        generate_routes(service, section, peers, worker_load, texts),
+        text_generation_routes(texts, service, section),
         llama_cpp_routes(service, section),
         messages_routes(service, section),
         responses_routes(service, section, store),
         stored_response_routes(service, section, store),
         vector_routes(vectors, section),
         scoring,
-        tei_routes(vectors, section, scoring),
+        tei_routes(vectors, section, scoring, texts),
         cohere_routes(vectors, section),
         token_routes(service, section, vectors),
         audio_routes(service, section, speech),

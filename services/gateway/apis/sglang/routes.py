@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Annotated, Any
+
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from pydantic import Discriminator, Tag
 
 from services.common.config import GatewaySection
 from services.common.errors import PeerError
@@ -22,6 +26,7 @@ from services.gateway.apis.sglang.schema import (
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.prompts import check_prompts
 from services.gateway.apis.shared.streams import STREAM_CONTENT, traced
+from services.gateway.apis.shared.text_server import TextServer
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.field_names import client_field_names
@@ -30,26 +35,31 @@ from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.link.worker_load import WorkerLoad
 
 
+def _kind_of_generate(body: Any) -> str:
+    has_inputs = isinstance(body, Mapping) and "inputs" in body and not body.keys() & {"text", "input_ids"}
+    return "<texts>" if has_inputs else "<sglang>"
+
+
 def generate_routes(
-    service: RequestService, section: GatewaySection, peers: GatewayPeers, worker_load: WorkerLoad
+    service: RequestService,
+    section: GatewaySection,
+    peers: GatewayPeers,
+    worker_load: WorkerLoad,
+    texts: TextServer,
 ) -> APIRouter:
     """The routes of one gateway. `peers`: its other processes, which may run what is to be aborted."""
     route_class = json_route(section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Generation"], responses=ERROR_RESPONSES)
 
-    @router.post(
-        "/generate",
-        response_class=Response,
-        responses={
-            200: {
-                "model": GenerateObject | list[GenerateObject],
-                "content": STREAM_CONTENT,
-                "description": "The answer, or a list of answers",
-            }
-        },
-    )
-    async def generate(body: GenerateBody, request: Request) -> Response:
-        """SGLang's own route: continues one or several prompts."""
+    any_body = Annotated[
+        Annotated[GenerateBody, Tag("<sglang>")] | Annotated[texts.body, Tag("<texts>")],  # type: ignore[name-defined]
+        Discriminator(_kind_of_generate),
+    ]
+
+    async def generate(body: any_body, request: Request) -> Response:  # type: ignore[valid-type]
+        """SGLang's own route: continues one or several prompts. With `inputs` it is Text Generation Inference's."""
+        if isinstance(body, texts.body):
+            return await texts.answer(body, request)
         await next_turn(request)
         request_id: str = request.state.request_id if isinstance(body.rid, list | None) else body.rid
         body.log_unknown_fields(request.state.request_id)
@@ -74,6 +84,21 @@ def generate_routes(
             repeats_prompt=body.shows_prompt_logprobs,
             repeats_logprobs=bool(body.return_logprob),
         )
+
+    generate.__annotations__["body"] = any_body  # it is made here, where FastAPI does not find its name
+    router.add_api_route(
+        "/generate",
+        generate,
+        methods=["POST"],
+        response_class=Response,
+        responses={
+            200: {
+                "model": GenerateObject | list[GenerateObject],
+                "content": STREAM_CONTENT,
+                "description": "The answer, or a list of answers",
+            }
+        },
+    )
 
     @router.post("/abort_request", response_class=Response)
     async def abort_request(body: AbortBody, request: Request) -> Response:

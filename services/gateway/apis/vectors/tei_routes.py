@@ -1,6 +1,7 @@
 """Text Embeddings Inference's routes: /embed, /embed_all, /embed_sparse, /similarity, /predict, /decode and /info.
 
-POST / is the one of them that the body is for, as in its server.
+POST / is the one of them that the body is for, as in its server. If the model makes no vectors, it and /info
+are those of Text Generation Inference.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from pydantic import Discriminator, Field, Tag
 from pydantic_core import to_json
-from starlette.exceptions import HTTPException
 from typing_extensions import TypedDict
 
 from services.common.config import MAX_INPUTS, GatewaySection
@@ -26,6 +26,7 @@ from services.gateway import __version__
 from services.gateway.apis.shared.answer import PiecewiseAnswer
 from services.gateway.apis.shared.json_pieces import list_pieces, text_pieces
 from services.gateway.apis.shared.request_model import RequestModel, TokenLists, at_most
+from services.gateway.apis.shared.text_server import TextServer
 from services.gateway.apis.vectors.pooled_answer import PooledAnswer, number_pieces
 from services.gateway.apis.vectors.schema import Input, RerankRequest, Texts, input_list
 from services.gateway.http.errors import ERROR_RESPONSES
@@ -177,7 +178,7 @@ class ModelInfo(TypedDict):
     version: str
 
 
-def tei_routes(vectors: Vectors, section: GatewaySection, scoring: APIRouter) -> APIRouter:
+def tei_routes(vectors: Vectors, section: GatewaySection, scoring: APIRouter, texts: TextServer) -> APIRouter:
     """The routes of one gateway. `scoring`: the router of /rerank."""
     service = vectors.service
     route_class = json_route(section.max_body_values, service.heavy_work)
@@ -290,11 +291,11 @@ def tei_routes(vectors: Vectors, section: GatewaySection, scoring: APIRouter) ->
             return PiecewiseAnswer(list_pieces(map(text_pieces, texts)), service.heavy_work)
         return JSONResponse(texts)
 
-    @router.get("/info")
-    async def info() -> ModelInfo:
-        """The model, what it is for, and the limits of requests. A 404 if it makes no vectors."""
+    @router.get("/info", responses={200: {"model": ModelInfo}})
+    async def info() -> Mapping[str, Any]:
+        """The model, what it is for, and the limits of requests."""
         if not vectors.makes_any:
-            raise HTTPException(404, "this model makes no vectors: /v1/models tells of it")
+            return texts.info()
         model, pooling = service.model, vectors.pooling
         kind: dict[str, dict[str, Any]] = {"embedding": {"pooling": pooling.method.value}}
         if pooling.is_classifier:
@@ -342,8 +343,13 @@ def tei_routes(vectors: Vectors, section: GatewaySection, scoring: APIRouter) ->
         """What the body is for: vectors, labels, cosines or an order."""
         return await handlers[type(body)](body, request)
 
-    handle_any.__annotations__["body"] = any_request  # it is made here, where FastAPI does not find its name
-    router.add_api_route("/", handle_any, methods=["POST"], response_class=Response, include_in_schema=False)
+    async def continue_text(body: texts.body, request: Request) -> Response:  # type: ignore[name-defined]
+        """The text that follows."""
+        return await texts.answer(body, request, is_list=True)
+
+    root = handle_any if vectors.makes_any else continue_text
+    root.__annotations__["body"] = any_request if vectors.makes_any else texts.body  # FastAPI does not find their names
+    router.add_api_route("/", root, methods=["POST"], response_class=Response, include_in_schema=False)
     return router
 
 

@@ -71,7 +71,8 @@ def other_fields(document: dict[str, Any], path: str) -> list[str]:
     if path not in document["paths"]:
         return []
     schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    properties = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]["properties"]
+    name = next(value["$ref"] for value in (schema, *schema.get("oneOf", ())) if "$ref" in value).rpartition("/")[2]
+    properties = document["components"]["schemas"][name]["properties"]
     return [name for name in properties if name not in BODIES[path]]
 
 
@@ -115,6 +116,19 @@ def test_hostile_values_are_no_500(tmp_path: Path, document: dict[str, Any], pat
         for name in other_fields(document, path):
             for body in bodies_with(BODIES[path], name):
                 await assert_no_500(client, path, body)
+
+    with_client(tmp_path, test)
+
+
+@pytest.mark.hypothesis
+def test_hostile_values_of_text_generation_inference_are_no_500(tmp_path: Path) -> None:
+    grammar = {"type": "json", "value": SCHEMA}
+    parameters = {"max_new_tokens": 2, "temperature": 0.5, "top_k": 2, "truncate": 1, "stop": ["b"], "grammar": grammar}
+    parameters |= {"top_n_tokens": 1, "seed": 1, "best_of": 1, "details": True, "decoder_input_details": True}
+
+    async def test(client: KeptConnection) -> None:
+        for body in mutations({"inputs": "a", "parameters": parameters}):
+            await assert_no_500(client, "/generate", body)
 
     with_client(tmp_path, test)
 

@@ -1,0 +1,84 @@
+"""POST /generate_stream, and the answers of POST /generate and / to bodies of Text Generation Inference."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from services.common.config import GatewaySection
+from services.gateway import __version__
+from services.gateway.apis.shared.answer import Answer
+from services.gateway.apis.shared.prompts import check_prompts
+from services.gateway.apis.shared.streams import STREAM_CONTENT, traced
+from services.gateway.apis.tgi.conversion import tgi_messages
+from services.gateway.apis.tgi.format import TgiFormat
+from services.gateway.apis.tgi.schema import StreamRequest, TgiEvent, TgiInfo, TgiRequest
+from services.gateway.core.request_service import RequestService
+from services.gateway.http.errors import ERROR_RESPONSES
+from services.gateway.http.field_names import client_field_names
+from services.gateway.http.json_route import json_route, next_turn
+from services.gateway.request.generation_request import MAX_STOP_STRINGS
+
+
+class TextGeneration:
+    """Answers Text Generation Inference's requests of one gateway: a `TextServer`."""
+
+    body = TgiRequest
+
+    def __init__(self, service: RequestService, section: GatewaySection) -> None:
+        self._service = service
+        self._section = section
+
+    async def answer(self, body: TgiRequest, request: Request, *, is_list: bool = False) -> Response:
+        """The answer, or a stream of its tokens. `is_list`: the answer is in a list, as at /."""
+        await next_turn(request)
+        request_id: str = request.state.request_id
+        body.log_unknown_fields(request_id)
+        body.parameters.log_unknown_fields(request_id)
+        limits, truncates = self._service.limits, body.parameters.truncate is not None
+        answer_format = TgiFormat(self._service, body, is_list=is_list)
+        with client_field_names(answer_format.param_names):
+            check_prompts([body.inputs], self._section.max_prompts, limits.max_prompt_len, are_cut=truncates)
+            messages = tgi_messages(body, request_id, limits)
+        return Answer(
+            self._service,
+            traced(messages, request),
+            answer_format,
+            is_stream=body.is_stream,
+            first_token_timeout_s=self._section.first_token_timeout_s,
+        )
+
+    def info(self) -> TgiInfo:
+        """The model and the limits of requests."""
+        service, model = self._service, self._service.model
+        return {
+            "model_id": service.names.root,
+            "model_sha": None,
+            "model_dtype": model.dtype,
+            "model_pipeline_tag": "text-generation",
+            "max_concurrent_requests": self._section.max_connections,
+            "max_best_of": service.limits.max_n,
+            "max_stop_sequences": MAX_STOP_STRINGS,
+            "max_input_tokens": service.max_input_tokens,
+            "max_total_tokens": model.max_model_len,
+            "max_client_batch_size": 1,
+            "router": "twostroke",
+            "version": __version__,
+        }
+
+
+def text_generation_routes(texts: TextGeneration, service: RequestService, section: GatewaySection) -> APIRouter:
+    """The route that only Text Generation Inference has."""
+    route_class = json_route(section.max_body_values, service.heavy_work)
+    router = APIRouter(route_class=route_class, tags=["Generation"], responses=ERROR_RESPONSES)
+
+    @router.post(
+        "/generate_stream",
+        response_class=Response,
+        responses={200: {"model": TgiEvent, "content": STREAM_CONTENT, "description": "A stream of tokens"}},
+    )
+    async def generate_stream(body: StreamRequest, request: Request) -> Response:
+        """Text Generation Inference's own route: continues a text, with an event for each token."""
+        return await texts.answer(body, request)
+
+    return router
