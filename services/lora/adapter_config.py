@@ -17,7 +17,6 @@ from services.common.shorten import show
 
 # Kinds of adapters that consist of virtual tokens. P-tuning (arXiv:2103.10385) stores the output of its encoder.
 PROMPT_TUNING = ("PROMPT_TUNING", "P_TUNING")
-MAX_RANK = 256
 MAX_NAMES = 4096  # in a list, such as target_modules
 MAX_PATTERNS = 1024  # in rank_pattern and in alpha_pattern
 MAX_MATCHING_S = 5.0  # for all patterns of an adapter together

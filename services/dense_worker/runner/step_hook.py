@@ -30,14 +30,16 @@ class KeptResiduals:
                 self.memory[: len(residual), place] = residual
 
 
-class StepHook(Protocol):
-    """Keeps something of every step. No method but `warm_up` waits for the device."""
+class StepHook:
+    """May keep something of every step; this one does not. No method but `warm_up` waits for the device."""
 
     def hidden_out(self, num_sampled: int) -> torch.Tensor | None:
         """Where a step writes its hidden states, [num_sampled, hidden]; None: they are not needed."""
+        return None
 
     def residuals_out(self) -> KeptResiduals | None:
         """Where every step copies residuals; None: they are not needed."""
+        return None
 
     def warm_up(self) -> None:
         """Runs it at its largest, so that this memory is there."""

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-import structlog
 from google.protobuf.message import DecodeError
 
 from services.common.errors import CapacityError, DeadlineExceeded, InvalidRequest, RequestAborted
@@ -25,8 +24,6 @@ from services.common.fairness.client_turns import Client
 from services.gateway.access.access import Access, Caller
 from services.gateway.resources.heavy_work import MAX_INLINE_BYTES, HeavyWork, work_for
 from services.gateway.resources.memory_budget import BYTES_PER_BODY_BYTE, HeldMemory, MemoryBudget
-
-log = structlog.get_logger()
 
 # Open calls that need no key, such as health watches. The connections with such calls share the maximum evenly, but
 # each may have at least the minimum. One call takes about 16 KiB.

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import structlog
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -25,8 +24,6 @@ from services.gateway.http.protocol import BoundedProtocol, ConnectionLimits
 from services.rpc.bindable import cannot_listen
 from services.rpc.server import check_socket_free
 from services.rpc.tls import TlsFiles, warn_if_exposed
-
-log = structlog.get_logger()
 
 START_TIMEOUT_S = 10.0
 LOOK_INTERVAL_S = 0.01

@@ -10,7 +10,6 @@ from services.gateway.resources.base64_text import decode_base64
 from services.lora.prompt_embeds import PromptEmbeds, make_prompt_embeds
 from services.pb import gateway_pb2
 
-NAME = "prompt_embeds"
 MAX_READING = 2  # at the same time; each takes a few times the memory of the body
 
 

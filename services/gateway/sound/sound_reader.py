@@ -54,7 +54,6 @@ class SoundReader:
 
     def __init__(self, path: Path, max_seconds: int) -> None:
         """path: the model's directory, with what says how sound becomes features"""
-        self.max_seconds = max_seconds
         options = json.dumps({"path": str(path.resolve()), "max_seconds": max_seconds})
         num_processes = max(2, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2))
         self._turns = ClientTurns(num_processes, MAX_WAIT_S, "the file")

@@ -19,16 +19,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import structlog
-
 from services.common.errors import CapacityError, TwostrokeError
 from services.common.fairness.client_turns import Client, ClientTurns
 from services.common.structured_output import Constraint, StructuredOutput
 from services.gateway.resources.piped_process import KilledError, close_process, end_of, start_process
 from services.grammar.grammar_error import GrammarError, SlowGrammarError
 from services.grammar.trial import MAX_CPU_S
-
-log = structlog.get_logger()
 
 # Grammars that wait for their trial, which takes milliseconds, and `MAX_CPU_S` at most.
 MAX_WAITING_OF_CLIENT = 64

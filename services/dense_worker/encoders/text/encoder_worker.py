@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import secrets
 
-import structlog
 import torch
 
 from services.common.child_options import ChildOptions
@@ -37,8 +36,6 @@ from services.rpc.metrics import new_registry, serve_metrics_once_free, serving_
 from services.rpc.server import run_together
 from services.rpc.tracing import tracing
 from services.rpc.watchdog import Watchdog
-
-log = structlog.get_logger()
 
 
 class EncoderWorker:

@@ -29,7 +29,7 @@ class PendingDrafts(Protocol):
         """They by seq_id, see `DraftRequest.token_ids`. The device must have computed them."""
 
 
-class DeviceDrafter(StepHook, Protocol):
+class DeviceDrafter(StepHook):
     """Drafts the tokens after those of a step, on the stream of the steps."""
 
     def draft(
@@ -43,6 +43,7 @@ class DeviceDrafter(StepHook, Protocol):
 
         Does not wait for the device. The rest is as in `FollowUp.enqueue`.
         """
+        raise NotImplementedError
 
 
 class DraftRequest:

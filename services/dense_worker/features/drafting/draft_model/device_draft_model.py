@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.dense_worker.features.drafting.device_drafter import last_rows, may_be_drafted
+from services.dense_worker.features.drafting.device_drafter import DeviceDrafter, last_rows, may_be_drafted
 from services.dense_worker.features.drafting.draft_model.graphs import DraftGraphs
 from services.dense_worker.features.drafting.draft_model.model import DraftModel
 from services.dense_worker.features.drafting.kv_cache.draft_attention import padded_tables
@@ -27,7 +27,6 @@ from services.dense_worker.features.drafting.kv_cache.draft_blocks import (
     padded_groups,
 )
 from services.dense_worker.runner.batch_rows import RequestState
-from services.dense_worker.runner.step_hook import KeptResiduals
 from services.dense_worker.sampling.logprobs import to_host
 from services.dense_worker.sampling.sampler import Sampler
 from services.dense_worker.sampling.upload import upload
@@ -80,8 +79,8 @@ class PendingModelDrafts:
         return drafts
 
 
-class DeviceDraftModel:
-    """A `DeviceDrafter`. Tokens are drawn with the noise of the served model's: so like logits give like tokens."""
+class DeviceDraftModel(DeviceDrafter):
+    """Tokens are drawn with the noise of the served model's: so like logits give like tokens."""
 
     def __init__(self, model: DraftModel, sampler: Sampler, max_num_seqs: int) -> None:
         self._model = model
@@ -89,19 +88,6 @@ class DeviceDraftModel:
         self._sampler = sampler
         self._max_num_seqs = max_num_seqs
         self._blocks = DraftBlocks[RequestState](model.num_blocks)
-
-    def hidden_out(self, num_sampled: int) -> torch.Tensor | None:
-        """It reads no hidden states."""
-        return None
-
-    def residuals_out(self) -> KeptResiduals | None:
-        """It reads no residuals."""
-        return None
-
-    def keep(
-        self, entries: Iterable[PlanEntry], sequences: SequenceOf[RequestState], sampled: torch.Tensor | None
-    ) -> None:
-        """It computes the tokens itself, when it drafts."""
 
     def warm_up(self) -> None:
         """Runs the model at its largest, so that this memory is there, and captures its graphs."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.dense_worker.features.drafting.device_drafter import DraftedRows, last_rows, may_be_drafted
+from services.dense_worker.features.drafting.device_drafter import DeviceDrafter, DraftedRows, last_rows, may_be_drafted
 from services.dense_worker.features.drafting.eagle.eagle_model import EagleModel
 from services.dense_worker.features.drafting.eagle.graphs import EagleGraphs
 from services.dense_worker.features.drafting.kv_cache.draft_attention import padded_tables
@@ -56,8 +56,8 @@ class _Kept:
         return self.entry.position + self.entry.num_tokens
 
 
-class DeviceEagle:
-    """A `DeviceDrafter`. Its tokens are drawn with the noise of the served model's, as those of a draft model."""
+class DeviceEagle(DeviceDrafter):
+    """Its tokens are drawn with the noise of the served model's, as those of a draft model."""
 
     def __init__(self, model: EagleModel, sampler: Sampler, max_num_seqs: int, max_num_tokens: int) -> None:
         """max_num_tokens: of a step"""
@@ -72,10 +72,6 @@ class DeviceEagle:
         self._kept: list[_Kept] = []  # of the newest step
         # Of the newest step's kept rows: the token after each, int64 [n], and its hidden state, [n, hidden].
         self._token_ids = self._hidden = memory[:0, 0]
-
-    def hidden_out(self, num_sampled: int) -> torch.Tensor | None:
-        """It does not read the last hidden states."""
-        return None
 
     def residuals_out(self) -> KeptResiduals | None:
         """Memory for all tokens of a step."""

@@ -10,16 +10,15 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 
-from services.dense_worker.features.drafting.device_drafter import DraftedRows, last_rows
+from services.dense_worker.features.drafting.device_drafter import DeviceDrafter, DraftedRows, last_rows
 from services.dense_worker.features.drafting.medusa.heads import MedusaHeads
 from services.dense_worker.runner.batch_rows import RequestState
-from services.dense_worker.runner.step_hook import KeptResiduals
 from services.dense_worker.sampling.logprobs import to_host
 from services.step import PlanEntry
 
 
-class DeviceHeads:
-    """A `DeviceDrafter`: the heads with the hidden states from which the newest step samples."""
+class DeviceHeads(DeviceDrafter):
+    """The heads with the hidden states from which the newest step samples."""
 
     def __init__(self, heads: MedusaHeads, max_num_seqs: int) -> None:
         self._heads = heads
@@ -31,24 +30,9 @@ class DeviceHeads:
         """The first rows of `hidden`."""
         return self.hidden[:num_sampled]
 
-    def residuals_out(self) -> KeptResiduals | None:
-        """It reads none."""
-        return None
-
     def warm_up(self) -> None:
         """Runs the heads for as many rows as a step may have."""
         self._heads.draft(self.hidden)
-
-    def keep(
-        self, entries: Iterable[PlanEntry], sequences: SequenceOf[RequestState], sampled: torch.Tensor | None
-    ) -> None:
-        """It keeps nothing but the hidden states."""
-
-    def forget(self, sequences: Iterable[RequestState]) -> None:
-        """It keeps nothing of them."""
-
-    def forget_all(self) -> None:
-        """It keeps nothing of them."""
 
     def draft(
         self,
