@@ -66,35 +66,3 @@ def add_ResumablesServicer_to_server(servicer, server):
             'twostroke.v1.Resumables', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
     server.add_registered_method_handlers('twostroke.v1.Resumables', rpc_method_handlers)
-
-
- # This class is part of an EXPERIMENTAL API.
-class Resumables:
-    """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def Attach(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/twostroke.v1.Resumables/Attach',
-            resumables__pb2.AttachMessage.SerializeToString,
-            resumables__pb2.AttachReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
