@@ -34,7 +34,6 @@ from services.dense_worker.engine.placement import Placement
 from services.dense_worker.engine.step_log import writing_step_log
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
-from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.drafting.load_drafter import make_drafting
 from services.dense_worker.features.installed import make_fork_policy
 from services.dense_worker.metrics import DenseMetrics
@@ -68,10 +67,6 @@ class DenseWorker:
         if options.is_restarted:
             self._config = without_waiting_for_graphs(config)
         self._options = options
-        self._standby = options.standby
-        self._has_predecessor = options.has_predecessor
-        self._continues_sequences = options.continues_sequences
-        self._stated_weights_hash = options.stated_weights_hash
         self._lifeline = None if options.lifeline is None else Lifeline(options.lifeline)
         self._opened = contextlib.AsyncExitStack()
         self._registry = new_registry("dense")
@@ -80,7 +75,7 @@ class DenseWorker:
     async def start(self) -> None:
         """Begins to answer health checks, loads the weights, and starts the engine."""
         config = self._config
-        address = None if self._has_predecessor else config.dense.metrics_address
+        address = None if self._options.has_predecessor else config.dense.metrics_address
         self._opened.enter_context(serving_metrics(address, self._registry, METRICS))
         step_logs = self._opened.enter_context(writing_step_log(config.dense.step_log))
         tracer = self._opened.enter_context(tracing(config.tracing, "dense"))
@@ -92,7 +87,7 @@ class DenseWorker:
         self._model = await self._load(resolved)
         for feature in self._model.features:
             self._opened.callback(feature.close)
-        self._model = with_stated_hash(self._model, self._stated_weights_hash)
+        self._model = with_stated_hash(self._model, self._options.stated_weights_hash)
         observers: list[EngineObserver] = [self._metrics, *step_logs]
         loads = self._model.expert_loads
         if loads is not None:
@@ -108,16 +103,16 @@ class DenseWorker:
     async def run(self) -> None:
         """Runs until cancelled. Raises errors of the engine or of the client of the attention worker."""
         servicer, epoch = self._servicer, secrets.randbits(64)
-        scheduler = self._config.scheduler
+        scheduler, continues_sequences = self._config.scheduler, self._options.continues_sequences
 
         def describe(attachment: Attachment) -> dense_pb2.DenseInfo:
-            return self._model.describe(attachment, epoch, scheduler, continues_sequences=self._continues_sequences)
+            return self._model.describe(attachment, epoch, scheduler, continues_sequences=continues_sequences)
 
         readiness = Readiness(servicer, self._server, describe)
         try:
             await run_together(
                 self._client.run(self._engine, readiness),
-                self._wait_failure(),
+                asyncio.shield(asyncio.wrap_future(self._engine.failure)),
                 self._watchdog.run(),
                 self._serve_late_metrics(),
             )
@@ -131,10 +126,6 @@ class DenseWorker:
         """Closes everything that `start` opened, in reverse order."""
         await self._opened.aclose()
 
-    def drafting(self) -> Drafting:
-        """What decides when steps have draft tokens."""
-        return make_drafting(self._config.scheduler, self._model.resolved.config, self._model.drafter)
-
     def _report_loading(self, line: str) -> None:
         """Called on the thread that loads."""
         log.info("loading", progress=line)
@@ -143,14 +134,14 @@ class DenseWorker:
     async def _load(self, resolved: ResolvedModel) -> LoadedModel:
         """Loads the model; a standby does so at low priority, or when it is told to take over."""
         config, report = self._config, self._report_loading
-        if self._standby is None:
+        if self._options.standby is None:
             return await asyncio.to_thread(load_model, config, resolved, report, self._lifeline)
         thread = low_priority_thread()
         try:
             run = partial(self._loop.run_in_executor, thread)
             prepared = await run(prepare_model, config, resolved, report, self._lifeline)
             num_bytes = await run(prepared.own_weight_bytes)
-            if await run(holds_weights, self._standby, resolved, num_bytes):
+            if await run(holds_weights, self._options.standby, resolved, num_bytes):
                 return await run(partial(prepared.load, takes_over=True))
         finally:
             thread.shutdown(wait=False)  # if this worker was asked to stop, it still works
@@ -176,7 +167,7 @@ class DenseWorker:
         def deliver(report: StepReport) -> None:
             loop.call_soon_threadsafe(self._servicer.deliver, report)
 
-        drafting = self.drafting()
+        drafting = make_drafting(config.scheduler, model.resolved.config, model.drafter)
         self._registry.register(drafting.counts)
         engine = self._engine = Engine(
             scheduler_limits(
@@ -235,17 +226,14 @@ class DenseWorker:
         servicer.set_engine(self._engine, self._watchdog, self._model.features)
         servicer.status.weights_hash = self._model.weights_hash
         servicer.status.loading = ""
-        if self._standby is None:
+        if self._options.standby is None:
             servicer.may_attach.set()
         servicer.status.state = state.ATTACHING if servicer.may_attach.is_set() else state.STANDBY
         log.info("loaded", address=address, state=state.State.Name(servicer.status.state))
 
-    async def _wait_failure(self) -> None:
-        await asyncio.shield(asyncio.wrap_future(self._engine.failure))
-
     async def _serve_late_metrics(self) -> None:
         """Serves the metrics of a worker that replaces another: after it takes over, once the old one has ended."""
-        if self._has_predecessor:
+        if self._options.has_predecessor:
             await self._servicer.may_attach.wait()
             await serve_metrics_once_free(self._config.dense.metrics_address, self._registry, METRICS)
 
