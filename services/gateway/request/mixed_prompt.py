@@ -19,12 +19,17 @@ def most_tokens(given: str | Sequence[str | int]) -> int:
 
 
 async def without_texts_between(
-    given: str | Sequence[str | int], tokenizer: Tokenizer, most: int, pictures: PictureReader | None, name: str
+    given: str | Sequence[str | int],
+    tokenizer: Tokenizer,
+    most: int,
+    pictures: PictureReader | None,
+    name: str,
+    add_special_tokens: bool | None,
 ) -> str | Sequence[int]:
     """The same prompt without texts between token ids. A text at the start gets special tokens, others do not.
 
     most: tokens that a prompt may have. `pictures` limits the text of a model that sees some. name: of the prompt, in
-    errors. Raises `InvalidRequest`.
+    errors. `add_special_tokens`: what the client said; False: no text gets any. Raises `InvalidRequest`.
     """
     if isinstance(given, str) or str not in map(type, given):
         return given  # type: ignore[return-value]
@@ -37,7 +42,7 @@ async def without_texts_between(
     token_ids: list[int] = []
     for i, each in enumerate(given):
         if isinstance(each, str):
-            token_ids += await tokenizer.encode(each, add_special_tokens=i == 0)
+            token_ids += await tokenizer.encode(each, add_special_tokens=i == 0 and add_special_tokens is not False)
             await asyncio.sleep(0)  # let other tasks run
         else:
             token_ids.append(each)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from services.common.errors import RequestAborted
+from services.common.errors import AbortedByCaller
 from services.gateway.access.access import Caller
 from services.gateway.core.chunks import Completion, Prompt
 from services.gateway.core.request_service import RequestService
@@ -250,5 +250,5 @@ class Transcription:
         self.num_tokens += len(completion.token_ids)
         assert completion.finish is not None, "it is whole"
         if completion.finish.reason is FinishReason.ABORT:  # what there is of it would pass for a whole output
-            raise RequestAborted(f"the file's request {message.request_id} was aborted")
+            raise AbortedByCaller(f"the file's request {message.request_id} was aborted")
         return completion, prompt

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from services.common.errors import InvalidRequest, RequestAborted, TwostrokeError
+from services.common.errors import AbortedByCaller, InvalidRequest, TwostrokeError
 from services.common.fairness.client_turns import ClientTurns
 from services.common.pooling.pair_template import PairTemplate
 from services.common.pooling.pooling_config import PoolingConfig, TokenHead
@@ -235,7 +235,7 @@ class Vectors:
                     generation.close()
             vector = prompt and prompt.reports.get(POOLING.name)
             if not isinstance(vector, PooledVector):  # it was aborted
-                raise RequestAborted(f"{each.name} ended without its vector")
+                raise AbortedByCaller(f"{each.name} was aborted before it had its vector")
             values = vector.values if options.all_tokens else vector.values[0]
             results[index] = PooledInput(values, array("i", prompt.token_ids))
 
@@ -293,7 +293,8 @@ class Vectors:
             token_ids = token_ids[:most] if is_cut else token_ids
         else:
             pictures = self.service.pictures
-            token_ids = await without_texts_between(each.first, tokenizer, limit, pictures, name)
+            adds = options.adds_special_tokens
+            token_ids = await without_texts_between(each.first, tokenizer, limit, pictures, name, adds)
             check_token_ids("input", token_ids[: most + 1], self.service.model.vocab_size, name)
             token_ids = list(token_ids[:most]) if is_cut else token_ids
         if not token_ids:

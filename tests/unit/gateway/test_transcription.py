@@ -58,8 +58,8 @@ def test_an_abort_of_any_part_ends_the_file_as_an_aborted_request(tmp_path: Path
             last = f"{name}-{len(tokens)}"
             await until(is_waiting)
             assert (await gateway.stub.Abort(gateway_pb2.AbortRequest(request_id=last))).was_running
-            check_error(response := await answer, 500, None, f"{last} was aborted")
-            assert response.json()["error"]["code"] == "request_aborted"
+            check_error(response := await answer, 499, None, f"{last} was aborted")
+            assert response.json()["error"]["code"] == "aborted_by_caller"
             await until(lambda: not dense.running)
 
     with_client(tmp_path, dense, test, model=make_speech_model(tmp_path))

@@ -25,7 +25,8 @@ async def llama_cpp_messages(
     """One message per prompt. `pictures` limits the text of a model that sees some. Raises `InvalidRequest`."""
     most = limits.max_prompt_len
     prompts = [
-        await without_texts_between(each, tokenizer, most, pictures, "prompt") for each in body.prompts_given
+        await without_texts_between(each, tokenizer, most, pictures, "prompt", body.add_special_tokens)
+        for each in body.prompts_given
     ]
     messages = messages_of(_common_message(body.resolved, limits), prompts, request_id, limits.max_prompt_len)
     bias, banned = await _read_biases(body, tokenizer, limits.vocab_size)

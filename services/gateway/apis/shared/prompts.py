@@ -60,7 +60,10 @@ def _text_of(value: Any) -> Any:
         if value.get("multimodal_data"):
             raise PydanticCustomError("media", "multimodal_data is not supported")
         return text
-    if isinstance(value, dict) and isinstance(parts := value.get("content"), list) and 0 < len(parts) <= MAX_TEXTS:
+    if isinstance(value, dict) and isinstance(parts := value.get("content"), list) and parts:
+        if len(parts) > MAX_TEXTS:
+            context = {"count": len(parts), "most": MAX_TEXTS}
+            raise PydanticCustomError("texts", "has {count} parts, at most {most} allowed", context)
         texts = [each.get("text") for each in parts if isinstance(each, dict) and each.get("type") == "text"]
         if len(texts) == len(parts) and set(map(type, texts)) == {str}:
             return "".join(texts)

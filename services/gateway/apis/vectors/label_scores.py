@@ -26,6 +26,7 @@ from services.gateway.core.chunks import Prompt as ShownPrompt
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ErrorBody, describe
 from services.gateway.http.field_names import client_field_names
+from services.gateway.request.generation_request import check_token_ids
 from services.gateway.resources.heavy_work import MAX_INLINE_BYTES
 from services.gateway.resources.repeatable import created_at
 from services.pb import gateway_pb2
@@ -158,7 +159,11 @@ async def label_scores(
     """One token is generated behind each prompt, for the log-probabilities of the labels. Raises `InvalidRequest`."""
     limits, num_items = service.limits, len(prompt_list(body.items))
     with client_field_names(PARAM_NAMES):
-        check_prompts([body.query] * num_items, section.max_prompts, limits.max_prompt_len, are_cut=False)
+        check_prompts(prompt_list(body.items), section.max_prompts, limits.max_prompt_len, are_cut=False)
+    with client_field_names({"prompt": "query"}):
+        check_prompts([body.query], 1, limits.max_prompt_len, are_cut=False)
+        if not isinstance(body.query, str):
+            check_token_ids("query", body.query, limits.vocab_size)
         num_bytes = BYTES_PER_ELEMENT * num_items * len(body.query)
         await request.state.held.reserve(num_bytes, "the query beside each item", "query", "send fewer items")
     common = gateway_pb2.GenerateRequest(

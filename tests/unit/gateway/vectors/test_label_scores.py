@@ -35,6 +35,25 @@ def test_scores_that_are_aborted_are_an_error_of_the_client(
     with_client(tmp_path, dense, test)
 
 
+@pytest.mark.parametrize("item_first", [False, True])
+def test_a_wrong_query_is_blamed_and_not_the_items(tmp_path: Path, item_first: bool) -> None:
+    wrong: list[tuple[list[int], list[list[int]], str, str]] = [
+        ([5, 10**6], [[6]], "query", "query[1] is 1000000"),
+        ([5] * 5000, [[6]], "query", "5000"),
+        ([5], [[6], [6] * 5000], "items", "5000"),
+        ([5], [[6]] * 65, "items", "65"),
+    ]
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for query, items, param, said in wrong:
+            body = {"query": query, "items": items, "label_token_ids": [5], "item_first": item_first}
+            check_error(await client.post("/v1/score", json=body), 400, param, said)
+        body = {"query": [5], "items": [[10**6]], "label_token_ids": [5], "item_first": item_first}
+        check_error(await client.post("/v1/score", json=body), 400, "items", "1000000", "vocabulary")
+
+    with_client(tmp_path, FakeDense(lambda submit: []), test)
+
+
 def test_prompts_with_a_long_query_are_made_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small body can have a query of thousands of tokens, which each item has beside it."""
     num_turns, turn = 0, HeavyWork.turn

@@ -19,7 +19,7 @@ from services.gateway.apis.vectors import tei_routes
 from services.gateway.vectors import vectors
 from services.pb import dense_pb2, gateway_pb2
 from tests.support.clients.gateway_calls import REFERENCE, ids
-from tests.support.clients.http_gateway import COMPLETIONS, with_client
+from tests.support.clients.http_gateway import COMPLETIONS, check_error, with_client
 from tests.support.running_gateway import RunningGateway, until
 from tests.support.workers.fake_dense import FakeDense, fake_vector
 
@@ -88,12 +88,23 @@ def test_inputs_of_llama_cpp_mix_token_ids_and_texts(tmp_path: Path) -> None:
         ([12, " a", 10**6], "input"),
         ([[12, *[" a"] * 65]], "input[0]"),
     ]
+    without: list[tuple[Any, list[int]]] = [
+        ([[" a", 12]], [*bare, 12]),
+        ({"prompt_string": " a"}, bare),
+        ({"content": [part]}, bare),
+    ]
 
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         for given, tokens in truth:
             answer = (await client.post(EMBEDDINGS, json={"input": given, "normalize": False}, headers=HEADERS)).json()
             found = [each["embedding"] for each in answer["data"]]
             np.testing.assert_allclose(found, [fake_vector(each) for each in tokens], atol=1e-6)
+        for given, tokens in without:
+            body = {"input": given, "normalize": False, "add_special_tokens": False}
+            [found] = (await client.post(EMBEDDINGS, json=body, headers=HEADERS)).json()["data"]
+            np.testing.assert_allclose(found["embedding"], fake_vector(tokens), atol=1e-6)
+        many = await client.post(EMBEDDINGS, json={"input": {"content": [part] * 65}}, headers=HEADERS)
+        assert many.status_code == 400 and "65 parts, at most 64" in many.json()["error"]["message"]
         plain = await client.post("/embedding", json={"content": [12, " a"], "embd_normalize": -1}, headers=HEADERS)
         np.testing.assert_allclose(plain.json()[0]["embedding"], [fake_vector([12, *bare])], atol=1e-6)
         for given, param in wrong:
@@ -102,6 +113,22 @@ def test_inputs_of_llama_cpp_mix_token_ids_and_texts(tmp_path: Path) -> None:
             assert refused.json()["error"]["param"] == param, refused.text
 
     serve(tmp_path, test)
+
+
+@pytest.mark.parametrize("path", [EMBEDDINGS, "/embed"])
+def test_vectors_that_are_aborted_are_an_error_of_the_client(tmp_path: Path, path: str) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        name = "input" if path == EMBEDDINGS else "inputs"
+        other = asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 5}))
+        await until(lambda: any(each.num_output_tokens for each in dense.running.values()))
+        vectors = asyncio.create_task(client.post(path, json={name: PROMPTS[:2]}))
+        await until(lambda: len(dense.running) == 3)  # the vectors would come with the next step
+        assert (await client.post("/abort_request", json={"abort_all": True})).status_code == 200
+        check_error(await vectors, 499, None, "aborted before it had its vector")
+        assert (await other).json()["choices"][0]["finish_reason"] == "abort"
+
+    dense = FakeDense(lambda submit: [70] * 5, step_s=60)
+    with_client(tmp_path, dense, test, runner="pooling")
 
 
 def test_embed_answers_as_text_embeddings_inference(tmp_path: Path) -> None:
