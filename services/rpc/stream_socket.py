@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterable
 from typing import Final, Self, cast
 
@@ -32,6 +33,7 @@ CLOSE_TIMEOUT_S: Final = 5.0  # for the client to read the last messages; one th
 _HELLO: Final = b""  # the server's first message
 _LENGTH: Final = struct.Struct("!I")
 _MAX_WAITING_BYTES: Final = 2**20  # of complete messages, about
+_SLICE_S: Final = 0.000_5  # of processor time: after it messages wait for the next iteration of the event loop
 
 Receive = Callable[[bytes], None]
 
@@ -56,6 +58,7 @@ class StreamSocket(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._may_write = asyncio.Event()
         self._may_write.set()
+        self._drained_at = 0.0  # in processor time: when others last ran because of `drain`
 
     @classmethod
     async def open(cls, connected: socket.socket, hello: bytes, receive: Receive, max_message_bytes: int) -> Self:
@@ -102,9 +105,12 @@ class StreamSocket(asyncio.Protocol):
     async def drain(self) -> None:
         """Waits until most of what was sent is written. Raises `PeerError` if the socket is closed.
 
-        Other tasks run meanwhile, however fast the peer reads: to encode the next message may take a millisecond.
+        Other tasks run meanwhile, however fast the peer reads: to encode the next message may take a millisecond. Many
+        that take little, such as cancellations, have one iteration of the event loop.
         """
-        await asyncio.sleep(0)
+        if time.thread_time() - self._drained_at >= _SLICE_S:
+            await asyncio.sleep(0)
+            self._drained_at = time.thread_time()
         await self._may_write.wait()
         if self.closed.done():
             raise PeerError(f"the other end of the stream's socket has closed it: {self.error or 'it may have ended'}")
@@ -144,15 +150,18 @@ class StreamSocket(asyncio.Protocol):
         self._may_write.set()
 
     def _work(self) -> None:
-        """Handles one message in an iteration of the event loop, however many have come: one may take a millisecond."""
+        """Handles some messages, however many have come: one may take a millisecond, and of others thousands come."""
         self._is_working = False
+        latest = time.thread_time() + _SLICE_S
         try:
-            if (end := self._frame_end()) is not None:
+            while (end := self._frame_end()) is not None:
+                if time.thread_time() >= latest:
+                    self._is_working = True
+                    break
                 with memoryview(self._buffer) as view:
                     message = bytes(view[_LENGTH.size : end])
                 del self._buffer[:end]
                 self._take(message)
-                self._is_working = self._frame_end() is not None
         except Exception as error:  # nobody awaits this call
             self.error = error
             self._is_over = True

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,22 +231,61 @@ def test_an_error_of_the_receiver_ends_it() -> None:
     run(test)
 
 
-def test_the_event_loop_does_other_work_between_two_messages_that_come_together() -> None:
+@pytest.mark.parametrize(("took_s", "most_in_a_row"), [(0.001, 1), (0.000_6, 1), (0.000_05, 10)])
+def test_the_event_loop_does_other_work_between_messages_that_come_together(
+    monkeypatch: pytest.MonkeyPatch, took_s: float, most_in_a_row: int
+) -> None:
+    """Between any two that take long, and after some of those that take little."""
+    turns, clock = list[str](), [1.0]
+
+    def receive(message: bytes) -> None:
+        turns.append(message.decode())
+        clock[0] += took_s
+
     async def test() -> None:
-        turns = list[str]()
-        async with pair(lambda message: turns.append(message.decode())) as (server, _):
+        async with pair(receive) as (server, _):
             end = await server.connected()
-            for number in range(20):
+            monkeypatch.setattr(stream_socket, "time", SimpleNamespace(thread_time=lambda: clock[0]))
+            for number in range(40):
                 end.send(str(number).encode())
-            while len(turns) < 20 + turns.count("other"):
+            while len(turns) < 40 + turns.count("other"):
                 if turns:
                     turns.append("other")
                 await asyncio.sleep(0)
-        handled = [index for index, turn in enumerate(turns) if turn != "other"]
-        assert [turns[index] for index in handled] == [str(number) for number in range(20)]
-        assert all(later - earlier > 1 for earlier, later in itertools.pairwise(handled))
 
     run(test)
+    assert [turn for turn in turns if turn != "other"] == [str(number) for number in range(40)]
+    in_a_row = [len(list(group)) for is_other, group in itertools.groupby(turns, "other".__eq__) if not is_other]
+    assert max(in_a_row) in (most_in_a_row, most_in_a_row + 1) if most_in_a_row > 1 else set(in_a_row) == {1}
+
+
+@pytest.mark.parametrize(("took_s", "most_in_a_row"), [(0.001, 1), (0.000_05, 12)])
+def test_the_event_loop_does_other_work_while_many_messages_are_sent(
+    monkeypatch: pytest.MonkeyPatch, took_s: float, most_in_a_row: int
+) -> None:
+    turns, clock = list[str](), [1.0]
+
+    async def test() -> None:
+        async with pair(bytes) as (server, client):
+            monkeypatch.setattr(stream_socket, "time", SimpleNamespace(thread_time=lambda: clock[0]))
+
+            async def send() -> None:
+                for number in range(40):
+                    clock[0] += took_s  # to encode it
+                    client.send(str(number).encode())
+                    turns.append("sent")
+                    await client.drain()
+
+            sending = asyncio.create_task(send())
+            while not sending.done():
+                turns.append("other")
+                await asyncio.sleep(0)
+            await until(lambda: server.received == [str(number).encode() for number in range(40)])
+
+    run(test)
+    in_a_row = [len(list(group)) for is_other, group in itertools.groupby(turns, "other".__eq__) if not is_other]
+    assert sum(in_a_row) == 40 and max(in_a_row) <= most_in_a_row
+    assert most_in_a_row == 1 or len(in_a_row) < 10
 
 
 def test_a_sender_waits_for_a_receiver_that_is_busy_with_many_messages() -> None:

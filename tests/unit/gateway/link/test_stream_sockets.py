@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -25,6 +26,7 @@ from services.gateway.link.dense_pool import DensePool
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import JournalEntry
 from services.pb import dense_pb2, dense_pb2_grpc
+from services.rpc import stream_socket
 from services.rpc.metrics import new_registry
 from services.rpc.spans import NoTracer
 from services.rpc.stream_socket import KEY, SocketOffer, StreamSocket
@@ -257,13 +259,14 @@ def test_an_ended_stream_leaves_no_socket(tmp_path: Path) -> None:
     run(test())
 
 
-def test_one_message_is_written_in_an_iteration_of_the_event_loop(
+def test_one_message_that_takes_long_is_written_in_an_iteration_of_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To encode one may take a millisecond; a request has up to hundreds of sequences, a step as many reports."""
-    iteration, sent_in, send = [0], list[tuple[StreamSocket, int]](), StreamSocket.send
+    iteration, sent_in, send, clock = [0], list[tuple[StreamSocket, int]](), StreamSocket.send, [1.0]
 
     def note_and_send(end: StreamSocket, message: bytes) -> None:
+        clock[0] += 0.001
         sent_in.append((end, iteration[0]))
         send(end, message)
 
@@ -286,4 +289,5 @@ def test_one_message_is_written_in_an_iteration_of_the_event_loop(
             counting.cancel()
 
     monkeypatch.setattr(StreamSocket, "send", note_and_send)
+    monkeypatch.setattr(stream_socket, "time", SimpleNamespace(thread_time=lambda: clock[0]))
     run(test())
