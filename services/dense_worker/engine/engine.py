@@ -42,6 +42,7 @@ log = structlog.get_logger()
 
 _IDLE_POLL_S = 1.0  # longest sleep of an idle engine, after which it checks its deadlines
 _POLL_S = 20e-6  # how often to look whether a GPU has ended a step
+_CALLS_S = 0.5e-3  # how long calls that have come are made before it is looked once which sequences they let open
 _LOOK_S = 0.5e-3  # the same while the next plan waits: a step may end before its predicted end
 # Of a longer step three quarters run before the next plan leaves. The rest is time for it to arrive, about 1 ms.
 _LONG_STEP_S = 0.012
@@ -235,8 +236,8 @@ class Engine:
             has_waited = self._await_calls(session, step)
         elif session.last_step_s >= _LONG_STEP_S:
             step.running.run_most()
-            while self._make_call(session, 0.0):  # those that have come meanwhile
-                self._admit(session)
+            while self._make_some_calls(session, 0.0):  # those that have come meanwhile
+                pass
         else:
             step.running.run_first()  # attention computes the second layer while this plans
         if (published := self._schedule(session, step.published.plan.lane)) is not None:
@@ -276,6 +277,20 @@ class Engine:
         # Tells the gateways now, so that they know it before any step runs these sequences.
         self._deliver(StepReport(0, admitted=admitted))
 
+    def _make_some_calls(self, session: Session, timeout_s: float) -> bool:
+        """Makes the next call, and those that have come with it, and then chooses the sequences to open.
+
+        Returns whether there was any. To choose them takes milliseconds if hundreds of clients wait, and thousands of
+        calls may come at once. Raises as `_make_call`.
+        """
+        if not self._make_call(session, timeout_s):
+            return False
+        end_s = time.monotonic() + _CALLS_S
+        while time.monotonic() < end_s and self._make_call(session, 0.0):
+            pass
+        self._admit(session)
+        return True
+
     def _await_calls(self, session: Session, step: InFlight) -> bool:
         """Makes the calls that come while a GPU runs the step, until the next plan must leave.
 
@@ -287,8 +302,7 @@ class Engine:
         while (left_s := leaves_s - time.monotonic()) > 0.0 and not step.running.is_done():
             has_waited = True
             self._publish_openings(session)  # the plan that waits has only sequences that are open by then
-            if self._make_call(session, min(left_s, _LOOK_S)):
-                self._admit(session)
+            self._make_some_calls(session, min(left_s, _LOOK_S))
         return has_waited
 
     def _begin_idle_lanes(self, session: Session) -> bool:
@@ -335,8 +349,7 @@ class Engine:
         channel, plan, timeout_s = step.channel, step.published.plan, self._result_timeout_s
         deadline = time.monotonic() + timeout_s
         while not step.running.is_done():
-            if self._make_call(session, _POLL_S):
-                self._admit(session)
+            if self._make_some_calls(session, _POLL_S):
                 self._publish_openings(session)
             if time.monotonic() > deadline:  # however much comes
                 raise PeerError(f"step {plan.step_id} has not ended after {timeout_s} s")

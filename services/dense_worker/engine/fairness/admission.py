@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from services.dense_worker.engine.fairness.victims import Newcomer, choose_victims
+from services.dense_worker.engine.fairness.victims import Need, choose_victims
 from services.dense_worker.engine.placement import Placement
 from services.dense_worker.engine.residency import Residency
 from services.dense_worker.engine.sequence import Sequence
@@ -209,14 +209,15 @@ class Admission:
             return None
         if self._entitled is not None and self._session.awaits_blocks:
             return None
-        heads = map(self._newcomer, self._ready_heads())
-        self._entitled, victims = choose_victims(self._session, heads, self._num_places, self._tried)
+        self._entitled, victims = choose_victims(
+            self._session, self._ready_heads(), self._need_of, self._num_places, self._tried
+        )
         for victim in victims:
             self._residency.preempt(victim)
         return self._entitled if self._entitled is not None and self._has_room(self._entitled) else None
 
-    def _newcomer(self, sequence: Sequence) -> Newcomer:
+    def _need_of(self, sequence: Sequence) -> Need:
         if self._outgrows_each(sequence):  # it needs all blocks at once, in several caches
-            return Newcomer(sequence, self._most_blocks(sequence), self._session.open_ledgers.keys())
+            return Need(self._most_blocks(sequence), self._session.open_ledgers.keys())
         home = self._home_of(sequence)
-        return Newcomer(sequence, self.blocks_to_reserve(sequence), None if home is None else (home,))
+        return Need(self.blocks_to_reserve(sequence), None if home is None else (home,))

@@ -22,11 +22,10 @@ from services.dense_worker.engine.session import Session
 MAX_TRIED = 4  # newcomers for which victims are looked for in one call
 
 
-class Newcomer(NamedTuple):
-    """A waiting sequence that looks for room."""
+class Need(NamedTuple):
+    """What a waiting sequence needs."""
 
-    sequence: Sequence
-    num_blocks: int  # that it needs
+    num_blocks: int
     cache_ids: Collection[int] | None  # the KV caches in which it needs them; None: in any one
 
 
@@ -78,9 +77,13 @@ def _claim(held: int, amount: int) -> int:
 
 
 def choose_victims(
-    session: Session, newcomers: Iterable[Newcomer], num_free_places: int, tried: set[int]
+    session: Session,
+    heads: Iterable[Sequence],
+    need_of: Callable[[Sequence], Need],
+    num_free_places: int,
+    tried: set[int],
 ) -> tuple[Sequence | None, list[Sequence]]:
-    """The first of `newcomers` that has a right to room; and whom to preempt for it.
+    """The first of `heads` that has a right to room; and whom to preempt for it.
 
     None, and nobody, if none has; nobody if blocks are about to come back. Only sequences that are not more urgent give
     way, and never the very first one, so that at least that one always advances.
@@ -93,17 +96,20 @@ def choose_victims(
     num_in_caches = _num_available(session)
     roomiest = max(num_in_caches, key=num_in_caches.__getitem__, default=0)
     num_tried = 0
-    for newcomer, num_blocks, home in newcomers:
+    for newcomer in heads:
+        num_missing_places = newcomer.num_rows - num_free_places
+        if num_missing_places > 0:  # hundreds may wait: what they need is computed only for those that may get it
+            if not places.may_be_poor(newcomer, newcomer.num_rows):
+                continue
+            if newcomer.seq_id in tried and not session.awaits_blocks:
+                continue
+        num_blocks, home = need_of(newcomer)
         cache_ids = (roomiest,) if home is None else home
-        num_available = sum(num_in_caches.get(each, 0) for each in cache_ids)
-        num_missing, num_missing_places = num_blocks - num_available, newcomer.num_rows - num_free_places
-        if num_missing_places > 0:
-            is_poor = places.may_be_poor(newcomer, newcomer.num_rows)
-        else:
+        num_missing = num_blocks - sum(num_in_caches.get(each, 0) for each in cache_ids)
+        if num_missing_places <= 0:
             blocks = blocks or Holdings([*session.running, *opening], orphaned_blocks)
-            is_poor = blocks.may_be_poor(newcomer, num_blocks)
-        if not is_poor:
-            continue
+            if not blocks.may_be_poor(newcomer, num_blocks):
+                continue
         if num_missing_places <= 0 and num_missing <= 0:
             return newcomer, []  # it fits beside a sequence of a richer client that does not
         if num_missing > 0 and session.awaits_blocks:

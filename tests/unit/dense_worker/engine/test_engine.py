@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from types import SimpleNamespace
 
@@ -189,6 +190,39 @@ def test_a_sequence_that_arrives_during_a_step_is_opened_before_the_step_ends() 
     engine.submit(new_sequence(2, "r2", [5, 6, 7], SamplingParams(), max_tokens=4))
     assert attention.opened.get(timeout=TIMEOUT_S) == 2
     assert not runner.has_ended.is_set()
+    runner.has_ended.set()
+    ended: set[int] = set()
+    while ended != {1, 2}:
+        report = reports.get(timeout=TIMEOUT_S)
+        ended |= {output.sequence.seq_id for output in report.outputs if output.finish_reason is not None}
+    engine.stop(TIMEOUT_S)
+
+
+def test_many_calls_that_come_together_are_made_before_it_is_looked_whom_to_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For each call anew it took thousands of them from thousands of clients half a minute, without any step."""
+    monkeypatch.setattr(engine_module, "_CALLS_S", TIMEOUT_S)
+    runner, attention, reports = SlowRunner(), RecordingAttention(), queue.Queue()
+    engine = started_engine(runner, attention, reports, TIMEOUT_S)
+    engine.submit(new_sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
+    runner.launched.get(timeout=TIMEOUT_S)
+    choose, num_chosen, have_come = engine._scheduler.next_to_open, [0], threading.Event()
+
+    def next_to_open() -> list[Sequence]:
+        num_chosen[0] += 1
+        return choose()
+
+    engine._thread.post(have_come.wait)  # so that the others come together
+    engine._thread.post(lambda: setattr(engine._scheduler, "next_to_open", next_to_open))
+    for seq_id in range(2, 52):
+        engine.submit(new_sequence(seq_id, "", [5, 6, 7], SamplingParams(), max_tokens=4))
+    for seq_id in range(3, 52):
+        engine.cancel(seq_id)
+    have_come.set()
+    while attention.opened.get(timeout=TIMEOUT_S) != 2:
+        pass
+    assert num_chosen[0] <= 3
     runner.has_ended.set()
     ended: set[int] = set()
     while ended != {1, 2}:

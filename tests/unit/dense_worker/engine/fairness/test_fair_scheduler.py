@@ -91,6 +91,24 @@ def test_a_new_client_gets_its_first_token_in_the_next_step_beside_500_other_str
     assert cluster.num_running_by_client[1] == 7, "only one sequence of client 1 must give way"
 
 
+def test_what_a_waiting_client_needs_is_computed_only_if_it_may_get_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of clients may wait, and those with a right to places are looked at a few at a time."""
+    cluster = SharedCluster(num_blocks=4000, max_num_seqs=8, max_num_batched_tokens=64)
+    admission, computed = cluster.scheduler._admission, list[int]()
+    need_of = admission._need_of
+
+    def noted(sequence: Sequence) -> Any:
+        computed.append(sequence.seq_id)
+        return need_of(sequence)
+
+    for client in range(1, 301):
+        cluster.arrive(client, 4, 50)
+    monkeypatch.setattr(admission, "_need_of", noted)
+    cluster.run(4)
+    assert cluster.num_running_by_client.total() == 8
+    assert not computed, "each running client has one place, which nobody may take"
+
+
 def streaming_cluster(num_clients: int) -> SharedCluster:
     """Eight running streams of one or of several clients."""
     cluster = SharedCluster(num_blocks=400, max_num_seqs=16, max_num_batched_tokens=64)
