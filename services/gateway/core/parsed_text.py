@@ -42,6 +42,7 @@ class ParsedText:
         ids = ((tokenizer.token_id(name), name) for name in parsing.token_markers)
         self._markers = {token_id: name for token_id, name in ids if token_id is not None}
         self._is_parallel = parsing.tools.is_parallel
+        self._is_demanded = parsing.tools.is_demanded
         self._stops = make_stops(request.stop, request.stop_regex, request.include_stop_str_in_output)
         self._num_early = request.spec.sampling.min_tokens  # tokens to come that no stop string ends
         self.num_calls = 0  # complete ones
@@ -66,6 +67,8 @@ class ParsedText:
                 return piece
         if is_last:
             found = self._parser.finish(self._detokenizer.flush(), is_cut)
+            if is_cut and self._is_demanded:  # what was cut off before a call's name is no content
+                found = [delta for delta in found if not isinstance(delta, ContentDelta)]
             if not self._show(found, piece, is_early=False) and self._stops is not None:
                 _add_content(piece.deltas, self._stops.flush())
         return piece

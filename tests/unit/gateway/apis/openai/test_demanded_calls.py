@@ -11,6 +11,7 @@ import pytest
 
 from services.pb import gateway_pb2
 from tests.support.chats.chat_models import TIME, WEATHER, with_chat_model
+from tests.support.clients.gateway_calls import ids
 from tests.support.running_gateway import RunningGateway
 
 USER: list[Any] = [{"role": "user", "content": "How is the weather in Paris?"}]
@@ -45,6 +46,25 @@ def test_a_demanded_call_has_a_grammar(tmp_path: Path) -> None:
     assert '"city"' in strict.structured_output.grammar
     assert not free.HasField("structured_output")
     assert over_grpc.structured_output == named.structured_output
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+@pytest.mark.parametrize("text", [CALL[:end] for end in (1, 5, 11, 14, 25)])
+def test_the_beginning_of_a_demanded_call_is_no_content(text: str, choice: Any, tmp_path: Path) -> None:
+    """A limit cuts it off before the name of the tool is known."""
+
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        given: Any = {"model": "model", "messages": USER, "tools": TOOLS, "tool_choice": choice}
+        given["max_tokens"] = len(ids(text))
+        [whole] = (await api.chat.completions.create(**given)).choices
+        assert (whole.message.content, whole.message.tool_calls, whole.finish_reason) == ("", None, "length")
+        events = [each.choices[0] async for each in await api.chat.completions.create(**given, stream=True)]
+        assert not any(each.delta.content or each.delta.tool_calls for each in events)
+        assert events[-1].finish_reason == "length"
+        free = given | {"tool_choice": "auto"}
+        assert (await api.chat.completions.create(**free)).choices[0].message.content.startswith("<")
+
+    with_chat_model(tmp_path, "hermes", [text + " and more"], test)
 
 
 BAD = {"properties": {"a": {"pattern": "("}}}
