@@ -164,14 +164,20 @@ class Standby:
             if spare is not None and is_taken and spare.is_ready and spare.state.has_weights and spare.child.is_running:
                 taken = self._take(spare), spare.watcher
             else:
-                await self._end_spare()
+                await self.close()
             yield taken
         finally:
             self._is_wanted.set()
 
     async def close(self) -> None:
         """Stops the spare."""
-        await self._end_spare()
+        spare = self._spare
+        if spare is None:
+            return
+        child = self._take(spare)
+        child.stop()
+        await uninterrupted(child.wait(self._section.stop_grace_s))
+        await asyncio.gather(spare.watcher, return_exceptions=True)
 
     def _take(self, spare: Spare) -> Child:
         self._spare = None
@@ -273,15 +279,6 @@ class Standby:
             delay_s = RETRY_S * 2 ** (num_in_window - 1)
             log.warning("the standby has ended", role=self._name, pid=child.pid, reason=reason, delay_s=delay_s)
             await asyncio.sleep(delay_s)
-
-    async def _end_spare(self) -> None:
-        spare = self._spare
-        if spare is None:
-            return
-        child = self._take(spare)
-        child.stop()
-        await uninterrupted(child.wait(self._section.stop_grace_s))
-        await asyncio.gather(spare.watcher, return_exceptions=True)
 
 
 class Spares:

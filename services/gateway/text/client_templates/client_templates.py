@@ -72,7 +72,10 @@ class ClientTemplates:
 
     async def close(self) -> None:
         """Ends the process."""
-        await self._end()
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            await asyncio.to_thread(close_process, process)
 
     async def _ask(self, message: Mapping[str, Any]) -> dict[str, str]:
         """The process's answer; an error in its stead if the template has ended the process."""
@@ -83,10 +86,10 @@ class ClientTemplates:
             async with asyncio.timeout(TIMEOUT_S):
                 answer = await asyncio.to_thread(_exchange, process, message)
         except TimeoutError:
-            await self._end()
+            await self.close()
             raise CapacityError(f"the chat template was not rendered within {TIMEOUT_S:g} s") from None
         except asyncio.CancelledError:  # the client is gone; the process still works on its template
-            await asyncio.shield(self._end())
+            await asyncio.shield(self.close())
             raise
         if answer is not None:
             return answer
@@ -98,12 +101,6 @@ class ClientTemplates:
         if status >= 0 or status in (-signal.SIGTERM, -signal.SIGHUP):
             raise TwostrokeError("chat templates of clients cannot be rendered: see the gateway's log")
         return {"error": f"needs more than {MAX_MEMORY_BYTES} bytes of memory, the limit, or is nested too deeply"}
-
-    async def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            await asyncio.to_thread(close_process, process)
 
 
 def _exchange(process: subprocess.Popen[bytes], message: Mapping[str, Any]) -> dict[str, str] | None:
