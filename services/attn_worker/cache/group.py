@@ -13,8 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from services.attn_worker.cache.block_pool import BlockPool
-from services.attn_worker.cache.cached_sequence import CachedSequence
-from services.attn_worker.cache.sequence_rows import SequenceRows
+from services.attn_worker.cache.cached_sequence import CachedSequence, SequenceRows
 from services.attn_worker.runner.step_metadata import StepMetadata
 
 

@@ -16,11 +16,17 @@ import numpy as np
 
 from services.attn_worker.cache.block_group import BlockGroup
 from services.attn_worker.cache.block_pool import BlockPool
-from services.attn_worker.cache.cached_sequence import CachedSequence, InFlight, OpenResult, PlannedStep
+from services.attn_worker.cache.cached_sequence import (
+    NO_SEQUENCE,
+    CachedSequence,
+    InFlight,
+    OpenResult,
+    PlannedStep,
+    SequenceRows,
+)
 from services.attn_worker.cache.group import Batch, CacheGroup
 from services.attn_worker.cache.prefix_cache import PrefixCache
 from services.attn_worker.cache.rollback import Rollback
-from services.attn_worker.cache.sequence_rows import NO_SEQUENCE, SequenceRows
 from services.attn_worker.cache.step_spans import RopePositions, num_later_of_step, positions_of_step
 from services.attn_worker.cache.tiers.tier import BlockSupplier, MissingBlock, NoTier, Tier
 from services.attn_worker.runner.step_metadata import StepMetadata

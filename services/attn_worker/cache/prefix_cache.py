@@ -8,9 +8,8 @@ import numpy as np
 
 from services.attn_worker.cache.block_group import BlockGroup
 from services.attn_worker.cache.block_pool import block_digest, root_digest
-from services.attn_worker.cache.cached_sequence import CachedSequence
+from services.attn_worker.cache.cached_sequence import CachedSequence, SequenceRows
 from services.attn_worker.cache.group import CacheGroup
-from services.attn_worker.cache.sequence_rows import SequenceRows
 from services.attn_worker.cache.tiers.tier import BlockSupplier, MissingBlock, NoTier, Tier
 
 _TOKEN_BYTES = 4

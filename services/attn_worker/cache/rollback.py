@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.attn_worker.cache.cached_sequence import CachedSequence
+from services.attn_worker.cache.cached_sequence import CachedSequence, SequenceRows
 from services.attn_worker.cache.group import CacheGroup
-from services.attn_worker.cache.sequence_rows import SequenceRows
 from services.common.errors import RequestAborted
 
 

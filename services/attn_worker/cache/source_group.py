@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from services.attn_worker.cache.block_pool import BlockPool
-from services.attn_worker.cache.cached_sequence import CachedSequence
+from services.attn_worker.cache.cached_sequence import CachedSequence, SequenceRows
 from services.attn_worker.cache.group import Batch
-from services.attn_worker.cache.sequence_rows import SequenceRows
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.errors import CapacityError, InvalidRequest
 

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 import structlog
 
 from services.attn_worker.cache.block_pool import BlockPool, root_digest
-from services.attn_worker.cache.cached_sequence import CachedSequence
+from services.attn_worker.cache.cached_sequence import CachedSequence, SequenceRows
 from services.attn_worker.cache.group import CacheGroup
 from services.attn_worker.cache.prefix_cache import PrefixCache
-from services.attn_worker.cache.sequence_rows import SequenceRows
 
 log = structlog.get_logger()
 

@@ -9,10 +9,9 @@ import pytest
 
 from services.attn_worker.cache.block_group import BlockGroup
 from services.attn_worker.cache.block_pool import BlockPool
-from services.attn_worker.cache.cached_sequence import CachedSequence, PlannedStep
+from services.attn_worker.cache.cached_sequence import CachedSequence, PlannedStep, SequenceRows
 from services.attn_worker.cache.group import Batch
 from services.attn_worker.cache.kv_cache import KVCache
-from services.attn_worker.cache.sequence_rows import SequenceRows
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.errors import CapacityError, RequestAborted
 from services.common.kv_cache.sliding_window import SlidingWindow
