@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,13 +21,12 @@ import structlog
 
 from services.common.child_options import ChildOptions
 from services.common.config import Config, load_config
-from services.common.errors import ConfigError, InvalidRequest, PeerError, RolledBack, TwostrokeError
+from services.common.errors import CapacityError, ConfigError, InvalidRequest, PeerError, RolledBack, TwostrokeError
 from services.launch.child import DENSE_ROLE, Child
 from services.launch.children import Children
-from services.launch.probe import compute_one_token
 from services.launch.standby import Standby
 from services.launch.switched_address import SwitchedAddress
-from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc
+from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc, sampling_pb2, sequence_pb2
 from services.pb.launch_pb2 import ReplaceDenseRequest
 from services.rpc.client import open_channel
 from services.rpc.start_deadline import StartDeadline
@@ -38,6 +38,8 @@ OpenRequests: TypeAlias = ReplaceDenseRequest.OpenRequests
 SECTIONS = ("dense", "model")  # sections of the config that may differ
 RESERVED = "dense.address"  # the launcher's own
 ERROR_GRACE_S = 3.0
+MOST_URGENT = -(2**31)
+TOKEN_ID = 0  # every vocabulary has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,3 +318,38 @@ def _describe(error: BaseException) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name}: {error.details()}"
     return str(error) or type(error).__name__
+
+
+async def compute_one_token(dense: dense_pb2_grpc.DenseWorkerStub, timeout_s: float) -> bool:
+    """Runs a sequence with priority over those of gateways. Returns whether it ran in time: a worker may be full.
+
+    Raises `PeerError` if the worker breaks.
+    """
+    spec = sequence_pb2.SequenceSpec(
+        request_id="probe-of-the-launcher",
+        prompt_token_ids=[TOKEN_ID],
+        sampling=sampling_pb2.SamplingParams(temperature=0.0),
+        max_tokens=1,
+        priority=MOST_URGENT,
+    )
+    submit = dense_pb2.Submit(seq_id=secrets.randbits(64), spec=spec)
+    call = dense.Connect()
+    try:
+        async with asyncio.timeout(timeout_s):
+            await call.write(dense_pb2.GatewayMessage(submit=submit))
+            async for output in call:
+                if output.HasField("farewell"):
+                    raise PeerError(f"it ended the stream: {output.farewell.reason}")
+                for end in output.ended:
+                    if end.status_code == CapacityError.status_code.value[0]:
+                        return False
+                    if end.reason == dense_pb2.SequenceEnd.ERROR:
+                        raise PeerError(f"it failed a sequence: {end.message}")
+                    return True
+        raise PeerError("it ended the stream")
+    except TimeoutError:
+        return False
+    except grpc.aio.AioRpcError as error:
+        raise PeerError(f"{error.code().name}: {error.details()}") from error
+    finally:
+        call.cancel()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import structlog
+from tokenizers import Tokenizer
 
 from services.common.config import ModelSection, SchedulerSection
 from services.common.errors import ConfigError, ModelError
@@ -13,7 +15,6 @@ from services.common.lifeline import Lifeline
 from services.common.model_config import ModelConfig, load_model_config
 from services.common.resolve import ResolvedModel
 from services.dense_worker.features.drafting.draft_model.model import DraftModel
-from services.dense_worker.features.drafting.draft_model.vocabulary import check_vocabulary
 from services.dense_worker.features.drafting.kv_cache.draft_attention import bytes_of_block
 from services.dense_worker.features.drafting.kv_cache.draft_blocks import BLOCK_SIZE
 from services.dense_worker.model.held_weights import HeldWeights
@@ -22,6 +23,8 @@ from services.dense_worker.model.weight_memory import Empty
 from services.dense_worker.model.weights import empty_weights, load_weights, random_weights, weights_hash
 
 log = structlog.get_logger()
+
+_FILE = "tokenizer.json"
 
 
 def held_draft_model(
@@ -90,3 +93,41 @@ def unsupported_part(config: ModelConfig) -> str | None:
     if config.attention.layer_heads or config.parts.layer_inputs is not None:
         return "layers that differ in their heads or inputs"
     return "attention sinks" if config.attention.has_sinks else None
+
+
+def check_vocabulary(draft: Path, draft_size: int, model: Path, model_size: int) -> None:
+    """Raises `ModelError` if a token id means different texts to the models in the directories `draft` and `model`.
+
+    It names both sizes and, if both have a tokenizer.json, the first token that differs. Special tokens may differ: to
+    have other names for the same purpose is usual.
+    """
+    sizes = f"the draft model {draft} has a vocabulary of {draft_size} tokens, the model {model} one of {model_size}"
+    difference = _first_difference(draft / _FILE, model / _FILE)
+    if difference is not None:
+        raise ModelError(f"{sizes}, and {difference}")
+    if draft_size != model_size:
+        raise ModelError(f"{sizes}; they must be the same")
+
+
+def _first_difference(draft: Path, model: Path) -> str | None:
+    """None: there is none, or one of the files is missing."""
+    if not (draft.is_file() and model.is_file()):
+        return None
+    of_draft, of_model = _read(draft), _read(model)
+    special = _special_ids(of_draft) & _special_ids(of_model)
+    for token_id in range(max(of_draft.get_vocab_size(), of_model.get_vocab_size())):
+        texts = of_draft.id_to_token(token_id), of_model.id_to_token(token_id)
+        if texts[0] != texts[1] and token_id not in special:
+            return f"token {token_id} is {texts[0]!r} there and {texts[1]!r} here"
+    return None
+
+
+def _read(file: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise ModelError(f"{file} cannot be read: {error}") from error
+
+
+def _special_ids(tokenizer: Tokenizer) -> set[int]:
+    return {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
