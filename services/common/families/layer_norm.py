@@ -97,24 +97,21 @@ def read_olmo(fields: ConfigFields) -> ModelConfig:
 
 def read_jais2(fields: ConfigFields) -> ModelConfig:
     """Jais 2: LayerNorm, a squared ReLU, biases."""
-    config = read_base(fields, eps="layer_norm_eps")
-    has_bias = fields.flag("attention_bias")
-    return replace(
-        config,
-        parts=replace(config.parts, norm=NormKind.LAYER, is_gated=False),
-        qkv_bias=has_bias,
-        o_bias=has_bias,
-        mlp_bias=fields.flag("mlp_bias"),
-    )
+    return _without_gate(fields, read_base(fields, eps="layer_norm_eps"), NormKind.LAYER)
 
 
 def read_nemotron(fields: ConfigFields) -> ModelConfig:
     """Nemotron-3 and 4, Minitron (NeMo's GPT): norms with 1 + weight, a squared ReLU, half of each head rotated."""
     config = read_base(fields, eps="norm_eps", allows_partial_rope=True)
+    return _without_gate(fields, config, NormKind.LAYER_PLUS_ONE)
+
+
+def _without_gate(fields: ConfigFields, config: ModelConfig, norm: NormKind) -> ModelConfig:
+    """The config with these norms, a plain MLP, and the biases that its fields name."""
     has_bias = fields.flag("attention_bias")
     return replace(
         config,
-        parts=replace(config.parts, norm=NormKind.LAYER_PLUS_ONE, is_gated=False),
+        parts=replace(config.parts, norm=norm, is_gated=False),
         qkv_bias=has_bias,
         o_bias=has_bias,
         mlp_bias=fields.flag("mlp_bias"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from services.common.errors import InvalidRequest
@@ -94,19 +94,7 @@ def read_qwen2_5_vl(fields: VisionFields) -> tuple[QwenTower, QwenLayout]:
     window = fields.size("window_size") // merge // patch
     if not window:
         raise fields.error("window_size", fields.size("window_size"), f"expected at least {merge * patch}")
-    tower = QwenTower(
-        num_layers=fields.size("depth"),
-        hidden_size=fields.size("hidden_size"),
-        intermediate_size=fields.size("intermediate_size"),
-        num_heads=fields.size("num_heads"),
-        patch_size=patch,
-        num_frames=fields.size("temporal_patch_size"),
-        merge_size=merge,
-        window_size=window,
-        full_layers=tuple(fields.tower["fullatt_block_indexes"]),
-        out_hidden_size=fields.size("out_hidden_size"),
-        activation=fields.activation(fields.tower, "hidden_act"),
-    )
+    tower = replace(_read_tower(fields), window_size=window, full_layers=tuple(fields.tower["fullatt_block_indexes"]))
     return tower, read_qwen_layout(fields, patch * merge)
 
 
@@ -119,22 +107,25 @@ def read_qwen3_vl(fields: VisionFields) -> tuple[QwenTower, QwenLayout]:
         raise fields.error("num_position_embeddings", num_positions, "expected a square")
     if sorted(set(deep)) != list(deep) or len(deep) >= num_text_layers:
         raise fields.error("deepstack_visual_indexes", deep, f"expected fewer than {num_text_layers}, ascending")
-    tower = QwenTower(
+    tower = replace(_read_tower(fields), num_position_columns=math.isqrt(num_positions), deep_layers=deep)
+    return tower, read_qwen_layout(fields, patch * merge)
+
+
+def _read_tower(fields: VisionFields) -> QwenTower:
+    """What both have, without windows."""
+    return QwenTower(
         num_layers=fields.size("depth"),
         hidden_size=fields.size("hidden_size"),
         intermediate_size=fields.size("intermediate_size"),
         num_heads=fields.size("num_heads"),
-        patch_size=patch,
+        patch_size=fields.size("patch_size"),
         num_frames=fields.size("temporal_patch_size"),
-        merge_size=merge,
+        merge_size=fields.size("spatial_merge_size"),
         window_size=0,
         full_layers=(),
         out_hidden_size=fields.size("out_hidden_size"),
         activation=fields.activation(fields.tower, "hidden_act"),
-        num_position_columns=math.isqrt(num_positions),
-        deep_layers=deep,
     )
-    return tower, read_qwen_layout(fields, patch * merge)
 
 
 def read_qwen_layout(fields: VisionFields, unit: int) -> QwenLayout:
