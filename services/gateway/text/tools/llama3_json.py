@@ -31,7 +31,6 @@ class Llama3JsonParser(MarkedParser):
         self._names = names
         self._state = _State.CONTENT
         self._call: JsonCall | None = None
-        self._is_line_blank = True  # whether the content has only white space since the last line break
 
     def _step(self) -> bool:
         if self._state is _State.CONTENT:
@@ -66,12 +65,6 @@ class Llama3JsonParser(MarkedParser):
         elif marker == _OBJECT:
             self._show(len(_OBJECT))
         return marker is not None
-
-    def _show(self, num_characters: int) -> None:
-        text, self._text = self._text[:num_characters], self._text[num_characters:]
-        self._writer.content(text)
-        *lines, last = text.split("\n")
-        self._is_line_blank = (self._is_line_blank or bool(lines)) and not last.strip()
 
     def _begin_call(self) -> None:
         self._state, self._call = _State.CALL, JsonCall(self._writer, self._names)

@@ -26,6 +26,7 @@ class MarkedParser(ABC):
         self._text = ""  # arrived and not taken yet
         self._raw: list[str] = []  # the text of the block of calls that is open, from its marker on
         self._has_begun = False  # whether deltas of the open call have been written
+        self._is_line_blank = True  # whether what `_show` has shown is only white space since the last line break
 
     def feed(self, text: str) -> list[Delta]:
         self._text += text
@@ -70,6 +71,13 @@ class MarkedParser(ABC):
             self._raw = []
         else:
             self._give_up()
+
+    def _show(self, num_characters: int) -> None:
+        """Removes the beginning of `_text`, which is content."""
+        text, self._text = self._text[:num_characters], self._text[num_characters:]
+        self._writer.content(text)
+        *lines, last = text.split("\n")
+        self._is_line_blank = (self._is_line_blank or bool(lines)) and not last.strip()
 
     def _take(self, num_characters: int) -> str:
         """Removes the beginning of `_text`, as a part of the open block."""

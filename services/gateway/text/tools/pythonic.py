@@ -42,7 +42,6 @@ class PythonicParser(MarkedParser):
         super().__init__(new_id)
         self._names = names
         self._state = _State.CONTENT
-        self._is_line_blank = True  # whether the content has only white space since the last line break
         self._num_arguments = 0
         self._key = ""
         self._value: list[str] = []  # the characters of the value so far
@@ -83,12 +82,6 @@ class PythonicParser(MarkedParser):
         elif marker == _LIST:
             self._show(len(_LIST))
         return marker is not None
-
-    def _show(self, num_characters: int) -> None:
-        text, self._text = self._text[:num_characters], self._text[num_characters:]
-        self._writer.content(text)
-        *lines, last = text.split("\n")
-        self._is_line_blank = (self._is_line_blank or bool(lines)) and not last.strip()
 
     def _read_name(self) -> bool:
         match = _HEAD.match(self._text)
