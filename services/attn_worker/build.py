@@ -31,6 +31,7 @@ from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.layers.select import select_backend
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.moved_blocks.moved_blocks import MovedBlocks
+from services.attn_worker.rehearsal import Rehearsal
 from services.attn_worker.runner.layer_runner import EagerLayerRunner, LayerRunner, TakeExtraRows
 from services.attn_worker.split_context.parted_attention import PartedTorchAttention
 from services.attn_worker.split_context.parted_cache import PartedKVCache
@@ -133,7 +134,14 @@ def build_engine(
         identity = str(_block_identity(section, model, storage, is_deterministic))
         arguments = (storage, cache.pools["blocks"], identity, peers.open_channel, peers.longest_copy_s)
         moved_blocks = MovedBlocks(*arguments)
-    engine = AttentionEngine(cache, runner, metrics, moved_blocks)
+    has_others = spec.window_blocks is not None or spec.source_slots is not None or spec.num_state_slots
+    is_plain = window is None and not has_others and not section.split_context
+    rehearsal = None
+    if is_plain and model.device.type == "cuda":
+        most_blocks = -(-max_model_len // spec.block_size)
+        own_cache = build_cache(most_blocks, spec.block_size, max_model_len, enable_prefix_cache=False)
+        rehearsal = Rehearsal(own_cache, runner)
+    engine = AttentionEngine(cache, runner, metrics, moved_blocks, rehearsal)
     engine.start()
     return engine
 

@@ -24,6 +24,7 @@ from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.moved_blocks.moved_blocks import MovedBlocks
 from services.attn_worker.openings import Openings
+from services.attn_worker.rehearsal import Rehearsal
 from services.attn_worker.runner.layer_runner import FinishedStep, LayerRunner, RunningStep
 from services.channel import Channel
 from services.common.attention.learned import Learned
@@ -58,9 +59,12 @@ class AttentionEngine:
         runner: LayerRunner,
         metrics: AttentionMetrics,
         moved_blocks: MovedBlocks | None = None,
+        rehearsal: Rehearsal | None = None,
     ) -> None:
-        """`moved_blocks`: None if sequences that move are computed again."""
+        """`moved_blocks`: None if sequences that move are computed again. `rehearsal`: None if steps are not rehearsed.
+        """
         self.cache = cache
+        self.rehearsal = rehearsal
         self.num_steps = 0
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
@@ -139,6 +143,15 @@ class AttentionEngine:
         self.num_copied_tokens += result.num_copied_blocks * self.cache.block_size
         if not result.num_copied_blocks:
             self.num_loaded_tokens += len(result.missing) * self.cache.block_size
+
+    def rehearse(self, attachment: Attachment, plan: StepPlan) -> None:
+        """Rehearses an old plan, if nobody has a sequence and no step is under way."""
+        is_current = attachment is self._attachment and len(attachment.channels) == 1
+        if self.rehearsal is None or not is_current or attachment.request_ids:
+            return
+        self._commit_done(attachment)
+        if not attachment.running:
+            self.rehearsal.run(plan, attachment.channels[plan.lane])
 
     def run_step(
         self, attachment: Attachment, plan: StepPlan, received_s: float, on_accepted: Callable[[Accepted], None]

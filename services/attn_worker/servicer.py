@@ -389,7 +389,13 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
 
         def receive(message: bytes) -> None:
             try:
-                self._pass_on(step_pb2.StepPlan.FromString(message), engine, attachment, put)
+                rehearsal = engine.rehearsal
+                if message:
+                    plan = self._pass_on(step_pb2.StepPlan.FromString(message), engine, attachment, put)
+                    if rehearsal is not None:
+                        rehearsal.note(message, plan)
+                elif rehearsal is not None and (old := rehearsal.read()) is not None:  # an empty one announces another
+                    engine.submit(engine.rehearse, attachment, old)
             except Exception as error:  # no one awaits the link's thread
                 put_on_stream(error)
 
@@ -397,8 +403,8 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
 
     def _pass_on(
         self, message: step_pb2.StepPlan, engine: AttentionEngine, attachment: Attachment, put: _Put
-    ) -> None:
-        """Passes a plan to the engine. Raises `InvalidRequest`, which ends the stream."""
+    ) -> StepPlan:
+        """Passes a plan to the engine, and returns it. Raises `InvalidRequest`, which ends the stream."""
 
         def report(step: Future[None]) -> None:
             if not step.cancelled() and (error := step.exception()) is not None:
@@ -415,6 +421,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         if plan.is_step:
             step = engine.submit(engine.run_step, attachment, plan, time.perf_counter(), accept)
             step.add_done_callback(report)
+        return plan
 
     def _open(self, engine: AttentionEngine, attachment: Attachment, new: NewSequence, put: _Put) -> None:
         """Passes a sequence to the engine; calls `put` with the answer, or with the error that ends the stream."""

@@ -85,6 +85,9 @@ class GatewayEngine(Protocol):
         With a `generation`, only if theirs was lower. The future gets theirs, or is cancelled if the engine ends.
         """
 
+    def expect(self) -> None:
+        """A sequence is about to come: if there is none yet, gets ready for it."""
+
     def drain(self, drains: bool) -> None:
         """Starts no sequence any more, or again; those that run go on."""
 
@@ -404,6 +407,8 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             self._owned.pop(request.cancel.seq_id, None)
             self._tracer.end(request.cancel.seq_id, "cancelled")
             engine.cancel(request.cancel.seq_id)
+        elif kind == "announcement":
+            engine.expect()
         elif (feature := self._receivers.get(kind)) is not None:
             feature.receive(request, number)
 

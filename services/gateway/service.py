@@ -219,7 +219,9 @@ class Gateway:
             service, section, measured, worker_load, triton, updates, self._vectors, peers, resumption, self._speech
         )
         is_shared, listener = self._options.shares_ports, self._options.http_listener
-        self._http = HttpServer(app, section, tls, DIALECTS, shares_port=is_shared, listener=listener)
+        self._http = HttpServer(
+            app, section, tls, DIALECTS, announce=self._dense.announce, shares_port=is_shared, listener=listener
+        )
         self._opened.push_async_callback(self._http.stop, STOP_GRACE_S)
         # Then the streams have ended, and the dense worker drops all sequences of this gateway.
         self._opened.callback(self._journal.shut, PeerError("the gateway is shutting down"))

@@ -12,20 +12,26 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GatewayMessage(_message.Message):
-    __slots__ = ("submit", "cancel", "resumed", "prompt_embeds_part", "picture_part", "forget_prefixes")
+    __slots__ = ("submit", "cancel", "resumed", "prompt_embeds_part", "picture_part", "forget_prefixes", "announcement")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_EMBEDS_PART_FIELD_NUMBER: _ClassVar[int]
     PICTURE_PART_FIELD_NUMBER: _ClassVar[int]
     FORGET_PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCEMENT_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     cancel: Cancel
     resumed: Resumed
     prompt_embeds_part: PromptEmbedsPart
     picture_part: _images_pb2.PicturePart
     forget_prefixes: ForgetPrefixes
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., resumed: _Optional[_Union[Resumed, _Mapping]] = ..., prompt_embeds_part: _Optional[_Union[PromptEmbedsPart, _Mapping]] = ..., picture_part: _Optional[_Union[_images_pb2.PicturePart, _Mapping]] = ..., forget_prefixes: _Optional[_Union[ForgetPrefixes, _Mapping]] = ...) -> None: ...
+    announcement: Announcement
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., resumed: _Optional[_Union[Resumed, _Mapping]] = ..., prompt_embeds_part: _Optional[_Union[PromptEmbedsPart, _Mapping]] = ..., picture_part: _Optional[_Union[_images_pb2.PicturePart, _Mapping]] = ..., forget_prefixes: _Optional[_Union[ForgetPrefixes, _Mapping]] = ..., announcement: _Optional[_Union[Announcement, _Mapping]] = ...) -> None: ...
+
+class Announcement(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class ForgetPrefixes(_message.Message):
     __slots__ = ("generation",)
@@ -253,7 +259,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self, wait_ms: _Optional[int] = ..., example: _Optional[_Union[_images_pb2.MemoryFile, _Mapping]] = ...) -> None: ...
 
 class DenseInfo(_message.Message):
-    __slots__ = ("family", "dtype", "vocab_size", "num_layers", "max_model_len", "weights_hash", "backend", "device", "epoch", "max_beam_width", "max_num_seqs", "hidden_size", "continues_sequences", "reads_memory_files", "offers_socket")
+    __slots__ = ("family", "dtype", "vocab_size", "num_layers", "max_model_len", "weights_hash", "backend", "device", "epoch", "max_beam_width", "max_num_seqs", "hidden_size", "continues_sequences", "reads_memory_files", "offers_socket", "rehearses")
     FAMILY_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -269,6 +275,7 @@ class DenseInfo(_message.Message):
     CONTINUES_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     READS_MEMORY_FILES_FIELD_NUMBER: _ClassVar[int]
     OFFERS_SOCKET_FIELD_NUMBER: _ClassVar[int]
+    REHEARSES_FIELD_NUMBER: _ClassVar[int]
     family: str
     dtype: str
     vocab_size: int
@@ -284,7 +291,8 @@ class DenseInfo(_message.Message):
     continues_sequences: bool
     reads_memory_files: bool
     offers_socket: bool
-    def __init__(self, family: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., max_model_len: _Optional[int] = ..., weights_hash: _Optional[str] = ..., backend: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., max_beam_width: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., hidden_size: _Optional[int] = ..., continues_sequences: _Optional[bool] = ..., reads_memory_files: _Optional[bool] = ..., offers_socket: _Optional[bool] = ...) -> None: ...
+    rehearses: bool
+    def __init__(self, family: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., max_model_len: _Optional[int] = ..., weights_hash: _Optional[str] = ..., backend: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., max_beam_width: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., hidden_size: _Optional[int] = ..., continues_sequences: _Optional[bool] = ..., reads_memory_files: _Optional[bool] = ..., offers_socket: _Optional[bool] = ..., rehearses: _Optional[bool] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

@@ -102,6 +102,11 @@ class StreamSocket(asyncio.Protocol):
             return
         self._transport.write(_LENGTH.pack(len(message)) + message)
 
+    @property
+    def is_read(self) -> bool:
+        """Whether the peer reads what is sent: then `drain` would not wait."""
+        return self._may_write.is_set()
+
     async def drain(self) -> None:
         """Waits until most of what was sent is written. Raises `PeerError` if the socket is closed.
 

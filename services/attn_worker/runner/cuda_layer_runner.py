@@ -138,6 +138,14 @@ class CudaLayerRunner(LayerRunner):
             event.record()
         return _Launched(event, channel)
 
+    @torch.inference_mode()
+    def rehearse(self, step: StepMetadata, channel: Channel) -> None:
+        """Sends what kernels read about a step to where the next step's will be."""
+        if (shape := self._backend.captured_shape(step)) is not None:
+            with torch.cuda.stream(self._stream):
+                num_rows = bucket_for(self._rows(channel, shape), len(step.positions))
+                self._backend.begin_step(step, num_rows, shape)
+
     def _find_graph(self, channel: Channel, size: _Size) -> torch.cuda.CUDAGraph | None:
         """None: memory has no room for it."""
         if size in self._without_graph:

@@ -52,6 +52,9 @@ class LayerRunner:
         """
         raise NotImplementedError
 
+    def rehearse(self, step: StepMetadata, channel: Channel) -> None:
+        """Prepares a step that is not launched. No step is under way."""
+
     def advance(self) -> bool:
         """Goes on with launched steps that run on the engine thread beside its calls. Returns whether any is left.
 

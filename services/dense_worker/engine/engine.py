@@ -27,6 +27,7 @@ from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.observer import CacheCounts, EngineCounts, EngineObserver, StepStats
 from services.dense_worker.engine.placement import Placement
 from services.dense_worker.engine.plan_timing import PlanTiming
+from services.dense_worker.engine.rehearsal import Rehearsal
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import InFlight, PublishedPlan, Session
@@ -36,7 +37,7 @@ from services.dense_worker.features.feature import Event, Feature
 from services.dense_worker.features.fork_policy import ForkPolicy
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.rpc.watchdog import Progress
-from services.step import PlanAccepted, SequenceOpened, StepResult, spans_of
+from services.step import PlanAccepted, SequenceOpened, StepPlan, StepResult, spans_of
 
 log = structlog.get_logger()
 
@@ -46,6 +47,7 @@ _CALLS_S = 0.5e-3  # how long calls that have come are made before it is looked 
 _LOOK_S = 0.5e-3  # the same while the next plan waits: a step may end before its predicted end
 # Of a longer step three quarters run before the next plan leaves. The rest is time for it to arrive, about 1 ms.
 _LONG_STEP_S = 0.012
+_REHEARSAL_PAUSE_S = 0.01  # at least, so that a flood of requests that are refused takes no more of the processor
 _AFTER_SUSPECT_S = 0.1  # in which its token leaves the process, also on a busy machine
 _STEPS_BEFORE_OPENING = 2  # steps that the attention worker may run first: the running one, and one planned ahead
 
@@ -81,6 +83,8 @@ class Engine:
         self.failure = self._thread.failure
         self._session: Session | None = None  # None: not attached
         self._timing = PlanTiming()
+        self._rehearsal: Rehearsal | None = None  # None: steps are not rehearsed
+        self._rehearsed_s = 0.0  # when that was last done
         self._has_run_suspect = False  # since the last opening
         self._drains = False  # starts no sequence
         for feature in features:
@@ -149,6 +153,10 @@ class Engine:
         """Something has happened to the resources of a feature."""
         self._thread.post(self._handle_event, event)
 
+    def expect(self) -> None:
+        """A sequence is about to come: if there is none yet, gets ready for it."""
+        self._thread.post(self._expect)
+
     def drain(self, drains: bool) -> None:
         """Starts no sequence any more, or again; those that run go on."""
         self._thread.post(self._drain, drains)
@@ -196,7 +204,11 @@ class Engine:
             return _IDLE_POLL_S
         if self._step(session):
             return 0.0
-        return 0.0 if self._is_idle(session) and self._runner.capture_ahead() else _IDLE_POLL_S
+        if not self._is_idle(session):
+            return _IDLE_POLL_S
+        if self._rehearsal is not None:
+            self._rehearsal.prepare()
+        return 0.0 if self._runner.capture_ahead() else _IDLE_POLL_S
 
     def _is_idle(self, session: Session) -> bool:
         """Whether nobody waits for this thread, which may become busy for some time."""
@@ -426,6 +438,16 @@ class Engine:
         if self._session is not None:
             self._session.is_leaving = True
 
+    def _expect(self) -> None:
+        session, rehearsal, now_s = self._session, self._rehearsal, time.monotonic()
+        if session is None or rehearsal is None or session.in_flight or not self._is_idle(session):
+            return
+        if now_s < self._rehearsed_s + _REHEARSAL_PAUSE_S:
+            return
+        self._rehearsed_s = now_s
+        self._attention.publish(session.attachment, StepPlan(0))  # an empty one: it gets ready, too
+        rehearsal.run()
+
     def _drain(self, drains: bool) -> None:
         self._drains = drains
 
@@ -436,6 +458,8 @@ class Engine:
             output = SequenceOutput(sequence, (), FinishReason.ERROR, error)
             self._deliver(StepReport(0, outputs=StepOutputs(others=[output])))
             return
+        if self._rehearsal is not None:
+            self._rehearsal.note(sequence)
         if (session := self._session) is not None and session.draining:
             for cache_id in session.draining:
                 self._keep_if_needed(session, cache_id, sequence)
@@ -455,13 +479,16 @@ class Engine:
             return
         self._session = Session(attachment)  # the watchdog watches from now on; attaching takes long on a GPU
         self._scheduler.begin(self._session)
+        # On a GPU. On a CPU rehearsals would take a core from those who read the request.
+        has_link = attachment.link is not None
+        self._rehearsal = Rehearsal(self._scheduler.limits, attachment) if has_link else None
         log.info("attached", epoch=f"{attachment.epoch:016x}", num_blocks=attachment.num_blocks)
         self._attention.ready(attachment)
 
     def _detach(self, attachment: Attachment, end: AttachmentEnd) -> None:
         if self._session is not None and self._session.attachment is attachment:
             self._session.has_ended = True
-            self._session = None
+            self._session = self._rehearsal = None
             attachment.abort()  # lets launched steps run through
             attachment.close()  # at once, because the next attachment may need the memory
             for observer in (*self._observers, self._drafting):

@@ -7,7 +7,7 @@ loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,10 +42,11 @@ class ConnectionLimits:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Enforces `ConnectionLimits`. A subclass sets `limits` and `cors_origins`, because uvicorn creates the objects."""
+    """Enforces `ConnectionLimits`. A subclass sets these values, because uvicorn creates the objects."""
 
     limits: ConnectionLimits
     cors_origins: Collection[str] = ()
+    announce: Callable[[], None] = staticmethod(lambda: None)  # a request with a body has begun to arrive
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -110,6 +111,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse_headers()
         if self._is_refused:
             return
+        if self.parser.get_method() == b"POST":
+            self.announce()
         super().on_headers_complete()
         self._is_in_headers, self._num_frame_bytes = False, 0
         self._limit_reading(self.limits.body_timeout_s)

@@ -7,7 +7,7 @@ import contextlib
 import socket
 import ssl
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,12 @@ class HttpServer:
         tls: TlsFiles | None,
         dialects: Sequence[Dialect],
         *,
+        announce: Callable[[], None],
         shares_port: bool,
         listener: int | None = None,
     ) -> None:
-        """`dialects`: those that are not OpenAI's. `shares_port`: with other processes.
+        """`dialects`: those that are not OpenAI's. `announce` is called when a request with a body has begun to arrive.
+        `shares_port`: with other processes.
 
         `listener`: descriptor of a socket that listens at the address already, and that others keep open; None: the
         server binds its own.
@@ -57,7 +59,7 @@ class HttpServer:
         checked = CrossOrigin(Envelope(app, HostCheck(section), *limits), section.cors_origins)
         config = uvicorn.Config(
             Arrivals(_RootPath(checked, section.root_path)),
-            http=_protocol_of(section),
+            http=_protocol_of(section, announce),
             ws="none",
             lifespan="off",
             interface="asgi3",
@@ -204,8 +206,9 @@ def _tls_options(tls: TlsFiles) -> dict[str, Any]:
     }
 
 
-def _protocol_of(section: GatewaySection) -> type[BoundedProtocol]:
+def _protocol_of(section: GatewaySection, announce_request: Callable[[], None]) -> type[BoundedProtocol]:
     class Protocol(BoundedProtocol):
+        announce = staticmethod(announce_request)
         cors_origins = section.cors_origins
         limits = ConnectionLimits(
             max_connections=section.max_connections,

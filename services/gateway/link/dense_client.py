@@ -45,6 +45,7 @@ log = structlog.get_logger()
 
 FIRST_RETRY_S = 0.02
 MAX_RETRY_S = 0.1
+_ANNOUNCEMENT = dense_pb2.GatewayMessage(announcement=dense_pb2.Announcement()).SerializeToString()
 LAST_MESSAGES_S = 1.0  # that a stream that has ended may go on by its socket, or the other way round
 
 
@@ -84,6 +85,7 @@ class DenseClient:
         self.num_resubmitted = 0  # total number of sequences that were running when a stream broke
         self.num_messages = 0  # total number of messages from the dense worker
         self._outbox: Outbox | None = None  # None without a stream
+        self._announces_to: StreamSocket | None = None  # a worker that rehearses; None: there is none
         self._wait_limits: dict[int, asyncio.TimerHandle] = {}  # by seq_id, while there is no stream
         self._forgetting = deque[asyncio.Future[bool]]()  # what the worker shall confirm, in order
         self._absence_reason = ""  # why there is no stream
@@ -108,6 +110,12 @@ class DenseClient:
             self._outbox.submit(entry)
         else:
             self._limit_wait(entry)
+
+    def announce(self) -> None:
+        """A request has begun to arrive: a worker on this host that is idle may get ready for it."""
+        worker = self._announces_to
+        if worker is not None and not self.sequences and worker.is_read:
+            worker.send(_ANNOUNCEMENT)
 
     def cancel(self, entry: JournalEntry) -> None:
         """Makes the dense worker forget a sequence. Without a stream it has forgotten all of them already."""
@@ -188,6 +196,7 @@ class DenseClient:
         sent_pictures = SentPictures(shares_memory=info.reads_memory_files)
         # No TaskGroup: in Python 3.11 it loses a cancellation if one of its tasks fails at the same time.
         socket = await self._reach_socket(call) if info.offers_socket else None
+        self._announces_to = socket if info.rehearses else None
         tasks = [asyncio.create_task(self._read(call, socket))]
         try:
             send = partial(_send, call) if socket is None else partial(_send_by_socket, socket)
@@ -199,6 +208,7 @@ class DenseClient:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._announces_to = None
             if socket is not None:
                 socket.abort()  # a worker that has stopped would never read what is left
             await self._end()

@@ -119,6 +119,11 @@ class DensePool:
         self._journal.assign(entry, client.sequences)
         client.submit(entry)
 
+    def announce(self) -> None:
+        """A request has begun to arrive: idle workers may get ready for it."""
+        for client in self._clients:
+            client.announce()
+
     def cancel(self, entry: JournalEntry) -> None:
         """Makes the dense worker forget a submitted sequence, which the journal must still have.
 

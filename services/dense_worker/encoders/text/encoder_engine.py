@@ -119,6 +119,9 @@ class EncoderEngine:
         """Forgets an input."""
         self._thread.post(self._cancel, seq_id)
 
+    def expect(self) -> None:
+        """Nothing is to be prepared."""
+
     def close_orphans(self, gateway: int) -> None:
         """Nothing: no input outlives the worker that it was sent to."""
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 from starlette.types import Receive, Scope, Send
 
@@ -22,12 +24,14 @@ async def answer_ok(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b"ok"})
 
 
-def server_on(listener: socket.socket) -> HttpServer:
+def server_on(listener: socket.socket, announce: Callable[[], None] = lambda: None) -> HttpServer:
     """A server with a copy of the socket, as another process has it."""
     name = listener.getsockname()
     address = f"unix:{name}" if listener.family == socket.AF_UNIX else f"127.0.0.1:{name[1]}"
     section = fit_bodies(GatewaySection(http_address=address), sees_pictures=False)
-    return HttpServer(answer_ok, section, None, (), shares_port=False, listener=os.dup(listener.fileno()))
+    return HttpServer(
+        answer_ok, section, None, (), announce=announce, shares_port=False, listener=os.dup(listener.fileno())
+    )
 
 
 def test_connections_before_it_leaves_are_answered_and_later_ones_wait_for_the_next_server() -> None:
@@ -95,5 +99,29 @@ def test_the_file_of_a_passed_unix_socket_stays(tmp_path: Path) -> None:
             writer.close()
             await server.stop(0.0)
             assert path.exists(), "the next server is reached by it"
+
+    asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))
+
+
+def test_a_request_with_a_body_is_announced_before_its_body_is_here() -> None:
+    async def test() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            announce = Mock()
+            server = server_on(listener, announce)
+            await server.start()
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            for _ in range(2):
+                writer.write(REQUEST)
+                await reader.readuntil(b"ok")
+            assert not announce.called
+            for count in (1, 2):
+                writer.write(REQUEST.replace(b"GET", b"POST").replace(b"\r\n\r\n", b"\r\nContent-Length: 2\r\n\r\n"))
+                while announce.call_count < count:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+                writer.write(b"{}")
+                await reader.readuntil(b"ok")
+            assert announce.call_count == 2
+            writer.close()
+            await server.stop(0.0)
 
     asyncio.run(asyncio.wait_for(test(), TIMEOUT_S))

@@ -78,11 +78,11 @@ class Pair:
 
 
 @asynccontextmanager
-async def connected(tmp_path: Path) -> AsyncIterator[Pair]:
+async def connected(tmp_path: Path, *, rehearses: bool = False) -> AsyncIterator[Pair]:
     submitted: asyncio.Queue[Sequence] = asyncio.Queue()
     servicer = Counting(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), 2**20)
     servicer.set_engine(Mock(submit=submitted.put_nowait, spans_under_way=dict), Mock(stall=None), ())
-    servicer.set_info(dense_pb2.DenseInfo(**INFO))
+    servicer.set_info(dense_pb2.DenseInfo(**INFO, rehearses=rehearses))
     server, address = grpc.aio.server(), f"unix:{tmp_path}/dense.sock"
     dense_pb2_grpc.add_DenseWorkerServicer_to_server(servicer, server)
     server.add_insecure_port(address)
@@ -124,6 +124,41 @@ def test_messages_of_one_host_go_by_the_socket(tmp_path: Path) -> None:
                 found += await take(entry)
             assert found == list(range(10, 10 + MAX_TOKENS - 1))
             assert pair.servicer.num_by_grpc == 0
+
+    run(test())
+
+
+@pytest.mark.parametrize("rehearses", [True, False])
+def test_a_worker_that_rehearses_expects_a_request_that_comes_while_there_is_no_other(
+    tmp_path: Path, rehearses: bool
+) -> None:
+    async def test() -> None:
+        async with connected(tmp_path, rehearses=rehearses) as pair:
+            expect: Mock = pair.servicer._engine.expect  # type: ignore[union-attr, assignment]
+            pair.pool.announce()
+            if rehearses:
+                await until(lambda: expect.call_count == 1)
+            entry = pair.submit()
+            pair.pool.announce()
+            pair.give(1, await pair.submitted.get(), 11)
+            assert await take(entry) == [11]
+            assert expect.call_count == rehearses, "nothing is announced while there is a sequence"
+
+    run(test())
+
+
+def test_nothing_is_announced_to_a_worker_that_does_not_read(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with connected(tmp_path, rehearses=True) as pair:
+            expect: Mock = pair.servicer._engine.expect  # type: ignore[union-attr, assignment]
+            [client] = pair.pool._clients
+            assert client._announces_to is not None
+            client._announces_to.pause_writing()
+            pair.pool.announce()
+            client._announces_to.resume_writing()
+            pair.pool.announce()
+            pair.give(1, (pair.submit(), await pair.submitted.get())[1], 11)
+            assert expect.call_count == 1
 
     run(test())
 
