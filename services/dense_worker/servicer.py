@@ -50,7 +50,32 @@ MAX_REPORT_BYTES = 2**20  # of reports in a step's message, about; a larger one 
 _POLL_S = 0.005
 _LEAVE_TIMEOUT_S = 10.0  # for the running step to end
 
-_Outbox = asyncio.Queue[dense_pb2.StepOutput | Exception]  # an error ends the stream
+
+class _Outbox:
+    """The messages to one gateway."""
+
+    def __init__(self) -> None:
+        self.offer: SocketOffer | None = None  # of the socket by which they go; None: they go by gRPC
+        self._waiting = asyncio.Queue[dense_pb2.StepOutput | Exception]()
+        self._has_sent = False  # in this iteration of the event loop
+
+    def put(self, output: dense_pb2.StepOutput | Exception) -> None:
+        """Sends a message: one at once, by the socket, in an iteration of the event loop. An error ends the stream."""
+        socket = None if self.offer is None else self.offer.connected
+        is_last = isinstance(output, Exception) or output.HasField("farewell")
+        if socket is None or is_last or self._has_sent or not (self._waiting.empty() and socket.is_read):
+            self._waiting.put_nowait(output)
+            return
+        self._has_sent = True
+        asyncio.get_running_loop().call_soon(self._begin_iteration)
+        socket.send(output.SerializeToString())
+
+    def _begin_iteration(self) -> None:
+        self._has_sent = False
+
+    async def take(self) -> dense_pb2.StepOutput | Exception:
+        """Waits for the next one that could not be sent at once."""
+        return await self._waiting.get()
 
 
 class GatewayEngine(Protocol):
@@ -140,7 +165,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
     def end_streams(self, farewell: dense_pb2.Farewell) -> None:
         """Ends every gateway's stream with this message, after all messages delivered before."""
         for outbox in self._streams.values():
-            outbox.put_nowait(dense_pb2.StepOutput(farewell=farewell))
+            outbox.put(dense_pb2.StepOutput(farewell=farewell))
 
     async def wait_ended(self, timeout_s: float) -> None:
         """Waits until the streams have ended, at most `timeout_s` seconds."""
@@ -253,11 +278,11 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         self, requests: AsyncIterator[dense_pb2.GatewayMessage], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[dense_pb2.StepOutput]:
         engine, info = self._require_ready()
-        outbox: _Outbox = asyncio.Queue()
+        outbox = _Outbox()
         number = next(self._stream_numbers)
         self._streams[number] = outbox
         handle = partial(self._handle_or_end, engine, number, info.vocab_size)
-        offer = self._offer_socket(handle, outbox)
+        outbox.offer = offer = self._offer_socket(handle, outbox)
         peer = context.peer()  # reading it after the end of the call would crash
         log.info("gateway connected", peer=peer)
         try:
@@ -266,7 +291,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             self._keep(asyncio.create_task(_read(requests, handle, outbox)))
             is_last = False
             while not is_last:
-                output = await outbox.get()
+                output = await outbox.take()
                 if isinstance(output, Exception):
                     raise output
                 is_last = output.HasField("farewell")
@@ -299,7 +324,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             handle(dense_pb2.GatewayMessage.FromString(message))
 
         try:
-            return SocketOffer(receive, outbox.put_nowait, self._max_message_bytes)
+            return SocketOffer(receive, outbox.put, self._max_message_bytes)
         except OSError as error:
             log.warning("messages go by gRPC, a socket cannot be opened", reason=str(error))
             return None
@@ -337,7 +362,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             if outbox := self._outbox_of(sequence):
                 messages[outbox].admitted.append(sequence.seq_id)
         for outbox, message in messages.items():
-            outbox.put_nowait(message)
+            outbox.put(message)
 
     def _split(self, decoded: DecodedTokens) -> Iterator[tuple[_Outbox, np.ndarray, np.ndarray]]:
         """The tokens for each stream: its outbox, seq_ids and tokens. A gateway ignores those of ended sequences."""
@@ -361,12 +386,12 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                 for part, num_part_bytes in each.encode():
                     if num_part_bytes >= MAX_REPORT_BYTES:  # copying it would take long
                         part.step_id = report.step_id
-                        outbox.put_nowait(part)
+                        outbox.put(part)
                         continue
                     messages[outbox].MergeFrom(part)
                     num_bytes[outbox] += num_part_bytes
                     if num_bytes[outbox] >= MAX_REPORT_BYTES:
-                        outbox.put_nowait(messages.pop(outbox))
+                        outbox.put(messages.pop(outbox))
                         num_bytes[outbox] = 0
 
     def _outbox_of(self, sequence: Sequence) -> _Outbox | None:
@@ -389,7 +414,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         try:
             self._handle(request, engine, number, vocab_size)
         except Exception as error:  # nobody waits for it
-            outbox.put_nowait(error)
+            outbox.put(error)
 
     def _handle(
         self, request: dense_pb2.GatewayMessage, engine: GatewayEngine, number: int, vocab_size: int
@@ -445,7 +470,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         try:
             engine.close_orphans(gateway)
         except Exception as error:  # no one awaits this task
-            outbox.put_nowait(error)
+            outbox.put(error)
 
     def _admit(self, sequence: Sequence, submit: dense_pb2.Submit) -> list[Awaitable[None]]:
         """Gives a sequence its features, and returns what has to end before it is submitted; mostly nothing.
@@ -510,12 +535,12 @@ async def _read(
         async for request in until_over(requests):
             handle(request)
     except Exception as error:  # no one awaits this task
-        outbox.put_nowait(error)
+        outbox.put(error)
 
 
 def _confirm(outbox: _Outbox, forgotten: asyncio.Future[int]) -> None:
     if not forgotten.cancelled():
-        outbox.put_nowait(dense_pb2.StepOutput(prefix_generation=forgotten.result()))
+        outbox.put(dense_pb2.StepOutput(prefix_generation=forgotten.result()))
 
 
 def _append(message: dense_pb2.StepOutput, output: SequenceOutput, logprobs: SequenceOf[TokenLogprobs]) -> None:

@@ -226,6 +226,7 @@ class Engine:
                 self._plan_ahead(session, step)
             self._publish_openings(session)
             if step is not None:
+                self._report_start(session, step)
                 result = self._collect(session, step)
                 end_s = time.monotonic()
                 try:
@@ -352,6 +353,21 @@ class Engine:
         if (plan := self._scheduler.plan_openings()) is not None:
             self._attention.publish(session.attachment, plan)
 
+    def _report_start(self, session: Session, step: InFlight) -> None:
+        """Tells the gateways whose first step is about to end on a GPU.
+
+        Their first tokens then come by code and threads that have just run, which takes a third to half as long.
+        """
+        assert step.running is not None, "a step is launched before it is collected"
+        published = step.published
+        if step.running.runs_when_collected or not published.entries or step.running.is_done():
+            return
+        begin_s = max(session.lanes[published.plan.lane].last_end_s, step.launch_start_s)
+        sequences = [entry.sequence for entry in published.entries if entry.sequence not in published.lost]
+        step.started = step_report.record_started(sequences, begin_s)
+        if step.started:
+            self._deliver(StepReport(published.plan.step_id, step.started))
+
     def _collect(self, session: Session, step: InFlight) -> StepResult:
         """The result of a step, once the attention worker has reported its errors, too.
 
@@ -406,7 +422,8 @@ class Engine:
         waits for it, and the event loop has much to do with a report.
         """
         stats, others = _describe_step(step, self._scheduler, report.outputs.num_tokens), report.outputs.others
-        self._drafting.on_step(stats, report.started, others)
+        started = [*step.started, *report.started]
+        self._drafting.on_step(stats, started, others)
         try:
             if session.running and not session.in_flight and not self._has_run_suspect:
                 self._begin_idle_lanes(session)
@@ -414,7 +431,7 @@ class Engine:
             if report.started or report.outputs or report.reports:
                 self._deliver(report)
             for observer in self._observers:
-                observer.on_step(stats, report.started, others)
+                observer.on_step(stats, started, others)
 
     def _check_deadlines(self) -> None:
         """Checks the deadlines of waiting sequences, of unclaimed blocks, and of openings without an answer."""

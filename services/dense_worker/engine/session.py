@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -86,6 +87,7 @@ class InFlight:
     follow_up_s: float = 0.0  # part of it that followed its sampler
     waited_before_s: float | None = None  # the channel's total wait when it began to run; None on CUDA
     wait_s: float | None = None  # spent waiting for the attention worker; None on CUDA, where no host sees it
+    started: SequenceOf[Sequence] = ()  # in their first step, which gateways have been told before it has ended
 
 
 # The attachment of a worker that has not attached yet. It has no blocks, so that nothing runs.
