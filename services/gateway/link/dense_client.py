@@ -85,7 +85,9 @@ class DenseClient:
         self.num_resubmitted = 0  # total number of sequences that were running when a stream broke
         self.num_messages = 0  # total number of messages from the dense worker
         self._outbox: Outbox | None = None  # None without a stream
-        self._announces_to: StreamSocket | None = None  # a worker that rehearses; None: there is none
+        self._socket: StreamSocket | None = None  # for the stream's messages; None: they go by gRPC
+        self._rehearses = False  # whether the worker gets ready for requests that are announced
+        self._has_submitted = False  # a sequence at once, in this iteration of the event loop
         self._wait_limits: dict[int, asyncio.TimerHandle] = {}  # by seq_id, while there is no stream
         self._forgetting = deque[asyncio.Future[bool]]()  # what the worker shall confirm, in order
         self._absence_reason = ""  # why there is no stream
@@ -106,16 +108,28 @@ class DenseClient:
 
     def submit(self, entry: JournalEntry) -> None:
         """Starts one of the stream's sequences, now or as soon as there is a connection."""
-        if self._outbox is not None:
+        socket = self._free_socket
+        if self._outbox is None:
+            self._limit_wait(entry)
+        elif socket is None or self._outbox or self._has_submitted or not _is_plain(entry):
             self._outbox.submit(entry)
         else:
-            self._limit_wait(entry)
+            self._has_submitted = True
+            asyncio.get_running_loop().call_soon(self._begin_iteration)
+            socket.send(encode_submit(entry).SerializeToString())
 
     def announce(self) -> None:
         """A request has begun to arrive: a worker on this host that is idle may get ready for it."""
-        worker = self._announces_to
-        if worker is not None and not self.sequences and worker.is_read:
-            worker.send(_ANNOUNCEMENT)
+        if self._rehearses and not self.sequences and (socket := self._free_socket) is not None:
+            socket.send(_ANNOUNCEMENT)
+
+    @property
+    def _free_socket(self) -> StreamSocket | None:
+        """Where a message may be written at once."""
+        return self._socket if self._socket is not None and self._socket.is_read else None
+
+    def _begin_iteration(self) -> None:
+        self._has_submitted = False
 
     def cancel(self, entry: JournalEntry) -> None:
         """Makes the dense worker forget a sequence. Without a stream it has forgotten all of them already."""
@@ -196,7 +210,7 @@ class DenseClient:
         sent_pictures = SentPictures(shares_memory=info.reads_memory_files)
         # No TaskGroup: in Python 3.11 it loses a cancellation if one of its tasks fails at the same time.
         socket = await self._reach_socket(call) if info.offers_socket else None
-        self._announces_to = socket if info.rehearses else None
+        self._socket, self._rehearses = socket, info.rehearses
         tasks = [asyncio.create_task(self._read(call, socket))]
         try:
             send = partial(_send, call) if socket is None else partial(_send_by_socket, socket)
@@ -208,7 +222,7 @@ class DenseClient:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._announces_to = None
+            self._socket = None
             if socket is not None:
                 socket.abort()  # a worker that has stopped would never read what is left
             await self._end()
@@ -348,6 +362,12 @@ class DenseClient:
             write = log.info if self.worker is None else log.warning  # expected at the start
             write("no dense worker", address=self._address, reason=reason)
         self._absence_reason = reason
+
+
+def _is_plain(entry: JournalEntry) -> bool:
+    """Whether its message is all that is to be written, and is encoded in less than a millisecond."""
+    request = entry.request
+    return entry.search is None and not request.pictures and request.prompt_embeds is None
 
 
 _Send = Callable[[dense_pb2.GatewayMessage], Awaitable[None]]

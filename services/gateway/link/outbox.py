@@ -32,6 +32,10 @@ class Outbox:
         if self._first:
             self._has_some.set()
 
+    def __bool__(self) -> bool:
+        """Whether anything waits."""
+        return self._has_some.is_set()
+
     def put(self, message: dense_pb2.GatewayMessage | None) -> None:
         """Adds a message, which goes before all sequences that wait for their turns.
 

@@ -152,10 +152,10 @@ def test_nothing_is_announced_to_a_worker_that_does_not_read(tmp_path: Path) -> 
         async with connected(tmp_path, rehearses=True) as pair:
             expect: Mock = pair.servicer._engine.expect  # type: ignore[union-attr, assignment]
             [client] = pair.pool._clients
-            assert client._announces_to is not None
-            client._announces_to.pause_writing()
+            assert client._socket is not None
+            client._socket.pause_writing()
             pair.pool.announce()
-            client._announces_to.resume_writing()
+            client._socket.resume_writing()
             pair.pool.announce()
             pair.give(1, (pair.submit(), await pair.submitted.get())[1], 11)
             assert expect.call_count == 1
