@@ -64,7 +64,8 @@ class Caller:
         """
         key = self.key
         if key is None:
-            return replace(request, spec=replace(request.spec, client=self.client)) if self.client else request
+            is_mine = request.spec.client == self.client  # as it was read: then nothing is copied
+            return request if is_mine else replace(request, spec=replace(request.spec, client=self.client))
         priority = key.priority if request.priority is None else request.priority
         if priority < key.lowest_priority:
             raise PermissionDenied(

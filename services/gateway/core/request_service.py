@@ -196,10 +196,8 @@ class RequestService:
             async with nullcontext() if in_batch else self.reading([message], caller):
                 request = await self._read(message, caller, num_other_logprobs, prompt_name, ticket, held, num_messages)
             ticket.admit(request)
-            is_resumable = current_run() is not None
-            if is_resumable:
+            if request.is_stepwise:
                 check_repeatable(request)
-            request = replace(request, queue_timeout_s=self._queue_timeout_s, is_stepwise=is_resumable)
             return Generation(request, self.tokenizer, self.journal, self._dense, self.metrics, ticket, span)
         except BaseException as error:
             if ticket is not None:
@@ -234,7 +232,17 @@ class RequestService:
         check_counts(message, self.pictures)
         async with self._reading_pictures(message, caller, held) as reading:
             count = num_pictures(message)
-            read = await read_request(message, self.tokenizer, limits, prompt_name, count, reading)
+            read = await read_request(
+                message,
+                self.tokenizer,
+                limits,
+                prompt_name,
+                count,
+                reading,
+                client=caller.client,
+                queue_timeout_s=self._queue_timeout_s,
+                is_stepwise=current_run() is not None,
+            )
         request = caller.adapt(read)
         check_num_logprobs(num_other_logprobs + request.max_num_logprobs, self._max_request_logprobs)
         structure = request.spec.sampling.structured_output

@@ -177,11 +177,16 @@ async def read_request(
     prompt_name: str = "prompt",
     num_pictures: int = 0,
     reading: Awaitable[Sequence[Picture]] | None = None,
+    *,
+    client: int = 0,
+    queue_timeout_s: float | None = None,
+    is_stepwise: bool = False,
 ) -> GenerationRequest:
     """Raises `InvalidRequest` for the first thing that is wrong; tokenizes only what is right otherwise.
 
     `prompt_name` is what the client calls the prompt, such as `prompt[1]` if it is one of several. `reading`: gives the
-    `num_pictures` of the message when they are decoded, and what it raises is raised; None: there are none.
+    `num_pictures` of the message when they are decoded, and what it raises is raised; None: there are none. The others
+    are fields of the request and its `spec`.
     Raises `UnknownModel` for another model than the served one. The message has passed `check_counts`.
     """
     limits.names.check(message.model)
@@ -303,6 +308,7 @@ async def read_request(
         source=source and source.ref,
         features=features,
         spans=spans,
+        client=client,
     )
     return GenerationRequest(
         spec,
@@ -318,10 +324,12 @@ async def read_request(
         echo=message.echo,
         priority=message.priority if message.HasField("priority") else None,
         user=message.user,
+        queue_timeout_s=queue_timeout_s,
         parsing=parsing,
         prompt_embeds=table,
         num_source_tokens=0 if source is None or message.HasField("sound") else source.ref.num_rows,
         pictures=pictures,
+        is_stepwise=is_stepwise,
     )
 
 
