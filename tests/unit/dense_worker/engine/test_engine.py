@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -229,6 +230,25 @@ def test_many_calls_that_come_together_are_made_before_it_is_looked_whom_to_open
         report = reports.get(timeout=TIMEOUT_S)
         ended |= {output.sequence.seq_id for output in report.outputs if output.finish_reason is not None}
     engine.stop(TIMEOUT_S)
+
+
+def test_a_first_step_is_reported_before_it_ends_on_a_gpu_and_only_once() -> None:
+    runner, reports, observer = SlowRunner(), queue.Queue[StepReport](), Mock()
+    engine = started_engine(runner, RecordingAttention(), reports, TIMEOUT_S, observers=[observer])
+    engine.submit(new_sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=3))
+    while not (report := reports.get(timeout=TIMEOUT_S)).started:
+        assert not report.outputs
+    [sequence] = report.started
+    assert sequence.seq_id == 1 and sequence.started_s is not None and not report.outputs
+    assert not runner.has_ended.is_set()
+    runner.has_ended.set()
+    num_tokens = 0
+    while num_tokens < 3:
+        report = reports.get(timeout=TIMEOUT_S)
+        num_tokens += sum(len(each.token_ids) for each in report.outputs)
+        assert not report.started
+    engine.stop(TIMEOUT_S)
+    assert [call.args[1] for call in observer.on_step.call_args_list if call.args[1]] == [[sequence]]
 
 
 def test_an_opening_without_an_answer_counts_as_work_without_progress() -> None:

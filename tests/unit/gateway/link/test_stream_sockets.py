@@ -294,6 +294,47 @@ def test_an_ended_stream_leaves_no_socket(tmp_path: Path) -> None:
     run(test())
 
 
+def test_a_message_is_written_at_once_unless_others_wait_or_the_peer_does_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, send = list[StreamSocket](), StreamSocket.send
+
+    def note_and_send(end: StreamSocket, message: bytes) -> None:
+        sent.append(end)
+        send(end, message)
+
+    async def test() -> None:
+        async with connected(tmp_path) as pair:
+            [client] = pair.pool._clients
+            first = pair.submit("first")  # with what a stream begins with
+            await pair.submitted.get()
+            assert client._outbox is not None
+            await until(lambda: not client._outbox)
+            monkeypatch.setattr(StreamSocket, "send", note_and_send)
+            entry = pair.submit()
+            assert sent == [client._socket]
+            sequence = await pair.submitted.get()
+            pair.give(1, sequence, 11)
+            assert len(sent) == 2, "written in the call that delivers it"
+            assert await take(entry) == [11]
+            for end in sent[:]:
+                end.pause_writing()
+            pair.give(2, sequence, 12)
+            pair.submit("third")
+            assert len(sent) == 2
+            for end in sent[:]:
+                end.resume_writing()
+            pair.give(3, sequence, 13)
+            found = list[int]()
+            while len(found) < 2:
+                found += await take(entry)
+            assert found == [12, 13], "the order stays"
+            assert (await pair.submitted.get()).spec.request_id == "third"
+            assert not first.is_ended
+
+    run(test())
+
+
 def test_one_message_that_takes_long_is_written_in_an_iteration_of_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
