@@ -17,17 +17,27 @@ class ClientGone(Exception):
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`. If the client disconnects first, cancels `work` and raises `ClientGone`."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_wait_disconnect(receive))
+    task, is_over, has_gone = asyncio.current_task(), False, False
+    assert task is not None, "a coroutine runs in a task"
+
+    def cancel_work(_: asyncio.Task[None]) -> None:
+        nonlocal has_gone
+        if not is_over:
+            has_gone = True
+            task.cancel()
+
+    watching = asyncio.create_task(_wait_disconnect(receive))
+    watching.add_done_callback(cancel_work)
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone
+        return await work
+    except asyncio.CancelledError:
+        if has_gone and not task.uncancel():
+            raise ClientGone from None
+        raise
     finally:
-        task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        is_over = True
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
 
 
 async def _wait_disconnect(receive: Receive) -> None:
