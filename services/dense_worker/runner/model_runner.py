@@ -44,7 +44,7 @@ class RunningStep:
 
         Called at most once, when the step before has been collected and the next one has not been launched.
         """
-        raise AssertionError("`check_lanes` refuses speculation")
+        raise AssertionError("`check_lanes` refuses what follows steps")
 
     def begin(self) -> None:
         """Begins the step, if it can without a wait. May be called again."""
