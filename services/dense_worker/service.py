@@ -34,6 +34,7 @@ from services.dense_worker.engine.placement import Placement
 from services.dense_worker.engine.step_log import writing_step_log
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
+from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.drafting.load_drafter import make_drafting
 from services.dense_worker.features.installed import make_fork_policy
 from services.dense_worker.metrics import DenseMetrics
@@ -126,6 +127,10 @@ class DenseWorker:
         """Closes everything that `start` opened, in reverse order."""
         await self._opened.aclose()
 
+    def drafting(self) -> Drafting:
+        """What decides when steps have draft tokens. Overridden by workers of tests and benchmarks."""
+        return make_drafting(self._config.scheduler, self._model.resolved.config, self._model.drafter)
+
     def _report_loading(self, line: str) -> None:
         """Called on the thread that loads."""
         log.info("loading", progress=line)
@@ -167,7 +172,7 @@ class DenseWorker:
         def deliver(report: StepReport) -> None:
             loop.call_soon_threadsafe(self._servicer.deliver, report)
 
-        drafting = make_drafting(config.scheduler, model.resolved.config, model.drafter)
+        drafting = self.drafting()
         self._registry.register(drafting.counts)
         engine = self._engine = Engine(
             scheduler_limits(
