@@ -16,8 +16,9 @@ import torch
 from services.channel import rows_of_layer
 from services.common.model_config import ModelConfig
 from services.common.terminal import progress_bar
-from services.dense_worker.backends import GivenEmbeds, InputEmbeds
+from services.dense_worker.backends import InputEmbeds
 from services.dense_worker.backends.cuda_operations import CudaOperations
+from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.linear_choice import ROW_BUCKETS, TILED_BUCKETS, LinearKernel
@@ -25,10 +26,9 @@ from services.dense_worker.kernels.linear.matmul_choice import has_choice
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.model.layer import AfterAttention
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.segments import Middle, segments_of
+from services.dense_worker.model.segments import Middle
 from services.dense_worker.parameters import parts_of_type
-from services.dense_worker.sampling.upload import upload
-from services.step import StepPlan, positions_of
+from services.step import StepPlan
 
 if TYPE_CHECKING:
     from services.dense_worker.kernels.lora.cuda_lora import CudaLora
@@ -38,8 +38,8 @@ log = structlog.get_logger()
 _MEASURED_LAYERS = 8  # layers of a step that is timed, besides later ones with other shapes
 
 
-class CudaBackend:
-    """A DenseBackend for CUDA in float32, bfloat16 or float16, for one thread and one stream.
+class CudaBackend(TorchBackend):
+    """The same segments on CUDA, in float32, bfloat16 or float16, for one thread and one stream.
 
     The constructor compiles the kernels and measures which are faster (`LinearChoice`), which takes seconds and waits
     for the device. No method but `choose_products` waits for the device afterwards.
@@ -49,10 +49,7 @@ class CudaBackend:
     pool.
     """
 
-    takes_input_embeds = captures_embeds = True
-    gives_hidden_states = True
-    always_ends = False
-    skips_logits = True
+    captures_embeds = True
 
     def __init__(
         self,
@@ -69,15 +66,13 @@ class CudaBackend:
 
         `operations`: others than the plain ones. `rows_of_graphs`: numbers of rows for which products may be chosen.
         """
-        self._config, self._max_num_tokens = config, max_num_tokens
-        self._dtype, self._device = weights.dtype, weights.device
-        self._operations = operations or CudaOperations(
-            config, max_num_tokens, self._dtype, self._device, lora, is_deterministic=is_deterministic
+        self._config, self._max_num_tokens, self._dtype = config, max_num_tokens, weights.dtype
+        operations = operations or CudaOperations(
+            config, max_num_tokens, weights.dtype, weights.device, lora, is_deterministic=is_deterministic
         )
-        self._segments = segments_of(weights)
+        super().__init__(weights, operations=operations)
         self.logits_dtype = torch.float32 if self._segments.last.head.rescales else self._dtype
         self._measured_segments = _segments_of_each_kind(self._segments.middle)
-        self._reads_positions = weights.reads_positions
         self._has_tiles = False  # for some layer
         self._choose_kernels(_linears_of_each_kind(weights))
         if lora is not None:
@@ -103,27 +98,9 @@ class CudaBackend:
         Refuses a step that the workspaces do not hold: the kernels would write beyond them.
         """
         assert num_tokens <= self._max_num_tokens, f"{num_tokens} tokens, workspaces for {self._max_num_tokens}"
-        if self._reads_positions:
-            self._operations.set_positions(upload(positions_of(plan, num_tokens), self._device))
+        super().begin_step(plan, num_tokens, num_sampled, input_embeds)
         if self._operations.experts is not None:
             self._operations.experts.set_num_tokens(plan.num_tokens)
-
-    def first(
-        self, token_ids: torch.Tensor, qkv_out: torch.Tensor, input_embeds: GivenEmbeds | None = None
-    ) -> torch.Tensor:
-        """Enqueues the first segment -> a new residual."""
-        return self._segments.first.forward(self._operations, token_ids, qkv_out, input_embeds)[1]
-
-    def middle(
-        self,
-        layer: int,
-        attn_out: torch.Tensor,
-        residual: torch.Tensor,
-        qkv_out: torch.Tensor,
-        added: InputEmbeds | None = None,
-    ) -> torch.Tensor:
-        """Enqueues a middle segment -> the very residual it was given, overwritten."""
-        return self._segments.middle[layer].forward(self._operations, attn_out, residual, qkv_out, added)[1]
 
     def last(
         self,
@@ -133,15 +110,9 @@ class CudaBackend:
         hidden_out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Enqueues the last segment for the selected rows -> a new tensor of logits."""
-        if not len(rows):
+        if not len(rows) and not self.always_ends:
             return torch.empty(0, self._config.vocab_size, dtype=self.logits_dtype, device=rows.device)
-        return self._segments.last.forward(self._operations, attn_out, residual, rows, hidden_out)
-
-    def hidden(
-        self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor, hidden_out: torch.Tensor
-    ) -> None:
-        """Enqueues the last segment for the selected rows, without logits."""
-        self._segments.last.hidden(self._operations, attn_out, residual, rows, hidden_out)
+        return super().last(attn_out, residual, rows, hidden_out)
 
     def choose_products(self, num_rows: int) -> None:
         """Measures once which products of so many rows are fastest, where there is a choice. Waits for the device."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from services.dense_worker.backends import InputEmbeds
+from services.dense_worker.backends import GivenEmbeds, InputEmbeds
 from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.operations import Operations
 from services.dense_worker.model.segments import segments_of
 from services.dense_worker.model.torch_operations import TorchOperations
+from services.dense_worker.sampling.upload import upload
 from services.step import StepPlan, positions_of
 
 
 class TorchBackend:
-    """A DenseBackend on the device where `weights` lie. It overwrites no residual.
+    """A DenseBackend on the device where `weights` lie. Its operations overwrite no residual.
 
     No weight requires a gradient, so nothing is recorded; under `torch.inference_mode` (where the engine
     loop belongs) it is a little faster still.
@@ -27,9 +29,9 @@ class TorchBackend:
     logits_dtype = torch.float32
 
     def __init__(
-        self, weights: ModelWeights, lora: LoraStore | None = None, operations: TorchOperations | None = None
+        self, weights: ModelWeights, lora: LoraStore | None = None, operations: Operations | None = None
     ) -> None:
-        """`operations`: others than the plain ones; they then have the adapters."""
+        """`operations`: others than the plain ones; they then have the adapters, and may overwrite residuals."""
         self._segments = segments_of(weights)
         self._operations = operations or TorchOperations(lora)
         self._reads_positions, self._device = weights.reads_positions, weights.device
@@ -39,13 +41,13 @@ class TorchBackend:
     ) -> None:
         """Passes the positions on, if the embedding needs them. Steps share nothing else but weights and adapters."""
         if self._reads_positions:
-            self._operations.set_positions(torch.from_numpy(positions_of(plan, num_tokens)).to(self._device))
+            self._operations.set_positions(upload(positions_of(plan, num_tokens), self._device))
 
     def choose_products(self, num_rows: int) -> None:
         """There is one way to multiply."""
 
     def first(
-        self, token_ids: torch.Tensor, qkv_out: torch.Tensor, input_embeds: InputEmbeds | None = None
+        self, token_ids: torch.Tensor, qkv_out: torch.Tensor, input_embeds: GivenEmbeds | None = None
     ) -> torch.Tensor:
         """Writes qkv in place -> a new residual."""
         return self._segments.first.forward(self._operations, token_ids, qkv_out, input_embeds)[1]
@@ -58,7 +60,7 @@ class TorchBackend:
         qkv_out: torch.Tensor,
         added: InputEmbeds | None = None,
     ) -> torch.Tensor:
-        """Writes qkv in place -> a new residual; the given one stays as it is."""
+        """Writes qkv in place -> the next residual."""
         return self._segments.middle[layer].forward(self._operations, attn_out, residual, qkv_out, added)[1]
 
     def last(

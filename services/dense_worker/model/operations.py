@@ -50,6 +50,9 @@ class Operations(Protocol):
     def embed(self, table: Parameter, token_ids: torch.Tensor) -> Residual:
         """table [vocab, hidden], token_ids int64 [n] -> a new residual."""
 
+    def set_positions(self, positions: torch.Tensor) -> None:
+        """Those of the next step's tokens, int64 [num_tokens], for models whose embedding reads them."""
+
     def positions(self, num_tokens: int) -> torch.Tensor:
         """The position of each of the step's tokens in its sequence, int64 [num_tokens]."""
 

@@ -62,13 +62,3 @@ class CudaStageBackend(CudaBackend):
     """The backend of a stage that is not the last."""
 
     always_ends = True
-
-    def last(
-        self,
-        attn_out: torch.Tensor,
-        residual: torch.Tensor,
-        rows: torch.Tensor,
-        hidden_out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Enqueues the rest of the stage's last layer for all rows, whether any needs logits or not."""
-        return self._segments.last.forward(self._operations, attn_out, residual, rows, hidden_out)

@@ -122,8 +122,7 @@ class LeadingBackend:
         added: InputEmbeds | None = None,
     ) -> torch.Tensor:
         """The shard's part; all ranks run it."""
-        further = () if added is None else (added,)
-        return self._backend.middle(layer, attn_out, residual, qkv_out, *further)
+        return self._backend.middle(layer, attn_out, residual, qkv_out, added)
 
     def last(
         self,

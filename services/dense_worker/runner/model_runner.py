@@ -454,10 +454,7 @@ class LayerRun:
         assert self._residual is not None, "the step has begun"
         attn_out, qkv = channel.fetch_attn_out(num_tokens), channel.qkv[:num_tokens]
         added = None if self._input_embeds is None else self._input_embeds.after_layer(self._layer)
-        if added is None:
-            residual = self._backend.middle(self._layer, attn_out, self._residual, qkv)
-        else:
-            residual = self._backend.middle(self._layer, attn_out, self._residual, qkv, added)
+        residual = self._backend.middle(self._layer, attn_out, self._residual, qkv, added)
         self._layer += 1
         self._keep(self._layer, residual)
         channel.signal(qkv_flag(num_tokens))

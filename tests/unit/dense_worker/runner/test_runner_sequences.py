@@ -48,7 +48,7 @@ class NextNumber:
         return token_ids[:, None]
 
     def middle(
-        self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv: torch.Tensor
+        self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv: torch.Tensor, added: object
     ) -> torch.Tensor:
         return residual
 
