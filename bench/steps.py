@@ -10,7 +10,7 @@ work is not included. `--calls` counts calls instead of time: the same numbers o
 from __future__ import annotations
 
 import argparse
-import asyncio
+import queue
 import statistics
 import sys
 import time
@@ -65,7 +65,7 @@ class Steps:
         metrics = DenseMetrics(CollectorRegistry())
         tracer: Any = SimpleNamespace(end=lambda *outcome: None)
         self.servicer = DenseServicer(metrics, tracer, 2**20)
-        self.outbox: asyncio.Queue[Any] = asyncio.Queue()
+        self.outbox = queue.SimpleQueue[Any]()
         self.servicer._streams[1] = self.outbox
         self.report: Any = None
         self.in_flight: Any = None  # the step that is planned and not ended, and its input
