@@ -152,7 +152,7 @@ def test_an_error_of_another_process_has_its_class_and_message(tmp_path: Path) -
         assert type(found) is ContextLengthExceeded and str(found) == "65 tokens are too many"
         assert llama_cpp_error(found)["error"] == {
             "code": 400,
-            "message": "65 tokens are too many",
+            "message": "request exceeds the available context size: 65 tokens are too many",
             "type": "exceed_context_size_error",
         }
 

@@ -195,6 +195,8 @@ def _param_names(body: ChatRequest) -> Mapping[str, str]:
     names = dict(PARAM_NAMES)
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
+    elif body.max_tokens is None:
+        names["max_tokens"] = "n_predict"
     if body.max_reasoning_tokens is None:
         names["max_reasoning_tokens"] = "thinking_token_budget"
     return names

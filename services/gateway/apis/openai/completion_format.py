@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from services.common.token_logprobs import TokenLogprobs
 from services.gateway.apis.openai.completion_schema import (
@@ -26,11 +26,13 @@ from services.gateway.http.request_id import REQUEST_ID_HEADER
 class CompletionFormat:
     """The `Format` of completions. It belongs to one request, because it counts the characters of each answer."""
 
-    param_names: ClassVar[Mapping[str, str]] = {"prompt_token_ids": "prompt", "request_id": REQUEST_ID_HEADER}
     has_event_names = False
     end_of_stream = DONE
 
     def __init__(self, service: RequestService, body: CompletionRequest, request_id: str) -> None:
+        length = "max_tokens" if body.n_predict is None else "n_predict"
+        names = {"prompt_token_ids": "prompt", "request_id": REQUEST_ID_HEADER, "max_tokens": length}
+        self.param_names: Mapping[str, str] = names
         self._head = head(service, "text_completion", f"cmpl-{request_id}", body.model)
         self._tokenizer = service.tokenizer
         self._eos_token_ids = service.eos_token_ids

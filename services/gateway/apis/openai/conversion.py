@@ -35,10 +35,11 @@ def completion_messages(
     Raises `InvalidRequest` for more log-probabilities than an echoed prompt can have.
     """
     common = _common_message(body, limits)
-    if body.max_tokens is None:
+    max_tokens = body.n_predict if body.max_tokens is None else body.max_tokens
+    if max_tokens is None:
         common.default_max_tokens = DEFAULT_COMPLETION_TOKENS
-    else:
-        common.max_tokens = body.max_tokens
+    elif body.n_predict != ALL:  # else the rest of the context
+        common.max_tokens = max_tokens
     if body.suffix:
         common.suffix = body.suffix
     if isinstance(body.decoder_prompt, str):
@@ -66,7 +67,8 @@ def chat_message(body: ChatRequest, request_id: str, limits: ModelLimits) -> gat
         message.chat.max_reasoning_tokens = budget
     if body.parallel_tool_calls is not None:
         message.chat.parallel_tool_calls = body.parallel_tool_calls
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    names = (body.max_completion_tokens, body.max_tokens, None if body.n_predict == ALL else body.n_predict)
+    max_tokens = next((each for each in names if each is not None), None)
     if max_tokens is not None:
         message.max_tokens = max_tokens
     if body.logprobs:

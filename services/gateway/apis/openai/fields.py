@@ -43,6 +43,9 @@ class OpenAIFields(SamplingFields, AnswerFields, BeamFields, StructuredOutputFie
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNSUPPORTED, **LLAMA_CPP_OPTIONS}
 
     stream_options: StreamOptions | None = None
+    n_predict: CountOrAll | None = Field(
+        None, description="llama.cpp's name of max_tokens; -1: to the end of the context"
+    )
     logit_bias: LogitBias = None
     prompt_logprobs: CountOrAll | None = Field(
         None,
@@ -65,6 +68,14 @@ class OpenAIFields(SamplingFields, AnswerFields, BeamFields, StructuredOutputFie
     def num_named(self) -> int:
         """How many tokens the request names in `logprob_token_ids`."""
         return len(set(self.logprob_token_ids or ()))
+
+    @pydantic.model_validator(mode="after")
+    def _check_length(self) -> OpenAIFields:
+        if self.max_tokens is not None and self.n_predict not in (None, self.max_tokens):
+            context = {"one": self.max_tokens, "other": self.n_predict, "field": "n_predict"}
+            message = "max_tokens is {one} and n_predict {other}: they mean the same"
+            raise PydanticCustomError("n_predict", message, context)
+        return self
 
     @pydantic.model_validator(mode="after")
     def _check_named_tokens(self) -> OpenAIFields:

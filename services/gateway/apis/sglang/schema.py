@@ -51,6 +51,7 @@ class GenerateSampling(SamplingFields, BeamFields, StructuredOutputFields):
         **OF_CHATS,
         "return_progress": (False,),
         # they belong into the body, or are known under another name
+        "n_predict": (-1,),
         "logprob_token_ids": ([],),
         "logprobs": (),
         "max_tokens": (),

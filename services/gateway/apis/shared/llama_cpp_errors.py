@@ -36,6 +36,7 @@ def llama_cpp_error(error: Exception) -> LlamaCppErrorBody:
     found: LlamaCppErrorObject = {"code": status, "message": body["error"]["message"], "type": kind}
     if isinstance(error, ContextLengthExceeded):
         found["type"] = "exceed_context_size_error"
+        found["message"] = f"request exceeds the available context size: {found['message']}"
         if error.max_model_len is not None:
             found["n_ctx"] = error.max_model_len
         if error.num_prompt_tokens is not None:

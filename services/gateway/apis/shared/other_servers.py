@@ -23,7 +23,6 @@ LLAMA_CPP: Mapping[str, tuple[Any, ...]] = {
 
 # Only llama.cpp's own routes have these.
 LLAMA_CPP_OPTIONS: Mapping[str, tuple[Any, ...]] = {
-    "n_predict": (-1,),  # elsewhere: max_tokens
     "n_probs": (0,),  # elsewhere: logprobs
     "repeat_penalty": (1,),  # elsewhere: repetition_penalty
     "samplers": ([],),

@@ -50,7 +50,6 @@ CHANGING: list[tuple[str, Any, tuple[Any, ...]]] = [
     ("dynatemp_range", 0.5, (0.0,)),
     ("top_n_sigma", 2.0, (-1.0,)),
     ("repeat_penalty", 1.1, (1.0,)),
-    ("n_predict", 5, (-1,)),
     ("n_probs", 3, (0,)),
     ("samplers", ["top_k"], ([],)),
     ("lora", [{"id": 0, "scale": 1}], ([],)),

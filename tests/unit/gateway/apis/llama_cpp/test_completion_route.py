@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from tests.support.clients.gateway_calls import EOS, ids
-from tests.support.clients.http_gateway import COMPLETIONS, answers_to, say, with_client
+from tests.support.clients.http_gateway import CHATS, COMPLETIONS, answers_to, say, with_client
 from tests.support.running_gateway import RunningGateway
 from tests.support.workers.fake_dense import FakeDense
 
@@ -52,6 +52,27 @@ def test_an_answer_and_what_is_known_about_it(tmp_path: Path) -> None:
         assert (await client.post(URL, json=chosen)).json().keys() == {"content", "timings/predicted_n"}
 
     dense = answering()
+    with_client(tmp_path, dense, test)
+
+
+@pytest.mark.parametrize("url", [COMPLETIONS, CHATS])
+def test_the_length_may_have_its_name_at_the_routes_of_openai(url: str, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"prompt": "a"} if url == COMPLETIONS else {"messages": [{"role": "user", "content": "a"}]}
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for asked, expected in (({"n_predict": 3}, 3), ({"n_predict": 3, "max_tokens": 3}, 3)):
+            assert (await client.post(url, json=given | asked)).status_code == 200
+            assert dense.submits[-1].spec.max_tokens == expected
+        assert (await client.post(url, json=given | {"n_predict": -1})).status_code == 200
+        spec = dense.submits[-1].spec
+        assert spec.max_tokens == 64 - len(spec.prompt_token_ids), "the rest of the context"
+        wrong: list[tuple[dict[str, Any], str]] = [({"n_predict": 3, "max_tokens": 4}, "same"), ({"n_predict": 0}, "0")]
+        for asked, said in wrong:
+            refused = await client.post(url, json=given | asked)
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "n_predict", refused.text
+            assert said in refused.json()["error"]["message"]
+
+    dense = FakeDense(lambda submit: [70] * submit.spec.max_tokens, max_model_len=64)
     with_client(tmp_path, dense, test)
 
 
@@ -228,6 +249,7 @@ def test_a_prompt_that_is_too_long_is_named_so(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         response = await client.post(URL, json={"prompt": [5] * 5000})
         assert (response.status_code, response.json()["error"]["type"]) == (400, "exceed_context_size_error")
+        assert "exceeds the available context size" in response.json()["error"]["message"]
         assert (response.json()["error"]["n_prompt_tokens"], response.json()["error"]["n_ctx"]) == (5000, 2048)
 
     with_client(tmp_path, FakeDense(say(" one"), max_model_len=2048), test)
