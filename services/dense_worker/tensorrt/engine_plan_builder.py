@@ -27,7 +27,7 @@ from services.dense_worker.tensorrt.engine_plan_cache import (
 from services.dense_worker.tensorrt.files.network_record import NetworkRecord
 from services.dense_worker.tensorrt.gpu import Gpu
 from services.dense_worker.tensorrt.onnx_segments import NUM_TOKENS, code_dtypes, describe_tensors
-from services.dense_worker.tensorrt.profiles import Limits, Profile, parse_profile
+from services.dense_worker.tensorrt.profiles import Limits, Profile, num_reached, parse_profile
 
 Report = Callable[[str], None]
 
@@ -115,10 +115,14 @@ class EnginePlanBuilder:
         keys = [
             self._key(name, digest, dtype, profile)
             for name, digest in digests.items()
-            for profile in self._profiles
-            if self._limits is None or profile.low <= self._limits.of(name)
+            for profile in self._reached(name)
         ]
         return [(f"[{number}/{len(keys)}] {key.title}", key) for number, key in enumerate(keys, 1)]
+
+    def _reached(self, name: str) -> Sequence[Profile]:
+        """The profiles of which a segment has plans."""
+        limits = self._limits
+        return self._profiles if limits is None else self._profiles[: num_reached(self._profiles, limits.of(name))]
 
     def _find_or_build(
         self,

@@ -15,7 +15,7 @@ from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.engine import Engine, TensorType
 from services.dense_worker.tensorrt.engine_contexts import EngineContexts
 from services.dense_worker.tensorrt.engine_plan_cache import CachedEnginePlan, EnginePlans
-from services.dense_worker.tensorrt.profiles import Limits, Profile, check_cover, profile_index
+from services.dense_worker.tensorrt.profiles import Limits, Profile, check_cover, num_reached, profile_index
 from services.step import StepPlan
 
 ALIGNMENT_BYTES = 256  # of every address that TensorRT is given
@@ -57,8 +57,7 @@ class PlanRuns:
         engines = {
             name: [
                 _load_engine(api, cached, weights[name][0])
-                for cached in of_segment
-                if cached.profile.low <= max_sizes[name]
+                for cached in of_segment[: num_reached(self.profiles, max_sizes[name])]
             ]
             for name, of_segment in plans.items()
         }
@@ -73,6 +72,10 @@ class PlanRuns:
     def num_profiles(self, segment: str) -> int:
         """Of those that are in use."""
         return len(self._tuned[segment])
+
+    def run_size(self, size: int) -> int:
+        """How many rows a run of `size` rows must have: more than these only where just a larger size has a plan."""
+        return max(size, self.profiles[profile_index(self.profiles, size)].low)
 
     def output_shape(self, segment: str, name: str) -> tuple[int, ...]:
         """The shape of an output; a dynamic dimension is -1."""
@@ -129,29 +132,28 @@ class TensorRTSegments:
         assert profile < num_profiles, f"{num_tokens} tokens need profile {profile} of {num_profiles} in use"
 
     def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor, input_embeds: None = None) -> torch.Tensor:
-        """Enqueues the engine of the first segment -> a new residual."""
-        residual = self._new_residual(qkv_out)
-        inputs = [("token_ids", token_ids.to(torch.int32))]
-        outputs = [("qkv", qkv_out), ("residual_out", residual)]
-        self._runs.run("first", 0, len(token_ids), inputs, outputs)
-        return residual
+        """Enqueues the engine of the first segment -> a new residual. May overwrite rows behind `qkv_out`."""
+        size = self._runs.run_size(len(token_ids))
+        return self._run("first", 0, size, [("token_ids", _padded(token_ids.to(torch.int32), size))], qkv_out)
 
     def middle(self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
-        """Enqueues the engine of the middle segments with this layer's weights -> a new residual."""
-        next_residual = self._new_residual(qkv_out)
-        inputs = [("attn_out", attn_out), ("residual", residual)]
-        outputs = [("qkv", qkv_out), ("residual_out", next_residual)]
-        self._runs.run("middle", layer, len(attn_out), inputs, outputs)
-        return next_residual
+        """Enqueues the engine of the middle segments with this layer's weights -> a new residual.
+
+        May overwrite rows behind `qkv_out`.
+        """
+        size = self._runs.run_size(len(attn_out))
+        inputs = [("attn_out", _with_rows_behind(attn_out, size)), ("residual", _with_rows_behind(residual, size))]
+        return self._run("middle", layer, size, inputs, qkv_out)
 
     def last(
         self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor, hidden_out: None = None
     ) -> torch.Tensor:
         """Enqueues the engine of the last segment -> a new tensor of logits."""
-        logits = torch.empty(len(rows), self._config.vocab_size, dtype=torch.float32, device=rows.device)
-        inputs = [("attn_out", attn_out), ("residual", residual), ("rows", rows.to(torch.int32))]
-        self._runs.run("last", 0, len(rows), inputs, [("logits", logits)])
-        return logits
+        size = self._runs.run_size(len(rows))
+        logits = torch.empty(size, self._config.vocab_size, dtype=torch.float32, device=rows.device)
+        inputs = [("attn_out", attn_out), ("residual", residual), ("rows", _padded(rows.to(torch.int32), size))]
+        self._runs.run("last", 0, size, inputs, [("logits", logits)])
+        return logits[: len(rows)]
 
     def hidden(
         self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor, hidden_out: torch.Tensor
@@ -159,8 +161,34 @@ class TensorRTSegments:
         """Never called."""
         raise AssertionError("TensorRT keeps the hidden states to itself")
 
-    def _new_residual(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty(len(like), self._config.hidden_size, dtype=like.dtype, device=like.device)
+    def _run(self, segment: str, layer: int, size: int, inputs: list[Binding], qkv_out: torch.Tensor) -> torch.Tensor:
+        """Enqueues a segment for so many rows -> the rows of a new residual that `qkv_out` has."""
+        qkv = _with_rows_behind(qkv_out, size)
+        residual = torch.empty(size, self._config.hidden_size, dtype=qkv.dtype, device=qkv.device)
+        self._runs.run(segment, layer, size, inputs, [("qkv", qkv), ("residual_out", residual)])
+        if qkv.data_ptr() != qkv_out.data_ptr():
+            qkv_out.copy_(qkv[: len(qkv_out)])
+        return residual[: len(qkv_out)]
+
+
+def _padded(values: torch.Tensor, size: int) -> torch.Tensor:
+    """values: int32 [n] -> int32 [size], with zeros, which are valid tokens and rows"""
+    return values if len(values) == size else torch.nn.functional.pad(values, (0, size - len(values)))
+
+
+def _with_rows_behind(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """The tensor with the rows that follow it in its memory, or a copy with others if there are too few.
+
+    tensor: contiguous [n, width] -> [num_rows, width]
+    """
+    if len(tensor) == num_rows:
+        return tensor
+    width = tensor.shape[1]
+    if tensor.storage_offset() + num_rows * width <= tensor.untyped_storage().nbytes() // tensor.itemsize:
+        return tensor.as_strided((num_rows, width), (width, 1))
+    padded = tensor.new_zeros(num_rows, width)
+    padded[: len(tensor)] = tensor
+    return padded
 
 
 def profiles_of(plans: EnginePlans) -> list[Profile]:

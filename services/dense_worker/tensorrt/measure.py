@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,7 @@ from services.dense_worker.tensorrt.backend import Measurements
 from services.dense_worker.tensorrt.engine_plan_cache import CachedEnginePlan, EnginePlanCache, EnginePlans
 from services.dense_worker.tensorrt.engine_segments import TensorRTSegments
 from services.dense_worker.tensorrt.gpu import current_stream, synchronize
-from services.dense_worker.tensorrt.profiles import Limits
+from services.dense_worker.tensorrt.profiles import Limits, profile_index
 
 SIZES = tuple(2**power for power in range(20))
 MAX_ROWS = 1024  # of logits, which take much memory
@@ -83,8 +83,7 @@ def known_measurements(plans: EnginePlans, limits: Limits) -> Measurements | Non
     measured: dict[str, dict[int, dict[str, float]]] = {}
     for segment, max_size in _max_sizes(plans, limits).items():
         measured[segment] = {}
-        for cached in plans[segment]:
-            needed = _sizes_of_plan(cached, _sizes(max_size))
+        for cached, needed in _sizes_of_plans(plans[segment], _sizes(max_size)):
             if not needed:
                 continue
             times = {int(size): us for size, us in (cached.record.measured_us or {}).items()}
@@ -97,8 +96,8 @@ def known_measurements(plans: EnginePlans, limits: Limits) -> Measurements | Non
 def store_measurements(cache: EnginePlanCache, plans: EnginePlans, measured: Measurements) -> None:
     """Stores the measurement of each size in the record of the plan that ran it."""
     for segment, times in measured.items():
-        for cached in plans[segment]:
-            by_size = {str(size): dict(times[size]) for size in _sizes_of_plan(cached, times)}
+        for cached, sizes in _sizes_of_plans(plans[segment], times):
+            by_size = {str(size): dict(times[size]) for size in sizes}
             if by_size:
                 cache.update(replace(cached.record, measured_us=by_size, measured_with=torch.__version__))
 
@@ -128,8 +127,15 @@ def _sizes(max_size: int) -> list[int]:
     return [*(size for size in SIZES if size < max_size), max_size]
 
 
-def _sizes_of_plan(cached: CachedEnginePlan, sizes: Iterable[int]) -> list[int]:
-    return [size for size in sizes if cached.profile.low <= size <= cached.profile.high]
+def _sizes_of_plans(
+    of_segment: Sequence[CachedEnginePlan], sizes: Iterable[int]
+) -> list[tuple[CachedEnginePlan, list[int]]]:
+    """Which of these sizes each plan runs."""
+    profiles = [cached.profile for cached in of_segment]
+    found = list[list[int]](map(lambda _: [], profiles))
+    for size in sizes:
+        found[profile_index(profiles, size)].append(size)
+    return list(zip(of_segment, found, strict=True))
 
 
 def _max_sizes(segments: Iterable[str], limits: Limits) -> dict[str, int]:

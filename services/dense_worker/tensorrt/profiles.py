@@ -1,8 +1,8 @@
 """Optimization profiles: the ranges of sizes that TensorRT's plans support, each tuned for one size.
 
 Each plan has one of them. They are written as `1-16,17-128@64`: first size, last size and, after @, the size to tune
-for. A size is a number of tokens, or for the segment `last` the number of rows
-that need logits.
+for; a single size as `16`. A size is a number of tokens, or for the segment `last` the number of rows that need
+logits. In a plan for a single size all shapes are static. It also runs smaller sizes that no other profile has, padded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from services.common.errors import ConfigError
 
-_RANGE = re.compile(r"(\d+)-(\d+)(?:@(\d+))?")
+_RANGE = re.compile(r"(\d+)(?:-(\d+)(?:@(\d+))?)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Profile:
 
 
 def parse_profiles(text: str) -> tuple[Profile, ...]:
-    """The profiles of `dense.profiles`. They must cover all sizes from 1 on without a gap.
+    """The profiles of `dense.profiles`. They must cover all sizes from 1 on, without a gap but below a single size.
 
     By default a profile is tuned for the power of two nearest the geometric middle of its range: 4 for 1-16, 2048 for
     513-8192. Raises ConfigError that names the malformed range or the missing sizes.
@@ -38,11 +38,12 @@ def parse_profiles(text: str) -> tuple[Profile, ...]:
     profiles: list[Profile] = []
     for part in text.split(","):
         profile = parse_profile(part.strip())
-        if not profiles and profile.low != 1:
-            raise ConfigError(f"profiles {text!r} must begin at 1, not at {profile.low}")
-        if profiles and profile.low != profiles[-1].high + 1:
+        next_size = profiles[-1].high + 1 if profiles else 1
+        if profile.low != next_size and not (profile.low == profile.high > next_size):
+            if not profiles:
+                raise ConfigError(f"profiles {text!r} must begin at 1, not at {profile.low}")
             raise ConfigError(
-                f"profiles {text!r} must go on at {profiles[-1].high + 1} without gap or overlap, not at {profile.low}"
+                f"profiles {text!r} must go on at {next_size} without gap or overlap, not at {profile.low}"
             )
         profiles.append(profile)
     return tuple(profiles)
@@ -52,8 +53,9 @@ def parse_profile(text: str) -> Profile:
     """One range, which may begin at any size from 1 on. Raises ConfigError if it is malformed."""
     match = _RANGE.fullmatch(text)
     if match is None:
-        raise ConfigError(f"profile {text!r} is not of the form FROM-TO or FROM-TO@BEST")
-    low, high = int(match[1]), int(match[2])
+        raise ConfigError(f"profile {text!r} is not of the form SIZE, FROM-TO or FROM-TO@BEST")
+    low = int(match[1])
+    high = int(match[2] or low)
     best = int(match[3] or _geometric_middle(low, high))
     if not 1 <= low <= best <= high:
         raise ConfigError(f"profile {text!r} is not in the order 1 <= FROM <= BEST <= TO")
@@ -89,11 +91,16 @@ def check_cover(profiles: Sequence[Profile], limits: Limits) -> None:
 
 
 def profile_index(profiles: Sequence[Profile], size: int) -> int:
-    """The index of the profile that contains `size`. Raises ConfigError if there is none."""
+    """The index of the profile that runs `size`. Raises ConfigError if there is none."""
     for index, profile in enumerate(profiles):
-        if profile.low <= size <= profile.high:
+        if size <= profile.high:
             return index
     raise ConfigError(f"size {size} is not covered by profiles {format_profiles(profiles)}")
+
+
+def num_reached(profiles: Sequence[Profile], limit: int) -> int:
+    """How many of the profiles, the first ones, run the sizes up to a limit."""
+    return next((index for index, profile in enumerate(profiles, 1) if profile.high >= limit), len(profiles))
 
 
 def _geometric_middle(low: int, high: int) -> int:

@@ -154,6 +154,38 @@ def test_each_size_runs_by_the_engine_of_its_profile(builds: Builds) -> None:
         assert [call[1:3] for call in builds.trt.named("execute_async_v3")] == expected
 
 
+def test_sizes_below_a_single_one_run_padded_by_its_plan(builds: Builds) -> None:
+    """Here by copies, as no rows follow in the memory of `run_step`'s tensors."""
+    plans = builds.build("1,8,16", Limits(16, 6))
+    assert builds.built[-2:] == ["last 1-1@1", "last 8-8@8"]
+    segments, by_torch = builds.load(plans, Limits(16, 6)), TorchBackend(builds.weights)
+    cases = [(1, 1, 1, 1), (2, 2, 8, 8), (7, 6, 8, 8), (8, 1, 8, 1), (9, 3, 16, 8)]
+    for num_tokens, num_rows, run_tokens, run_rows in cases:
+        builds.trt.calls.clear()
+        inputs = (builds.config, torch.float32, list(range(num_tokens)), list(range(num_rows)))
+        torch.testing.assert_close(run_step(segments, *inputs), run_step(by_torch, *inputs), rtol=0, atol=1e-5)
+        middles = [("middle", run_tokens)] * (builds.config.num_layers - 1)
+        expected = [("first", run_tokens), *middles, ("last", run_rows)]
+        assert [call[1:3] for call in builds.trt.named("execute_async_v3")] == expected
+
+
+def test_a_padded_run_writes_the_rows_of_a_step_whatever_lies_behind_them(builds: Builds) -> None:
+    """In the memory of both workers more rows follow: none is copied, and those in front keep what they have."""
+    segments, by_torch = builds.load(builds.build("8"), Limits(8, 8)), TorchBackend(builds.weights)
+    token_ids, size = torch.arange(5), builds.config.qkv_size
+    memory = torch.full((12, size), torch.nan)
+    expected = torch.empty(5, size)
+    residual, of_torch = segments.first(token_ids, memory[3:8]), by_torch.first(token_ids, expected)
+    torch.testing.assert_close(memory[3:8], expected, rtol=0, atol=1e-5)
+    attn_memory = torch.full((12, builds.config.attn_size), torch.nan)
+    attn_memory[4:9] = torch.randn(5, builds.config.attn_size, generator=torch.Generator().manual_seed(1))
+    residual = segments.middle(0, attn_memory[4:9], residual, memory[3:8])
+    of_torch = by_torch.middle(0, attn_memory[4:9], of_torch, expected)
+    torch.testing.assert_close(memory[3:8], expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(residual, of_torch, rtol=0, atol=1e-5)
+    assert memory[:3].isnan().all() and memory[11:].isnan().all()
+
+
 def test_each_record_keeps_the_sizes_that_its_plan_ran(builds: Builds) -> None:
     builds.measure(builds.build("1-4,5-16"), Limits(num_tokens=8, num_rows=4))
     sizes = {each.key.title: [int(size) for size in each.measured_us or ()] for each in builds.cache.records()}
@@ -162,6 +194,15 @@ def test_each_record_keeps_the_sizes_that_its_plan_ran(builds: Builds) -> None:
         **{"middle 1-4@2": [1, 2, 4], "middle 5-16@8": [8]},
         **{"last 1-4@2": [1, 2, 4], "last 5-16@8": []},
     }
+
+
+def test_a_plan_for_a_single_size_keeps_what_smaller_sizes_took(builds: Builds) -> None:
+    limits = Limits(num_tokens=8, num_rows=4)
+    measured = builds.measure(builds.build("1,8,16"), limits)
+    sizes = {each.key.title: [int(size) for size in each.measured_us or ()] for each in builds.cache.records()}
+    assert sizes["middle 1-1@1"] == [1] and sizes["middle 8-8@8"] == [2, 4, 8]
+    assert sizes["last 8-8@8"] == [2, 4] and not sizes["middle 16-16@16"]
+    assert known_measurements(builds.build("1,8,16"), limits) == measured
 
 
 def test_measurements_are_known_if_each_plan_in_use_has_them(builds: Builds) -> None:

@@ -13,6 +13,7 @@ from services.dense_worker.tensorrt.profiles import (
     Profile,
     check_cover,
     format_profiles,
+    num_reached,
     parse_profile,
     parse_profiles,
     profile_index,
@@ -29,6 +30,23 @@ def test_default_profiles_have_one_for_a_single_token() -> None:
 
 def test_an_optimum_may_be_named() -> None:
     assert parse_profiles("1-16@1, 17-40@40") == (Profile(1, 1, 16), Profile(17, 40, 40))
+
+
+def test_a_single_size_may_lie_behind_a_gap() -> None:
+    profiles = parse_profiles("1,16,17-40,64-64@64")
+    assert profiles == (Profile(1, 1, 1), Profile(16, 16, 16), Profile(17, 32, 40), Profile(64, 64, 64))
+    assert parse_profiles(format_profiles(profiles)) == profiles
+    assert [profile_index(profiles, size) for size in (1, 2, 16, 17, 40, 41, 64)] == [0, 1, 1, 2, 2, 3, 3]
+    assert parse_profiles("8") == (Profile(8, 8, 8),)
+    with pytest.raises(ConfigError, match="must go on at 65 without gap or overlap, not at 64"):
+        parse_profiles("64,64")
+    with pytest.raises(ConfigError, match="must go on at 17"):
+        parse_profiles("16,18-20")
+
+
+def test_those_up_to_a_limit_are_reached() -> None:
+    profiles = parse_profiles("1,16,17-40,64")
+    assert [num_reached(profiles, limit) for limit in (1, 2, 16, 17, 40, 41, 64, 65)] == [1, 2, 2, 3, 3, 4, 4, 4]
 
 
 @pytest.mark.parametrize(
