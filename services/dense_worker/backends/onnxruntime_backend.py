@@ -67,7 +67,7 @@ class OnnxRuntimeBackend:
         self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor, hidden_out: None = None
     ) -> torch.Tensor:
         """Runs the last segment -> the logits."""
-        return self._run("last", 0, attn_out=attn_out, residual=residual, rows=rows.int())[0]
+        return self._run("last", 0, attn_out=attn_out[rows], residual=residual[rows])[0]
 
     def hidden(
         self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor, hidden_out: torch.Tensor

@@ -137,7 +137,7 @@ def _print_record(record: EnginePlanRecord) -> None:
     key = record.key
     print(f"{key.file_stem}.plan: {record.plan_bytes / 1e6:.2f} MB, built in {record.build_s} s")
     print(f"  for       {key.tensorrt}, GPU {key.gpu}, {key.num_sms or 'any number of'} SMs, {key.dtype}")
-    print(f"  profile   {key.profile}{'' if key.max_tokens is None else f' rows of up to {key.max_tokens} tokens'}")
+    print(f"  profile   {key.profile}")
     for title, tensors in (("inputs", record.inputs), ("outputs", record.outputs)):
         print(f"  {title}")
         for tensor in tensors:

@@ -16,7 +16,7 @@ import torch
 
 from services.common.errors import CapacityError, ConfigError
 from services.common.terminal import progress_bar
-from services.dense_worker.tensorrt.api import Sizes, TensorRT
+from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.engine_plan_cache import (
     CachedEnginePlan,
     EnginePlanCache,
@@ -26,7 +26,7 @@ from services.dense_worker.tensorrt.engine_plan_cache import (
 )
 from services.dense_worker.tensorrt.files.network_record import NetworkRecord
 from services.dense_worker.tensorrt.gpu import Gpu
-from services.dense_worker.tensorrt.onnx_segments import NUM_TOKENS, code_dtypes, describe_tensors
+from services.dense_worker.tensorrt.onnx_segments import code_dtypes, describe_tensors
 from services.dense_worker.tensorrt.profiles import Limits, Profile, num_reached, parse_profile
 
 Report = Callable[[str], None]
@@ -156,7 +156,8 @@ class EnginePlanBuilder:
         driver = "" if self._gpu is None else self._gpu.driver
         start = time.monotonic()
         graph = onnx.load_from_string(network).graph
-        sizes = _input_sizes(key, parse_profile(key.profile), graph)
+        profile = parse_profile(key.profile)
+        sizes = {name: (profile.low, profile.best, profile.high) for name in _dynamic_inputs(graph)}
         timing_cache = self._cache.timing_cache(key, driver, report)
         plan, timings = self._api.build(key.title, network, sizes, dtype, timing_cache)
         build_s = time.monotonic() - start
@@ -189,7 +190,6 @@ class EnginePlanBuilder:
             num_sms=0 if self._api.is_rtx else self._gpu.num_sms,
             profile=str(profile),
             network=digest,
-            max_tokens=self._profiles[-1].high if name == "last" else None,
         )
 
 
@@ -197,18 +197,7 @@ def _found(title: str, key: EnginePlanKey) -> str:
     return f"{title}: found {key.file_stem}.plan"
 
 
-def _input_sizes(key: EnginePlanKey, profile: Profile, graph: onnx.GraphProto) -> dict[str, Sizes]:
-    """Sizes of dimension 0 of the dynamic inputs.
-
-    For `last` the profile limits the rows. Its tokens stay dynamic, also beside a single row, which may be the last
-    one of a prompt: only the rows' selection reads them, and all that takes time has static shapes then.
-    """
-    sizes = {}
-    for value in graph.input:
-        dimensions = value.type.tensor_type.shape.dim
-        if dimensions and dimensions[0].dim_param:
-            is_unlimited = key.max_tokens is not None and dimensions[0].dim_param == NUM_TOKENS
-            sizes[value.name] = (
-                (1, profile.best, key.max_tokens) if is_unlimited else (profile.low, profile.best, profile.high)
-            )
-    return sizes
+def _dynamic_inputs(graph: onnx.GraphProto) -> list[str]:
+    """The inputs whose dimension 0 is the number of tokens or rows."""
+    dimensions = {value.name: value.type.tensor_type.shape.dim for value in graph.input}
+    return [name for name, dims in dimensions.items() if dims and dims[0].dim_param]

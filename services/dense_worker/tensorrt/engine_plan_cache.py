@@ -21,7 +21,7 @@ from services.dense_worker.tensorrt.files.atomic_file import TEMPORARY_SUFFIX, m
 from services.dense_worker.tensorrt.files.timing_cache import TimingOrigin, read_timings, write_timings
 from services.dense_worker.tensorrt.profiles import Profile, parse_profile
 
-RECIPE = 5  # increase it when the builder's settings in api.py or the fields of `EnginePlanKey` change
+RECIPE = 6  # increase it when the builder's settings in api.py or the fields of `EnginePlanKey` change
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,6 @@ class EnginePlanKey:
     num_sms: int  # SMs that the process could use; under an MPS limit fewer than the GPU has
     profile: str  # the sizes that it is for
     network: str  # sha256 of the ONNX model
-    max_tokens: int | None = None  # of `last`, whose profiles are ranges of rows; None: the profile limits the tokens
     recipe: int = RECIPE
 
     @property

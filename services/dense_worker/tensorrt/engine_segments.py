@@ -148,10 +148,11 @@ class TensorRTSegments:
     def last(
         self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor, hidden_out: None = None
     ) -> torch.Tensor:
-        """Enqueues the engine of the last segment -> a new tensor of logits."""
+        """Enqueues the selection of the rows and the engine of the last segment -> a new tensor of logits."""
         size = self._runs.run_size(len(rows))
         logits = torch.empty(size, self._config.vocab_size, dtype=torch.float32, device=rows.device)
-        inputs = [("attn_out", attn_out), ("residual", residual), ("rows", _padded(rows.to(torch.int32), size))]
+        padded = _padded(rows, size)
+        inputs = [(name, x.index_select(0, padded)) for name, x in (("attn_out", attn_out), ("residual", residual))]
         self._runs.run("last", 0, size, inputs, [("logits", logits)])
         return logits[: len(rows)]
 
@@ -172,7 +173,7 @@ class TensorRTSegments:
 
 
 def _padded(values: torch.Tensor, size: int) -> torch.Tensor:
-    """values: int32 [n] -> int32 [size], with zeros, which are valid tokens and rows"""
+    """values: [n] -> [size], with zeros, which are valid tokens and rows"""
     return values if len(values) == size else torch.nn.functional.pad(values, (0, size - len(values)))
 
 
@@ -181,6 +182,7 @@ def _with_rows_behind(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
 
     tensor: contiguous [n, width] -> [num_rows, width]
     """
+    assert tensor.is_contiguous(), "other rows lie between its own"
     if len(tensor) == num_rows:
         return tensor
     width = tensor.shape[1]

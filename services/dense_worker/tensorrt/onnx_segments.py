@@ -15,9 +15,13 @@ import torch
 from onnx import TensorProto, helper
 from torch import nn
 
+from services.channel import rows_of_layer
 from services.common.errors import ConfigError
 from services.common.families.shape import Activation
 from services.common.model_config import ModelConfig
+from services.dense_worker.model.head import Head
+from services.dense_worker.model.layer import AfterAttention
+from services.dense_worker.model.operations import Operations, Residual
 from services.dense_worker.model.segments import segment_names, segments_of
 from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.model.weights import empty_weights
@@ -48,11 +52,26 @@ class Example:
     output_rows: str  # name of their dimension 0
 
 
+@dataclass(frozen=True, slots=True)
+class _LastOfRows:
+    """The last segment behind the selection of its rows: so a plan for a number of rows has no other size."""
+
+    after: AfterAttention
+    head: Head
+
+    def forward(
+        self, operations: Operations, attn_rows: torch.Tensor, residual_rows: torch.Tensor
+    ) -> torch.Tensor:
+        """attn_rows [r, attn_size], residual_rows [r, hidden] -> logits [r, vocab]"""
+        attn_rows = rows_of_layer(attn_rows, self.after.attn_size)
+        return self.head.forward(operations, self.after.forward(operations, attn_rows, Residual(residual_rows)))
+
+
 def export_segment(name: str, config: ModelConfig, dtype: torch.dtype) -> onnx.ModelProto:
     """One of `segment_names(config)`, checked. Takes a second and no memory, whatever the model's size.
 
-    Inputs: the activations (`token_ids` and `rows` are int32, because TensorRT 8.6 has no int64), then the
-    weights in the order of the segment's parts. Outputs: `qkv` and `residual_out`, or `logits`.
+    Inputs: the activations (`token_ids` are int32, because TensorRT 8.6 has no int64), of `last` those of the rows that
+    need logits, then the weights in the order of the segment's parts. Outputs: `qkv` and `residual_out`, or `logits`.
     The same arguments give the same bytes. Raises ModelError for formats of quantized weights, and ConfigError for
     parts, that ONNX does not get.
     """
@@ -173,16 +192,15 @@ def _middle(config: ModelConfig, dtype: torch.dtype) -> Example:
 
 
 def _last(config: ModelConfig, dtype: torch.dtype) -> Example:
-    segment = segments_of(empty_weights(config, dtype, _META)).last
-    rows = (NUM_ROWS, torch.empty(_ROWS, dtype=torch.int64, device="meta"))
-    return Example(segment, _stream(config, dtype) | {"rows": rows}, ("logits",), NUM_ROWS)
+    last = segments_of(empty_weights(config, dtype, _META)).last
+    return Example(_LastOfRows(last.after, last.head), _stream(config, dtype, NUM_ROWS), ("logits",), NUM_ROWS)
 
 
-def _stream(config: ModelConfig, dtype: torch.dtype) -> dict[str, tuple[str, torch.Tensor]]:
+def _stream(config: ModelConfig, dtype: torch.dtype, dim: str = NUM_TOKENS) -> dict[str, tuple[str, torch.Tensor]]:
     sizes = {"attn_out": config.attn_size, "residual": config.hidden_size}
-    return {name: (NUM_TOKENS, torch.empty(_TOKENS, size, dtype=dtype, device="meta")) for name, size in sizes.items()}
+    return {name: (dim, torch.empty(_TOKENS, size, dtype=dtype, device="meta")) for name, size in sizes.items()}
 
 
 _META = torch.device("meta")
-_TOKENS, _ROWS = 7, 5  # any numbers except 0 and 1, which torch.export would treat as constants
+_TOKENS = 7  # any number except 0 and 1, which torch.export would treat as constants
 _EXAMPLES = {"first": _first, "middle": _middle, "last": _last}

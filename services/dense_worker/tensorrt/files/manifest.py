@@ -12,7 +12,7 @@ from services.common.errors import ModelError
 from services.dense_worker.tensorrt.files.atomic_file import write_atomically
 
 FILE = "manifest.json"
-FORMAT = 1
+FORMAT = 2  # since 2 the segment `last` gets its rows selected
 
 
 @dataclass(frozen=True, slots=True)

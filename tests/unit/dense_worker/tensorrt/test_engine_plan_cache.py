@@ -64,7 +64,6 @@ def test_a_stored_plan_is_found_again_by_an_equal_key(cache: EnginePlanCache) ->
         ("num_sms", 66),
         ("profile", "1-32@8"),
         ("network", "b" * 64),
-        ("max_tokens", 8192),
         ("recipe", 99),
     ],
 )

@@ -143,7 +143,7 @@ def test_graphs_hold_projections_norms_and_swiglu_and_nothing_of_attention(varia
     head_norms = 2 * config.qk_norm
     num_norms = {"first": 1 + head_norms, "middle": 2 + head_norms, "last": 2}
     num_projections = {"first": 1, "middle": 4, "last": 4}
-    num_gathers = {"first": 1, "middle": 0, "last": 2}  # the embedding; rows of attn_out and residual
+    num_gathers = {"first": 1, "middle": 0, "last": 0}  # the embedding
     for segment in SEGMENTS:
         counts = Counter(node.op_type for node in graph_of(variant, segment).node)
         assert counts["Gemm"] == num_projections[segment]
@@ -166,7 +166,7 @@ def test_weights_are_inputs_in_order_and_none_is_inside(variant: str) -> None:
     activations = {
         "first": ["token_ids"],
         "middle": ["attn_out", "residual"],
-        "last": ["attn_out", "residual", "rows"],
+        "last": ["attn_out", "residual"],
     }
     tensors = bind_weights(weights)
     for segment in SEGMENTS:
@@ -195,12 +195,12 @@ def test_dynamic_dimensions_and_names_are_stable() -> None:
         ]
 
     half, int32, single = TensorProto.FLOAT16, TensorProto.INT32, TensorProto.FLOAT
-    tokens = "num_tokens"
+    tokens, rows = "num_tokens", "num_rows"
     outputs = [("qkv", tokens, half), ("residual_out", tokens, half)]
     inputs = [("attn_out", tokens, half), ("residual", tokens, half)]
     assert describe(first) == [("token_ids", tokens, int32), *outputs]
     assert describe(middle) == [*inputs, *outputs]
-    assert describe(last) == [*inputs, ("rows", "num_rows", int32), ("logits", "num_rows", single)]
+    assert describe(last) == [("attn_out", rows, half), ("residual", rows, half), ("logits", rows, single)]
     model = onnx.load_from_string(networks_of("llama", torch.float16)["middle"])
     assert [(entry.domain, entry.version) for entry in model.opset_import] == [("", 17)]
 
