@@ -134,7 +134,7 @@ class TensorRTSegments:
     def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor, input_embeds: None = None) -> torch.Tensor:
         """Enqueues the engine of the first segment -> a new residual. May overwrite rows behind `qkv_out`."""
         size = self._runs.run_size(len(token_ids))
-        return self._run("first", 0, size, [("token_ids", _padded(token_ids.to(torch.int32), size))], qkv_out)
+        return self._run("first", 0, size, [("token_ids", _padded_ids(token_ids, size))], qkv_out)
 
     def middle(self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
         """Enqueues the engine of the middle segments with this layer's weights -> a new residual.
@@ -151,8 +151,7 @@ class TensorRTSegments:
         """Enqueues the selection of the rows and the engine of the last segment -> a new tensor of logits."""
         size = self._runs.run_size(len(rows))
         logits = torch.empty(size, self._config.vocab_size, dtype=torch.float32, device=rows.device)
-        padded = _padded(rows, size)
-        inputs = [(name, x.index_select(0, padded)) for name, x in (("attn_out", attn_out), ("residual", residual))]
+        inputs = [("attn_out", _select(attn_out, rows, size)), ("residual", _select(residual, rows, size))]
         self._runs.run("last", 0, size, inputs, [("logits", logits)])
         return logits[: len(rows)]
 
@@ -172,9 +171,20 @@ class TensorRTSegments:
         return residual[: len(qkv_out)]
 
 
-def _padded(values: torch.Tensor, size: int) -> torch.Tensor:
-    """values: [n] -> [size], with zeros, which are valid tokens and rows"""
-    return values if len(values) == size else torch.nn.functional.pad(values, (0, size - len(values)))
+def _padded_ids(token_ids: torch.Tensor, size: int) -> torch.Tensor:
+    """token_ids: [n] -> int32 [size], with zeros behind them, since any number must be a valid token"""
+    if len(token_ids) == size:
+        return token_ids.to(torch.int32)
+    padded = torch.zeros(size, dtype=torch.int32, device=token_ids.device)
+    padded[: len(token_ids)] = token_ids
+    return padded
+
+
+def _select(tensor: torch.Tensor, rows: torch.Tensor, size: int) -> torch.Tensor:
+    """A copy of some rows (int64 [r]) with any others behind them: [n, width] -> [size, width]"""
+    selected = tensor.new_empty(size, tensor.shape[1])
+    torch.index_select(tensor, 0, rows, out=selected[: len(rows)])
+    return selected
 
 
 def _with_rows_behind(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
