@@ -216,8 +216,8 @@ class DenseSection(Section):
     # true: capture each CUDA graph when a step first needs it, which delays that step; false: also whenever nobody
     # has a request, so that soon after the start there are all; ranks, stages and lanes: all at start
     captures_lazily: bool = False
-    # numbers of tokens that TensorRT is tuned for; each range is a plan of its own
-    profiles: str = "1-1,2-16@16,17-32@32,33-64@64,65-128@128,129-256@256,257-512@512,513-8192"
+    # numbers of tokens that TensorRT is tuned for, each with a plan, which runs smaller ones padded; or ranges of them
+    profiles: str = "1,32,64,128,256,384,512,513-8192"
     max_loras: Annotated[int, Field(ge=0, le=64)] = 0  # LoRA adapters in memory at the same time; 0: none are served
     # most rows that an encoder computes between two steps, such as patches of pictures; one input may have more
     max_encoder_rows: Count = 8192

@@ -23,9 +23,10 @@ from services.dense_worker.tensorrt.profiles import (
 def test_default_profiles_have_one_for_a_single_token() -> None:
     profiles = parse_profiles(DenseSection().profiles)
     assert [(p.low, p.high) for p in profiles] == [
-        *((1, 1), (2, 16), (17, 32), (33, 64), (65, 128), (129, 256), (257, 512), (513, 8192))
+        *((size, size) for size in (1, 32, 64, 128, 256, 384, 512)),
+        (513, 8192),
     ]
-    assert [p.best for p in profiles] == [1, 16, 32, 64, 128, 256, 512, 2048]
+    assert profiles[-1].best == 2048
 
 
 def test_an_optimum_may_be_named() -> None:
