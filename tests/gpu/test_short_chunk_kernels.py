@@ -118,6 +118,51 @@ def test_a_graph_of_short_chunks_has_room_for_any_of_its_steps(kernels: Kernels)
     assert chunk_of(pair, {"e": 40, "f": 25}) is None
 
 
+def check_drafts(pair: Pair, tolerance: float) -> None:
+    """Steps of a graph whose kernel stores the keys and values itself, each of which reads those of the one before."""
+    pair.run(pair.plan({"a": 150, "b": 70}))
+    shape = short_shapes(pair)[0]
+    for num_tokens in ({"a": 4, "b": 2, "c": 1}, {"a": 1, "b": 8, "c": 7}, {"b": 8, "a": 4}, {"a": 1, "c": 3, "b": 1}):
+        step = pair.plan({name: min(number, shape.chunk) for name, number in num_tokens.items()})
+        assert pair.kernels.captured_shape(step) == shape
+        for out, expected in pair.run(step, padded_num_rows=40, shape=shape):
+            assert relative_error(out[: len(step.positions)], expected) < tolerance
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_drafts_with_every_option(kernels: Kernels, options: str) -> None:
+    check_drafts(Pair(config_of(OPTIONS[options]), kernels), kernels.tolerance)
+
+
+@pytest.mark.parametrize(("cache_dtype", "tolerance"), [(torch.int8, 1e-3), (torch.float8_e4m3fn, 1e-3)], ids=str)
+def test_drafts_over_caches_of_8_bits(kernels: Kernels, cache_dtype: torch.dtype, tolerance: float) -> None:
+    if kernels.device.type == "cpu" and cache_dtype == torch.float8_e4m3fn:
+        tolerance = 0.2  # as above
+    config = config_of(AttentionOptions(has_sinks=True))
+    check_drafts(Pair(config, kernels, cache_dtype=cache_dtype, scales=SCALES), tolerance)
+
+
+def test_the_kernels_of_graphs_of_drafts_are_compiled_at_the_start(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of each window, too: before a capture only one layer of those that differ in nothing else is run."""
+    backend, launched = Pair(config_of(AttentionOptions()), kernels).kernels, set()
+
+    def note(*arguments: object) -> None:
+        launched.add((arguments[9], arguments[-1] is not None))  # the window, and whether keys are stored
+
+    def nothing(*arguments: object, **further: object) -> None:
+        pass
+
+    recording = replace(
+        backend._kernels, attend_short_chunks=note, append=nothing, attend=nothing, decode=nothing
+    )
+    monkeypatch.setattr(backend, "_kernels", recording)
+    monkeypatch.setattr(torch.cuda, "synchronize", nothing)
+    backend._compile_prompts(MAX_MODEL_LEN)
+    assert {(None, True), (40, True)} <= launched
+
+
 @pytest.mark.parametrize(("num_kv_heads", "shortest", "few"), [(4, 4096, 16), (1, 2048, 4)])
 def test_longer_chunks_are_split_and_captured_behind_long_contexts_only(
     kernels_as_they_are: Kernels, num_kv_heads: int, shortest: int, few: int
@@ -128,6 +173,18 @@ def test_longer_chunks_are_split_and_captured_behind_long_contexts_only(
     assert chunk_of(pair, {"long": few, "short": few + 1}) is None
     assert chunk_of(pair, {"long": few + 1, "short": 1}) == 64
     assert chunk_of(pair, {"long": few + 1, "short": few + 1}) is None, "not every chunk is split"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn, torch.int8], ids=str)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(32, 32, 128), (32, 8, 128), (7, 1, 64)])
+def test_drafts_in_bfloat16(
+    kernels: Kernels, num_heads: int, num_kv_heads: int, head_dim: int, cache_dtype: torch.dtype | None
+) -> None:
+    config = make_config(num_heads, num_kv_heads, head_dim, (None, 100))
+    scales = None if cache_dtype is None else SCALES
+    pair = Pair(config, kernels, torch.bfloat16, cache_dtype=cache_dtype, scales=scales)
+    check_drafts(pair, 8e-3 if cache_dtype is None else 2e-2)
 
 
 @pytest.mark.gpu

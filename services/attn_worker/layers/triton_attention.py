@@ -126,6 +126,7 @@ class _ShortChunks:
 
     tiles: dict[_KernelKind, ChunkTiles]
     items: dict[tuple[_ItemKind, int], torch.Tensor]  # int32 [num_items, NUM_FIELDS], by kind and tokens of a tile
+    appends: bool = False  # whether the kernel also stores the rows' keys and values, as each chunk is a single tile
 
 
 class _KernelKind(NamedTuple):
@@ -463,7 +464,8 @@ class TritonAttention:
             host[: len(used)] = used
             host[len(used) :, 0] = NO_ITEM
         self._prefills = [_Prefill(on_device, rows, {}, {}) for _, on_device in slots]
-        self._short_chunks = _ShortChunks(tiles, {key: on_device for key, (_, on_device) in items.items()})
+        on_device = {key: array for key, (_, array) in items.items()}
+        self._short_chunks = _ShortChunks(tiles, on_device, appends=chunk <= self._max_few_rows_chunk)
 
     def forward(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
         """Launches the kernels of one layer. `qkv` and `out` may have more rows than the step."""
@@ -475,7 +477,8 @@ class TritonAttention:
         if self._prefills:
             prefill = self._prefills[self._item_kinds[layer].group]
             rows = prefill.angle_rows
-            if heads.kv_layer is None:
+            appends = self._short_chunks is not None and self._short_chunks.appends
+            if heads.kv_layer is None and not appends:
                 self._kernels.append(qkv, cache, scales, angles, rows, prefill.slots, pairs)
             if prefill.tiles:
                 tiles = prefill.tiles[kernel_kind]
@@ -511,6 +514,7 @@ class TritonAttention:
                     chunk_tiles,
                     scores,
                     pairs,
+                    prefill.slots if appends and heads.kv_layer is None else None,
                 )
         # Last, as it takes longest: with lanes, short kernels behind it would wait for the other lane's longest one.
         if self._decode_items is not None:
@@ -548,11 +552,15 @@ class TritonAttention:
             for group in reversed(range(self._spec.num_groups)):
                 table = np.full((1, width), self._spec.num_blocks_of(group), np.int32)
                 step = build_step_metadata(counts, lengths - counts, lengths, table, self._block_size, windows=step)
-            steps = [step]
-            if self._config.attention.sees_spans and num_tokens > 1:  # which are kernels of their own
-                steps.append(replace(step, num_later=np.eye(1, num_tokens, dtype=np.int32)[0]))
-            for each in steps:
-                self.begin_step(each)
+            runs: list[tuple[StepMetadata, int | None, StepShape]] = [(step, None, DECODE_ONLY)]
+            # Which are kernels of their own:
+            if self._config.attention.sees_spans and num_tokens > 1:
+                later = np.eye(1, num_tokens, dtype=np.int32)[0]
+                runs.append((replace(step, num_later=later), None, DECODE_ONLY))
+            if 1 < num_tokens <= self._max_few_rows_chunk:
+                runs.append((step, num_tokens, self._short_shapes[0]))
+            for each in runs:
+                self.begin_step(*each)
                 for layer in layers:
                     self.forward(layer, qkv, out)
         torch.cuda.synchronize()  # steps run on another stream

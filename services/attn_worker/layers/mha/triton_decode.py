@@ -176,12 +176,12 @@ def decode_attention(
         IS_FOR_FEW=tiles.is_for_few,
         IS_FOR_MANY=is_for_many,
         num_warps=tiles.num_warps,
-        **_dependent_launch(qkv.device),
+        **dependent_launch(qkv.device),
     )
 
 
 @functools.cache
-def _dependent_launch(device: torch.device) -> dict[str, Any]:
+def dependent_launch(device: torch.device) -> dict[str, Any]:
     """Options with which the kernel is launched while the one before it ends, which takes a flag of the channel.
 
     The kernel that sets the next flag is launched in the same way. See `channel/cuda_flags.py`.

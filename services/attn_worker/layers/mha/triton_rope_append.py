@@ -113,6 +113,33 @@ def _append_kernel(
     in_step = rows < num_tokens
     slot = tl.load(slots + rows, mask=in_step, other=-1)
     angle_row = tl.load(angle_rows + rows, mask=in_step, other=0)
+    append_tokens(
+        qkv, cache, scales, angles, rows, slot, angle_row, kv_head, qkv_stride, FORMAT, KEY_START, NUM_KV_HEADS,
+        BLOCK_SIZE, HEAD_DIM, HALF, ROTARY_DIM, HAS_PAIRS,
+    )  # fmt: skip
+
+
+@triton.jit
+def append_tokens(
+    qkv,
+    cache,
+    scales,
+    angles,
+    rows,  # [n]
+    slot,  # [n], negative: skip the row
+    angle_row,  # [n]
+    kv_head,
+    qkv_stride,
+    FORMAT: tl.constexpr,
+    KEY_START: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HAS_PAIRS: tl.constexpr,
+):
+    """Rotates the keys of one head of these rows, and stores keys and values."""
     half: tl.constexpr = HEAD_DIM // 2
     offs = tl.arange(0, HALF)
     mask = (slot >= 0)[:, None] & (offs < half)[None, :]

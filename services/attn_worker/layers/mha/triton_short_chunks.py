@@ -3,8 +3,8 @@
 A chunk of up to 64 tokens behind a long context has too few blocks of queries for a GPU, so its keys are split into
 pieces that run at the same time, as in `triton_decode.py`, and the piece that ends last merges them. A program holds
 tokens of one sequence with all query heads of one kv head, so that each key is read once for all of them. Keys of the
-context and of the chunk itself are treated alike: all are in the cache by then. The launch depends only on sizes, so it
-can be captured.
+context and of the chunk itself are treated alike: all are in the cache by then, or each piece stores its own before it
+reads. The launch depends only on sizes, so it can be captured.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from services.attn_worker.layers.mha.triton_cache_layout import join_halves, padded_dims
-from services.attn_worker.layers.mha.triton_decode import DecodeWorkspace
+from services.attn_worker.layers.mha.triton_decode import DecodeWorkspace, dependent_launch
 from services.attn_worker.layers.mha.triton_prefill import attend_tiles
 from services.attn_worker.layers.mha.triton_quantized import kv_format, to_factor
-from services.attn_worker.layers.mha.triton_rope_append import RotaryPairs, pair_sources, rotate
+from services.attn_worker.layers.mha.triton_rope_append import RotaryPairs, append_tokens, pair_sources, rotate
 from services.attn_worker.layers.mha.triton_scores import ScoreOptions, sink_weight
 from services.attn_worker.layers.mha.work_items import NUM_FIELDS
 
@@ -28,7 +29,7 @@ MAX_SHORT_CHUNK = 64  # tokens; longer chunks have enough blocks of queries
 # as fast as the prefill kernel behind about 3,000 keys for one head per kv head, and 1,000 for groups of four.
 _SHORTEST_CONTEXT, _SHORTEST_CONTEXT_OF_GROUPS = 4096, 2048
 _FEW_ROWS = 16  # the fewest that the tensor cores take
-_MERGED_ELEMENTS = 8192  # of partial outputs that are held at a time
+_MERGED_ELEMENTS = 2048  # of partial outputs that a warp holds at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +66,10 @@ def choose_chunk_tiles(
         return ChunkTiles(num_rows, num_tokens, 16 if dtype == torch.float32 else 32, num_warps=8, num_stages=2)
     if dtype == torch.float32:
         return ChunkTiles(num_rows, num_tokens, block_n=16, num_warps=4, num_stages=2)
-    num_warps = 2 if num_rows == _FEW_ROWS else 4 if num_rows <= 64 else 8
-    block_n = 32 if num_rows == _FEW_ROWS or head_dim > 128 else 64
-    if cache_dtype.itemsize == 1:
+    is_exact = cache_dtype.itemsize > 1
+    num_warps = 2 if num_rows == _FEW_ROWS and not is_exact else 4 if num_rows <= 64 else 8
+    block_n = 32 if (num_rows == _FEW_ROWS and not is_exact) or head_dim > 128 else 64
+    if not is_exact:
         return ChunkTiles(num_rows, num_tokens, block_n, num_warps, num_stages=2 if num_rows == _FEW_ROWS else 1)
     return ChunkTiles(num_rows, num_tokens, block_n, num_warps, num_stages=3)
 
@@ -86,8 +88,12 @@ def attend_short_chunks(
     tiles: ChunkTiles,
     scores: ScoreOptions,
     pairs: RotaryPairs | None,  # None: whole heads, (d, d + head_dim / 2)
+    slots: torch.Tensor | None = None,  # int32 [num_tokens]; None: keys and values of the chunks are in the cache
 ) -> None:
-    """Computes the attention of all items' rows; their keys and values must already be in the cache."""
+    """Computes the attention of all items' rows.
+
+    With `slots` it also stores the keys and values of these rows; then each chunk must be a single tile.
+    """
     num_kv_heads, _, block_size, head_dim = cache.shape[1:]
     group = out.shape[1] // (num_kv_heads * head_dim)
     head_dim_padded = max(16, triton.next_power_of_2(head_dim))
@@ -105,6 +111,7 @@ def attend_short_chunks(
         workspace.counters,
         scores.slopes,
         scores.sinks,
+        slots,
         qkv.stride(0),
         out.stride(0),
         FORMAT=kv_format(cache),
@@ -125,9 +132,10 @@ def attend_short_chunks(
         HALF=max(16, triton.next_power_of_2(head_dim // 2)),
         WINDOW=window or 0,
         BLOCK_N=tiles.block_n,
-        MERGE_N=max(1, _MERGED_ELEMENTS // (tiles.num_rows * head_dim_padded)),
+        MERGE_N=max(1, _MERGED_ELEMENTS * tiles.num_warps // (tiles.num_rows * head_dim_padded)),
         NUM_STAGES=tiles.num_stages,
         num_warps=tiles.num_warps,
+        **dependent_launch(qkv.device),
     )
 
 
@@ -146,6 +154,7 @@ def _short_chunk_kernel(
     counters,
     slopes,
     sinks,
+    slots,  # None: all keys are in the cache
     qkv_stride,
     out_stride,
     FORMAT: tl.constexpr,
@@ -168,6 +177,7 @@ def _short_chunk_kernel(
     BLOCK_N: tl.constexpr,
     MERGE_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program runs one item for one kv head. Its rows are the GROUP_PADDED heads of each token."""
     kv_head = tl.program_id(0)
@@ -181,6 +191,8 @@ def _short_chunk_kernel(
     end_key = tl.load(fields + 5)
     first_item = tl.load(fields + 6)
     num_items = tl.load(fields + 7)
+    if PDL:
+        gdc_wait()
     if first_row < 0:
         return
 
@@ -214,6 +226,18 @@ def _short_chunk_kernel(
     slope = tl.zeros([NUM_ROWS, 1], tl.float32)
     if has_alibi:
         slope = tl.load(slopes + heads, mask=mask_m, other=0.0)[:, None]
+
+    if slots is not None:  # each piece stores those of its keys that are new, and reads no others that are
+        new_tokens = tl.arange(0, NUM_ROWS // GROUP_PADDED)
+        new_keys, new_rows = first_position + new_tokens, first_row + new_tokens
+        is_new = (new_tokens < num_tokens) & (new_keys >= first_key) & (new_keys < end_key)
+        slot = tl.load(slots + new_rows, mask=is_new, other=-1)
+        angle_row = tl.load(angle_rows + new_rows, mask=is_new, other=0)
+        append_tokens(
+            qkv, cache, scales, angles, new_rows, slot, angle_row, kv_head, qkv_stride, FORMAT,
+            NUM_KV_HEADS * GROUP * HEAD_DIM, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, HALF, ROTARY_DIM, HAS_PAIRS,
+        )  # fmt: skip
+        tl.debug_barrier()  # all threads have stored before one of them reads
 
     log_max = tl.full([NUM_ROWS], float("-inf"), tl.float32)
     exp_sum = tl.zeros([NUM_ROWS], tl.float32)
@@ -255,27 +279,31 @@ def _short_chunk_kernel(
     num_done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
     if num_done == num_items - 1:
         tl.store(counter, 0)
-        offs_s = tl.arange(0, MERGE_N)
         log_max = tl.full([NUM_ROWS], float("-inf"), tl.float32)
         total = tl.zeros([NUM_ROWS], tl.float32)
         acc = tl.zeros([NUM_ROWS, HEAD_DIM_PADDED], tl.float32)
         for start in range(0, num_items, MERGE_N):
-            pieces = start + offs_s
-            of_piece = (first_item + pieces) * NUM_KV_HEADS + kv_head
-            merged_rows = of_piece[:, None] * NUM_ROWS + offs_m[None, :]
-            mask = (pieces < num_items)[:, None] & mask_m[None, :]
-            # Other SMs wrote these values in this launch, so the loads must bypass this SM's first-level cache.
-            log_sum = tl.load(partial_log_sums + merged_rows, mask=mask, other=float("-inf"), cache_modifier=".cg")
-            address = partial_outputs + merged_rows.to(tl.int64)[:, :, None] * HEAD_DIM + offs_d[None, None, :]
-            mask_3d = mask[:, :, None] & mask_d[None, None, :]
-            output = tl.load(address, mask=mask_3d, other=0.0, cache_modifier=".cg")
-            new_max = tl.maximum(log_max, tl.max(log_sum, axis=0))
+            sums, pieces = (), ()
+            new_max = log_max
+            for index in tl.static_range(MERGE_N):
+                is_row = mask_m & (start + index < num_items)
+                merged_rows = ((first_item + start + index) * NUM_KV_HEADS + kv_head) * NUM_ROWS + offs_m
+                address = partial_outputs + merged_rows.to(tl.int64)[:, None] * HEAD_DIM + offs_d[None, :]
+                mask = is_row[:, None] & mask_d[None, :]
+                # Other SMs wrote these values in this launch, so the loads must bypass this SM's first-level cache.
+                sums += (tl.load(partial_log_sums + merged_rows, is_row, float("-inf"), cache_modifier=".cg"),)
+                pieces += (tl.load(address, mask, 0.0, cache_modifier=".cg"),)
+            for index in tl.static_range(MERGE_N):
+                new_max = tl.maximum(new_max, sums[index])
             # The first pieces may hold no key in a row's window; subtracting -inf from itself would be NaN.
             offset = tl.where(new_max == float("-inf"), 0.0, new_max)
-            weights = tl.exp2(log_sum - offset[None, :])
             decay = tl.exp2(log_max - offset)
-            total = total * decay + tl.sum(weights, axis=0)
-            acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * output, axis=0)
+            total = total * decay
+            acc = acc * decay[:, None]
+            for index in tl.static_range(MERGE_N):
+                weight = tl.exp2(sums[index] - offset)
+                total += weight
+                acc += weight[:, None] * pieces[index]
             log_max = new_max
         if sinks is not None:
             total = total + sink_weight(sinks, heads, mask_m, log_max)
