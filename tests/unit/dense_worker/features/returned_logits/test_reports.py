@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import queue
 from typing import Any
 from unittest.mock import Mock
 
@@ -26,7 +26,7 @@ NAME = "hidden_states"
 def messages_of(*reports: TokenReport) -> list[dense_pb2.StepOutput]:
     """What a gateway gets of a step in which its sequence has these reports and a token."""
     servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), 2**20)
-    sequence, outbox = new_sequence(1, "r", [5, 6], SamplingParams(), 4), asyncio.Queue[Any]()
+    sequence, outbox = new_sequence(1, "r", [5, 6], SamplingParams(), 4), queue.SimpleQueue[Any]()
     servicer._owned[1] = sequence, outbox
     outputs = StepOutputs(others=[SequenceOutput(sequence, (9,), None)])
     servicer.deliver(StepReport(7, outputs=outputs, reports=[(sequence, each) for each in reports]))
@@ -78,4 +78,4 @@ def test_reports_of_a_cancelled_sequence_go_nowhere() -> None:
     sequence = new_sequence(1, "r", [5, 6], SamplingParams(), 4)
     servicer._owned[1] = new_sequence(1, "r", [5, 6], SamplingParams(), 4), Mock()
     servicer.deliver(StepReport(7, reports=[(sequence, TokenReport(1, NAME, 0, values(2, 8)))]))
-    servicer._owned[1][1].put_nowait.assert_not_called()
+    servicer._owned[1][1].put.assert_not_called()
