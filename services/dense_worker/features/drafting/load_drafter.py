@@ -31,7 +31,7 @@ from services.dense_worker.features.drafting.medusa.load_heads import find_medus
 from services.dense_worker.features.drafting.medusa.medusa_drafter import MedusaDrafter
 from services.dense_worker.features.drafting.model_drafter import ModelDrafter
 from services.dense_worker.features.drafting.ngram.answer_history import AnswerHistory
-from services.dense_worker.features.drafting.ngram.ngram_drafter import NgramDrafter
+from services.dense_worker.features.drafting.ngram.ngram_predictor import NgramDrafter
 from services.dense_worker.features.drafting.step_costs import StepCosts
 from services.dense_worker.model.held_weights import HeldWeights
 from services.dense_worker.model.model_weights import ModelWeights

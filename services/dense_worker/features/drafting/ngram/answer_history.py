@@ -11,8 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence as SequenceOf
 
 from services.dense_worker.engine.sequence import Sequence
-from services.dense_worker.features.drafting.ngram.ngram_index import MIN_CAPACITY, NgramIndex
-from services.dense_worker.features.drafting.ngram.ngram_predictor import SEPARATOR
+from services.dense_worker.features.drafting.ngram.ngram_index import MIN_CAPACITY, SEPARATOR, NgramIndex
 
 CHUNK_TOKENS = 2**14  # most tokens of one index, and of one answer; when it is full, a new one begins
 _MAX_CHUNKS = 4  # of one client: a lookup takes time for each

@@ -18,6 +18,7 @@ _MULTIPLIER = 0x9E3779B97F4A7C15  # odd; the fractional part of the golden ratio
 _MIN_BITS = 10  # of a table's index
 _FEW = 8  # tokens that are faster added one by one
 
+SEPARATOR = 2**32 - 1  # between texts in one index; no token id
 MIN_CAPACITY = 1 << _MIN_BITS  # tokens that an index has memory for from the beginning
 
 

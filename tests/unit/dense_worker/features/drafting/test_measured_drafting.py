@@ -17,8 +17,7 @@ from services.dense_worker.features.drafting.acceptance import Acceptance
 from services.dense_worker.features.drafting.drafting import DraftCounts
 from services.dense_worker.features.drafting.measured_drafting import MeasuredDrafting
 from services.dense_worker.features.drafting.ngram.answer_history import AnswerHistory
-from services.dense_worker.features.drafting.ngram.ngram_drafter import NgramDrafter
-from services.dense_worker.features.drafting.ngram.ngram_predictor import NgramPredictor
+from services.dense_worker.features.drafting.ngram.ngram_predictor import NgramDrafter, NgramPredictor
 from services.dense_worker.features.drafting.step_costs import StepCosts
 from services.dense_worker.features.drafting.time_budget import MAX_LOSS_STEPS, MAX_STEPS, SHARE
 from services.step import StepPlan

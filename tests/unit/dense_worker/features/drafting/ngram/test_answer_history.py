@@ -5,8 +5,7 @@ from __future__ import annotations
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.features.drafting.ngram.answer_history import AnswerHistory
-from services.dense_worker.features.drafting.ngram.ngram_index import MIN_CAPACITY
-from services.dense_worker.features.drafting.ngram.ngram_predictor import SEPARATOR
+from services.dense_worker.features.drafting.ngram.ngram_index import MIN_CAPACITY, SEPARATOR
 from tests.support.dense.sequences import new_sequence
 
 LENGTHS = (2, 4)
