@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,12 +25,17 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_ERROR_CHARACTERS = 300
+# For so long a caller of `find_ahead` waits until the other thread has begun: else it would keep the interpreter lock,
+# mostly for a millisecond or two. Not longer, as that thread may be finding other masks.
+HANDOVER_S = 0.001
 AHEAD_S = 0.0002  # what the masks of a step would take one thread; for less, no other one finds them ahead
 PARALLEL_S = 0.002  # what the masks of a step would take one thread; for less, waking other threads takes longer
 TOKEN_S = 0.005  # what a sequence may take of its steps for each token, in the mean
 CREDIT_S = 0.25  # what it may take beyond that
 QUICK_S = TOKEN_S / 10  # following a token costs nothing if it takes less
 FOLLOWED_AT_ONCE = 32  # tokens with a new lexer, between two looks at the clock
+# Matchers whose forced tokens are looked up before their masks are found; of more, masks tell which have any.
+MAX_LOOKED_UP = 16
 MAX_FORCED_AT_ONCE = 512  # tokens; to find them takes as long as all that is forced then is
 _EXCERPT = re.compile(r"\n +\d+ \| ")  # of the grammar, which clients do not know, follows a message
 _ALL = 0xFFFFFFFF  # a word of a mask that allows all its tokens
@@ -146,7 +152,8 @@ class GrammarMatcher:
         """
         self._has_looked = True
         if self._forced is None:
-            self._forced = self._look_up_forced()
+            is_known = self.is_running and self._ahead is not None and not self._ahead.allows_one(self)
+            self._forced = [] if is_known else self._look_up_forced()
         return self._forced
 
     def _look_up_forced(self) -> list[int]:
@@ -299,7 +306,7 @@ class GrammarMatcher:
     def find_ahead(matchers: Sequence[GrammarMatcher]) -> None:
         """Begins to find the masks of the next tokens in other threads, if that takes long. `fill_masks` uses them.
 
-        What drafting looks at each time is looked up before, so that it need not wait for them.
+        What drafting looks at each time is looked up before, so that it need not wait for them, unless that takes long.
         """
         running = [each for each in matchers if each.is_running]
         if not running or (threads := running[0]._threads) is None:
@@ -307,7 +314,7 @@ class GrammarMatcher:
         if sum(each._mask_s for each in running) < AHEAD_S:
             return
         for each in running:
-            if each._has_looked and each._forced is None:
+            if each._has_looked and each._forced is None and len(running) <= MAX_LOOKED_UP:
                 each._forced = each._look_up_forced()
             each._has_looked = False
         rows = [each for each in running if each.error is None and not each._forced]
@@ -369,8 +376,20 @@ class _MasksAhead:
         self.recovery_s = 0.0  # that new lexers took, for those whose lexer had too many states
         shape = len(matchers), max(each.num_words for each in matchers)
         self.masks: np.ndarray | None = np.full(shape, _ALL, dtype=np.uint32)
-        rows = [_Row(row, each, each._matcher) for row, each in enumerate(matchers)]
-        self._found: Future[None] | None = threads.ahead.submit(_find_masks, rows, self.masks, is_ahead=True)
+        self._allows_one = np.zeros(len(matchers), dtype=np.bool_)
+        rows, has_begun = [_Row(row, each, each._matcher) for row, each in enumerate(matchers)], threading.Event()
+        self._found: Future[None] | None = threads.ahead.submit(self._find, rows, self.masks, has_begun)
+        has_begun.wait(HANDOVER_S)
+
+    def _find(self, rows: list[_Row], masks: np.ndarray, has_begun: threading.Event) -> None:
+        has_begun.set()
+        _find_masks(rows, masks, is_ahead=True)
+        greatest = masks.max(axis=1)
+        self._allows_one[:] = ((masks != 0).sum(axis=1) == 1) & (greatest & (greatest - 1) == 0)
+
+    def allows_one(self, matcher: GrammarMatcher) -> bool:
+        """Whether the mask of a matcher, which has been awaited, allows a single token, as where one is forced."""
+        return bool(self._allows_one[self.rows[id(matcher)]])
 
     def wait(self) -> None:
         if self._found is not None:

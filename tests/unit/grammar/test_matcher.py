@@ -225,12 +225,13 @@ def test_one_call_without_the_interpreter_lock_finds_masks_that_take_long(forms:
     assert with_eos.tolist() == [0, 1, 5, 6, 13], "of those that run, a* where EOS ends the sequence"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "most_looked_up"), [(0, 16), (1, 16), (2, 16), (3, 0), (4, 0)])
 def test_masks_that_are_found_ahead_are_those_that_are_found_when_they_are_needed(
-    forms: Forms, monkeypatch: pytest.MonkeyPatch, seed: int
+    forms: Forms, monkeypatch: pytest.MonkeyPatch, seed: int, most_looked_up: int
 ) -> None:
     """Whoever pauses, ends, fails, is asked for forced tokens meanwhile, has drafts, or is slow."""
     monkeypatch.setattr(matcher_module, "AHEAD_S", -1.0)
+    monkeypatch.setattr(matcher_module, "MAX_LOOKED_UP", most_looked_up)
     generator = random.Random(seed)
     value = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 5}}, "required": ["name"]}
     patterns = [StructuredOutput(Constraint.REGEX, each) for each in ("[ab]{2,9}c?", "a*", "(left|lift)ing{2}")]
