@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -297,6 +298,28 @@ def test_values_that_masks_found_ahead_let_through_are_valid(forms: Forms, monke
         assert each.error is None
         jsonschema.validate(json.loads(forms.text(output)), value)
     assert all(each.error is not None for each in matchers[8:])
+
+
+def test_masks_are_begun_before_the_caller_goes_on(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it keeps the interpreter lock."""
+    monkeypatch.setattr(matcher_module, "AHEAD_S", -1.0)
+    monkeypatch.setattr(matcher_module, "HANDOVER_S", 60.0)
+    find_masks, begun = matcher_module._find_masks, list[bool]()
+
+    def find(*arguments: Any, **options: Any) -> None:
+        begun.append(True)
+        find_masks(*arguments, **options)
+
+    matchers = [forms.matcher(SPELLED) for _ in range(2)]
+    forms.threads.ahead.submit(int).result()  # its thread runs
+    monkeypatch.setattr(matcher_module, "_find_masks", find)
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(60.0)
+    try:
+        GrammarMatcher.find_ahead(matchers)
+        assert begun
+    finally:
+        sys.setswitchinterval(interval_s)
 
 
 @pytest.mark.parametrize("is_restored", [False, True])
