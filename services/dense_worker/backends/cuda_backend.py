@@ -6,7 +6,7 @@ that a step can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -24,9 +24,12 @@ from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.linear_choice import ROW_BUCKETS, TILED_BUCKETS, LinearKernel
 from services.dense_worker.kernels.linear.matmul_choice import has_choice
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
-from services.dense_worker.model.layer import AfterAttention
+from services.dense_worker.kernels.norm.norm import Norm
+from services.dense_worker.model.head import Head
+from services.dense_worker.model.layer import AfterAttention, NormedQkv, SequentialResidual
+from services.dense_worker.model.mlp import GatedMlp, PlainMlp
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.segments import Middle
+from services.dense_worker.model.segments import Middle, Segments
 from services.dense_worker.parameters import parts_of_type
 from services.step import StepPlan
 
@@ -71,6 +74,8 @@ class CudaBackend(TorchBackend):
             config, max_num_tokens, weights.dtype, weights.device, lora, is_deterministic=is_deterministic
         )
         super().__init__(weights, operations=operations)
+        for before, norm, after in _norms_between_products(self._segments):
+            operations.join(before, norm, after)
         self.logits_dtype = torch.float32 if self._segments.last.head.rescales else self._dtype
         self._measured_segments = _segments_of_each_kind(self._segments.middle)
         self._has_tiles = False  # for some layer
@@ -207,6 +212,23 @@ def _segments_of_each_kind(middle: Sequence[Middle]) -> list[int]:
             chosen.append(layer)
         seen |= kinds
     return chosen
+
+
+def _norms_between_products(segments: Segments) -> Iterator[tuple[Linear, Norm, Linear]]:
+    """A product that adds to the residual, a norm of the sum, and the only product that reads it."""
+    for segment in (*segments.middle, segments.last):
+        layer, following = segment.after, segment.before if isinstance(segment, Middle) else segment.head
+        if not isinstance(layer, SequentialResidual) or not isinstance(layer.mlp, GatedMlp | PlainMlp):
+            continue
+        mlp = layer.mlp
+        if mlp.norm is not None:
+            yield layer.o, mlp.norm, mlp.gate_up if isinstance(mlp, GatedMlp) else mlp.up
+        if layer.added_input is not None or layer.layer_scalar is not None:
+            continue
+        if isinstance(following, NormedQkv) and following.norm is not None:
+            yield mlp.down, following.norm, following.qkv
+        if isinstance(following, Head) and following.norm is not None and following.projection is None:
+            yield mlp.down, following.norm, following.lm_head
 
 
 def _kind(linear: Linear) -> tuple[str, int, int]:

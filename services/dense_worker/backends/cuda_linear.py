@@ -14,7 +14,7 @@ import torch
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.gated_product import GatedProduct
 from services.dense_worker.kernels.linear.linear import Linear
-from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
+from services.dense_worker.kernels.linear.linear_choice import ROW_BUCKETS, LinearChoice, LinearKernel
 from services.dense_worker.kernels.linear.matmul_choice import MatmulChoice
 from services.dense_worker.kernels.linear.plain_gemv import PlainGemv
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
@@ -25,6 +25,7 @@ from services.dense_worker.kernels.linear.quantized.scaled_matmul import ScaledM
 from services.dense_worker.kernels.linear.quantized.scaled_weight import ScaledWeight
 from services.dense_worker.kernels.linear.quantized.tiled_matmul import TiledMatmul
 from services.dense_worker.kernels.norm.norm import Norm, RmsNorm
+from services.dense_worker.kernels.norm.split_norm import SplitNorm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 if TYPE_CHECKING:
@@ -45,11 +46,12 @@ class StreamingKernels(Protocol):
         linear: Linear,
         x: torch.Tensor,
         out: torch.Tensor,
-        norm: Norm | None,
+        norm: Norm | SplitNorm | None,
         activation: MlpActivation | None,
         residual: torch.Tensor | None,
+        norm_after: SplitNorm | None = None,
     ) -> None:
-        """Like `CudaLinear.multiply`; with a norm where `CudaLinear.fuses_norm` says so."""
+        """Like `CudaLinear.multiply`; with norms where `CudaLinear.fuses_norm` or `splits_norm` says so."""
 
 
 class CudaLinear:
@@ -122,6 +124,18 @@ class CudaLinear:
         form = self._prepared_form(kernel, linear, num_rows)
         return form is not None and not (has_delta and form.order is not None)
 
+    def splits_norm(self, before: Linear, norm: Norm, after: Linear, num_rows: int) -> bool:
+        """Whether the product before a norm computes its first half, and the one after it the second.
+
+        Rows that are not yet divided by their root mean square may be beyond the range of float16.
+        """
+        if self.adds_deltas or not isinstance(norm, RmsNorm) or not 1 < num_rows <= ROW_BUCKETS[-1]:
+            return False
+        return all(
+            linear.weight.kind == torch.bfloat16 and self.kernel(linear, num_rows) is LinearKernel.STREAMED
+            for linear in (before, after)
+        )
+
     def fuses_activation(self, kernel: LinearKernel, linear: Linear, num_rows: int) -> bool:
         """Whether `multiply` takes rows of which it computes the activation before the product."""
         is_unfused = kernel is not LinearKernel.STREAMED and not self.adds_deltas
@@ -151,11 +165,12 @@ class CudaLinear:
         x: torch.Tensor,  # [n, in_features]
         out: torch.Tensor,  # [n, out_features], half of them with a gated activation; x's dtype, or float32
         *,
-        norm: Norm | None = None,  # x is first normalised; only where `fuses_norm`
+        norm: Norm | SplitNorm | None = None,  # x is first normalised; only where `fuses_norm`, or `splits_norm`
         delta: torch.Tensor | None = None,  # [n, in_features]: before the norm it is added to x in place
         activation_before: MlpActivation | None = None,  # of x; only where `fuses_activation`
         activation: MlpActivation | None = None,  # of the product; only where `fuses_activation_after`
         residual: torch.Tensor | None = None,  # [n, out_features]: added; may be `out`; only where `adds_residual`
+        norm_after: SplitNorm | None = None,  # of the sum with `residual`; only where `splits_norm`
     ) -> None:
         """out = W x + b, with the fused operations. `kernel` is the choice for this layer and number of rows.
 
@@ -168,7 +183,7 @@ class CudaLinear:
             return
         if kernel is LinearKernel.STREAMED:
             assert delta is None and activation_before is None, "no streaming kernel fuses them"
-            self._streaming[type(linear.weight)].multiply(linear, x, out, norm, activation, residual)
+            self._streaming[type(linear.weight)].multiply(linear, x, out, norm, activation, residual, norm_after)
         elif activation is not None:
             assert residual is None, "a gated product is added to nothing"
             self._gated.multiply(linear, x, out, activation)

@@ -18,9 +18,10 @@ from services.dense_worker.kernels.experts.cuda_experts import CudaExperts
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Linear
-from services.dense_worker.kernels.linear.linear_choice import LinearKernel
+from services.dense_worker.kernels.linear.linear_choice import ROW_BUCKETS, LinearKernel
 from services.dense_worker.kernels.linear.triton_activation import activate
 from services.dense_worker.kernels.norm.norm import HeadNorms, Norm, RmsNorm
+from services.dense_worker.kernels.norm.split_norm import SplitNorm, num_squares
 from services.dense_worker.kernels.norm.triton_gate import apply_gate
 from services.dense_worker.kernels.norm.triton_latent import place_latent
 from services.dense_worker.kernels.norm.triton_norm import add_norm, normalize_heads
@@ -69,6 +70,8 @@ class CudaOperations:
             self._layer_inputs = workspace(inputs.num_layers * inputs.size).unflatten(1, (-1, inputs.size))
         self._gate: torch.Tensor | None = None  # [n, size] of the last layer that has one; of the graph's pool
         self._selected_rows: torch.Tensor | None = None  # of the layers' inputs and of the gate; None: the first ones
+        self._squares = torch.zeros(ROW_BUCKETS[-1], num_squares(config.hidden_size), device=device)  # of `SplitNorm`
+        self._following: dict[int, tuple[Norm, Linear]] = {}  # by id of a product that adds to the residual
         self.launcher = KernelLauncher(device)
         self._lora = lora  # None: no row has an adapter
         self.products: CudaLinear | BatchInvariantLinear
@@ -83,6 +86,10 @@ class CudaOperations:
             self.experts = CudaExperts(
                 self.launcher, config, experts, max_num_tokens, dtype, device, is_deterministic=is_deterministic
             )
+
+    def join(self, before: Linear, norm: Norm, after: Linear) -> None:
+        """`after` always multiplies the norm of the residual to which `before` has added: they may share the norm."""
+        self._following[id(before)] = norm, after
 
     def embed(self, table: Parameter, token_ids: torch.Tensor) -> Residual:
         """Copies a row of the table for each token into a new tensor. The first operation of a step."""
@@ -147,8 +154,9 @@ class CudaOperations:
         hidden = self.settle(residual)
         kernel = self.products.kernel(linear, len(hidden))
         if self.products.adds_residual(kernel, linear, len(hidden)) and norm is None and multiplier == 1.0:
-            self._multiply(linear, x, hidden, residual=hidden)
-            return Residual(hidden)
+            split = self._split_norm(linear, hidden)
+            self._multiply(linear, x, hidden, residual=hidden, norm_after=split)
+            return Residual(hidden, split_norm=split)
         delta = self._hidden[: len(hidden)]
         self._multiply(linear, x, delta)
         return self.add(Residual(hidden), delta, norm, multiplier)
@@ -293,7 +301,7 @@ class CudaOperations:
 
     def settle(self, residual: Residual) -> torch.Tensor:
         """Adds the delta in a kernel of its own, if there is one."""
-        hidden, delta, norm, multiplier = residual
+        hidden, delta, norm, multiplier, _ = residual
         if delta is None:
             return hidden
         if norm is None and multiplier == 1.0:
@@ -301,17 +309,31 @@ class CudaOperations:
         add_norm(self.launcher, hidden, delta, None, None, delta_norm=norm, multiplier=multiplier)
         return hidden
 
-    def _multiply(self, linear: Linear, x: MlpInput, out: torch.Tensor, residual: torch.Tensor | None = None) -> None:
+    def _split_norm(self, linear: Linear, hidden: torch.Tensor) -> SplitNorm | None:
+        """The norm after this product, if the two products around it compute it."""
+        norm, after = self._following.get(id(linear), (None, linear))
+        if norm is None or not self.products.splits_norm(linear, norm, after, len(hidden)):
+            return None
+        return SplitNorm(norm.weight.data, norm.eps, self._hidden[: len(hidden)], self._squares)
+
+    def _multiply(
+        self,
+        linear: Linear,
+        x: MlpInput,
+        out: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        norm_after: SplitNorm | None = None,
+    ) -> None:
         """The product, by the kernel of the layer's choice. What prepares x activates it, or a kernel before."""
         kernel = self.products.kernel(linear, len(out))
         if not isinstance(x, Unactivated):
-            self.products.multiply(kernel, linear, x, out, residual=residual)
+            self.products.multiply(kernel, linear, x, out, residual=residual, norm_after=norm_after)
         elif self.products.fuses_activation(kernel, linear, len(out)):
             self.products.multiply(kernel, linear, x.rows, out, activation_before=x.activation)
         else:
             activated = x.rows[:, : linear.in_features]
             activate(self.launcher, x.rows, activated, x.activation)
-            self.products.multiply(kernel, linear, activated, out, residual=residual)
+            self.products.multiply(kernel, linear, activated, out, residual=residual, norm_after=norm_after)
 
     def _norm_multiply(
         self,
@@ -327,6 +349,10 @@ class CudaOperations:
         if norm is None:
             self.products.multiply(kernel, linear, self.settle(residual), out, activation=activation)
             return Residual(hidden)
+        if residual.split_norm is not None:
+            split = residual.split_norm
+            self.products.multiply(kernel, linear, split.rows, out, norm=split, activation=activation)
+            return Residual(hidden)
         is_plain = residual.delta_norm is None and residual.delta_multiplier == 1.0
         if is_plain and self.products.fuses_norm(kernel, linear, norm, len(hidden), has_delta=delta is not None):
             self.products.multiply(kernel, linear, hidden, out, norm=norm, delta=delta, activation=activation)
@@ -338,5 +364,5 @@ class CudaOperations:
 
     def _normalize(self, residual: Residual, norm: Norm, out: torch.Tensor) -> None:
         """Adds the delta to the residual in place, and writes the normalised sum to `out`."""
-        hidden, delta, delta_norm, multiplier = residual
+        hidden, delta, delta_norm, multiplier, _ = residual
         add_norm(self.launcher, hidden, delta, norm, out, delta_norm=delta_norm, multiplier=multiplier)

@@ -15,6 +15,7 @@ from services.dense_worker.kernels.linear.quantized.scaled_weight import ScaledW
 from services.dense_worker.kernels.linear.quantized.triton_prepare import prepare_input
 from services.dense_worker.kernels.linear.triton_tiles import SPLIT_AREA, SplitWorkspace
 from services.dense_worker.kernels.norm.norm import Norm, RmsNorm
+from services.dense_worker.kernels.norm.split_norm import SplitNorm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 if TYPE_CHECKING:
@@ -70,6 +71,10 @@ class BatchInvariantLinear:
         """What quantizes the input takes the norm before it, but with adapters, which read what is normalised."""
         return self._lora is None and isinstance(linear.weight, ScaledWeight) and isinstance(norm, RmsNorm)
 
+    def splits_norm(self, before: Linear, norm: Norm, after: Linear, num_rows: int) -> bool:
+        """Never: norms of all numbers of rows are rounded alike."""
+        return False
+
     def fuses_activation(self, kernel: LinearKernel, linear: Linear, num_rows: int) -> bool:
         """Never: activations are computed after the product before."""
         return False
@@ -86,9 +91,11 @@ class BatchInvariantLinear:
         activation_before: MlpActivation | None = None,
         activation: MlpActivation | None = None,
         residual: torch.Tensor | None = None,
+        norm_after: SplitNorm | None = None,
     ) -> None:
         """Like `CudaLinear.multiply`. With a `residual` the rows' deltas are added to the sum."""
         assert activation_before is None, "activations are computed after the product before"
+        assert norm_after is None, "no norm is split"
         weight = linear.weight
         fused = {"activation": activation, "residual": residual}
         if isinstance(weight, ScaledWeight):

@@ -17,6 +17,7 @@ from services.dense_worker.parameters import Parameter
 
 if TYPE_CHECKING:
     from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
+    from services.dense_worker.kernels.norm.split_norm import SplitNorm
 
 
 class Residual(NamedTuple):
@@ -26,6 +27,7 @@ class Residual(NamedTuple):
     delta: torch.Tensor | None = None  # [n, hidden]: not added yet; the next norm adds it in its own pass
     delta_norm: Norm | None = None  # of the delta, before it is added
     delta_multiplier: float = 1.0  # of the delta, after its norm
+    split_norm: SplitNorm | None = None  # of the sum: what the product that wrote it has done of its norm
 
 
 class Unactivated(NamedTuple):

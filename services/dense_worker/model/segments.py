@@ -68,7 +68,7 @@ class Middle:
         attn_out = rows_of_layer(attn_out, self.after.attn_size)
         stream = self.after.forward(operations, attn_out, Residual(residual))
         if added is not None:
-            stream.hidden.index_add_(0, *added[:2])
+            stream = Residual(operations.settle(stream).index_add_(0, *added[:2]))
         qkv, stream = self.before.forward(operations, stream, qkv_out)
         return qkv, operations.settle(stream)
 

@@ -36,8 +36,9 @@ from services.dense_worker.kernels.linear.linear_choice import LinearChoice, Lin
 from services.dense_worker.kernels.linear.quantized.operands import CodeScales
 from services.dense_worker.kernels.linear.triton_gated_product import multiply_gated
 from services.dense_worker.kernels.linear.triton_gemv import gemv
-from services.dense_worker.kernels.linear.triton_skinny import skinny_linear
+from services.dense_worker.kernels.linear.triton_skinny import choose_skinny_tiles, skinny_linear
 from services.dense_worker.kernels.linear.triton_tiles import SplitWorkspace
+from services.dense_worker.kernels.norm.split_norm import SplitNorm, num_squares
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 # (out_features, in_features): aligned, with remainders in both, wider than a tile, split along in_features.
@@ -119,6 +120,73 @@ def test_skinny_linear_computes_the_linear_layer_and_what_is_fused(
     skinny_linear(launcher, activation, following.weight, following.bias, residual, splits, residual=residual)
     case.check(residual, linear(activation, following.weight, following.bias) + following.residual.double())
     assert not splits.num_done.any()
+
+
+@pytest.mark.parametrize("num_rows", [2, 16, 23, 64])
+@pytest.mark.parametrize("size", [64, 272, 4480])  # the last has more tiles than one of them has features
+def test_two_products_compute_the_norm_between_them(
+    launcher: KernelLauncher, kernel_device: torch.device, dtype: torch.dtype, size: int, num_rows: int
+) -> None:
+    """As exactly as with a norm that is rounded twice. On a GPU a row's bits do not depend on the number of rows."""
+    before, after = Case(kernel_device, dtype, num_rows, (size, 96)), Case(kernel_device, dtype, num_rows, (137, size))
+    splits, norm = SplitWorkspace(kernel_device, launcher.num_sms), after.norm("rms")
+    squares = torch.zeros(64, num_squares(size), device=kernel_device)
+    residual = before.residual.clone()
+    half = SplitNorm(norm.weight.data, norm.eps, before.nan(num_rows, size), squares)
+    skinny_linear(launcher, before.x, before.weight, None, residual, splits, residual=residual, norm_after=half)
+    before.check(residual, linear(before.x, before.weight) + before.residual.double())
+    exact = exact_norm(residual, norm)
+    for weight, bias, activation in ((after.weight, after.bias, None), (after.gate_up, after.gate_up_bias, SWIGLU)):
+        errors = []
+        for x, half_before in ((norm.normalize(residual), None), (half.rows, half)):
+            out = after.nan(num_rows, 137)
+            skinny_linear(launcher, x, weight, bias, out, splits, activation=activation, norm=half_before)
+            expected = linear(exact, weight, bias)
+            expected = expected if activation is None else exact_activation(expected, activation)
+            errors.append(((out.double() - expected).norm() / expected.norm()).item())
+        after.check(out, expected)
+        assert errors[1] < 1.02 * errors[0]
+        if kernel_device.type == "cuda":
+            fewer = after.nan(2, 137)
+            skinny_linear(launcher, half.rows[:2], weight, bias, fewer, splits, activation=activation, norm=half)
+            assert torch.equal(fewer, out[:2])
+
+
+@pytest.mark.parametrize(
+    ("out_features", "is_gated"),
+    [(12288, False), (6144, False), (15360, False), (5120, False), (11008, True), (14336, True), (13824, True)],
+)
+def test_all_multiprocessors_of_an_h200_read_as_much(out_features: int, is_gated: bool) -> None:
+    """Within a twelfth, and all tiles run at once. Products of Llama 2 7B and 13B and Llama 3 8B."""
+    for num_rows in (16, 32, 64):
+        tiles = choose_skinny_tiles(num_rows, out_features, is_gated, 132, is_ahead=True)
+        num_tiles, rest = divmod(out_features, tiles.height)
+        assert not rest and num_tiles <= 2 * 132 and tiles.num_stages >= 2
+        assert -(-num_tiles // 132) * tiles.height < 13 / 12 * out_features / 132
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [2, 23, 64])
+@pytest.mark.parametrize(("out_features", "is_gated"), [(12288, False), (5120, False), (11008, True)])
+def test_tiles_of_other_heights_give_the_same_products(
+    launcher: KernelLauncher, kernel_device: torch.device, out_features: int, is_gated: bool, num_rows: int
+) -> None:
+    """Compared with tiles of 64, which a number of features has that no height divides."""
+    case = Case(kernel_device, torch.bfloat16, num_rows, (out_features, 272))
+    splits, out = SplitWorkspace(kernel_device, launcher.num_sms), case.nan(num_rows, out_features)
+    weight, activation = (case.gate_up, SWIGLU) if is_gated else (case.weight, None)
+    skinny_linear(launcher, case.x, weight, None, out, splits, activation=activation)
+    exact = linear(case.x, weight)
+    case.check(out, exact if activation is None else exact_activation(exact, activation))
+    height = choose_skinny_tiles(num_rows, out_features, is_gated, launcher.num_sms, is_ahead=True).height
+    size = 60 * height + 1  # which no height divides
+    part = case.nan(num_rows, size)
+    rows = weight.unflatten(0, (-1, out_features))[:, -size:].flatten(0, 1)
+    skinny_linear(launcher, case.x, rows, None, part, splits, activation=activation)
+    if is_gated:
+        assert torch.equal(part, out[:, -size:])
+    else:  # the smaller product is split
+        case.check(part, out[:, -size:].double())
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)

@@ -65,7 +65,7 @@ def check(
     constants |= {"BLOCK_ROWS": tiles.block_rows, "BLOCK_OUT": tiles.block_out, "BLOCK_IN": tiles.block_in}
     constants |= {"NUM_STAGES": tiles.num_stages, "ROW_GROUP_SIZE": 128 if "x_scale" in types else 1}
     types |= {"out": BRAIN, "bias": BRAIN, "partial_sums": "*fp32", "num_done": "*i32"}
-    types |= dict.fromkeys((*INTEGERS, *STRIDES), "i32")
+    types |= dict.fromkeys((*INTEGERS, *STRIDES), "i32") | {"eps": "fp32"}
     signature, values, aligned = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         if types.get(name) is None:
@@ -126,11 +126,16 @@ def test_few_rows_are_multiplied_as_codes(
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("num_rows", [16, 32, 64])
 @pytest.mark.parametrize(
-    ("element", "product"),
-    [("bf16", "k16.f32.bf16.bf16"), ("fp8e4nv", "k32.f32.e4m3.e4m3"), ("i8", "k32.s32.s8.s8")],
+    ("element", "product", "has_norms"),
+    [
+        ("bf16", "k16.f32.bf16.bf16", False),
+        ("bf16", "k16.f32.bf16.bf16", True),
+        ("fp8e4nv", "k32.f32.e4m3.e4m3", False),
+        ("i8", "k32.s32.s8.s8", False),
+    ],
 )
 def test_on_hopper_weights_of_few_rows_are_copied_before_the_kernel_waits(
-    element: str, product: str, num_rows: int, is_gated: bool, tmp_path: Path
+    element: str, product: str, has_norms: bool, num_rows: int, is_gated: bool, tmp_path: Path
 ) -> None:
     bits = 16 if element == "bf16" else 8
     out_features = 11008 if is_gated else 4096
@@ -138,11 +143,13 @@ def test_on_hopper_weights_of_few_rows_are_copied_before_the_kernel_waits(
     tiles = Tiles(num_rows, 64, chosen.block_in, chosen.num_stages, 4, max_splits=8, num_splits=chosen.num_splits)
     layout = f"NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth={bits}, rank=2)"
     types: dict[str, str | None] = {"x": f"tensordesc<{element}[{num_rows}, {tiles.block_in}],{layout}>"}
-    types["weight"] = f"tensordesc<{element}[64, {tiles.block_in}],{layout}>"
+    types["weight"] = f"tensordesc<{element}[1, 64, {tiles.block_in}],{layout.replace('rank=2', 'rank=3')}>"
     if bits == 8:
         types |= {"x_scale": "*fp32", "weight_scale": "*fp32"}
-    constants = {"IS_GATED": is_gated, "ACTIVATION": "silu" if is_gated else None}
-    ptx = check(hopper_skinny_kernel, types, constants, tiles, tmp_path, 2 if is_gated and num_rows == 64 else 1)
+    if has_norms:  # halves of the one before and of the one after the product, which no product has together
+        types |= {"squares_before": "*fp32", "weight_after": BRAIN, "weighted": BRAIN, "squares_after": "*fp32"}
+    constants = {"IS_GATED": is_gated, "ACTIVATION": "silu" if is_gated else None, "HEIGHT": chosen.height}
+    ptx = check(hopper_skinny_kernel, types, constants, tiles, tmp_path, 2 if is_gated else 1)
     before, after = ptx.split("griddepcontrol.wait", 1)
     assert before.count("cp.async.bulk.tensor") == tiles.num_stages * (1 + is_gated)
     assert after.count("cp.async.bulk.tensor") == tiles.num_stages + 2 + is_gated, "rows, and a tile in the loop"

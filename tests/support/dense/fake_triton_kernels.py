@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.quantized.operands import CodeScales
 from services.dense_worker.kernels.norm.norm import HeadNorms, Norm
+from services.dense_worker.kernels.norm.split_norm import SplitNorm
 from tests.support.dense.fake_expert_kernels import expert_kernels
 from tests.support.dense.fake_quantized_kernels import (
     can_dequantize,
@@ -292,11 +293,22 @@ class _Kernels:
         scales: CodeScales | None = None,
         activation: MlpActivation | None = None,
         residual: Tensor | None = None,
+        norm: SplitNorm | None = None,
+        norm_after: SplitNorm | None = None,
     ) -> None:
         assert 2 <= len(x) <= 64 and isinstance(workspace, _SplitWorkspace) and x.dtype == weight.dtype
-        with self._own("skinny_linear", out, **_words(activation), add=residual, codes=scales):
+        words = _words(activation) | {"half_norm": norm, "add": residual, "codes": scales}
+        with self._own("skinny_linear", out, **words, half_norm_after=norm_after):
             if scales is None:
-                _product(x, weight, bias, out, activation, residual)
+                factors = None
+                if norm is not None:
+                    assert x.data_ptr() == norm.rows.data_ptr()
+                    mean = norm.squares[: len(x)].sum(1, keepdim=True) / x.shape[1]
+                    factors = torch.rsqrt(mean + norm.eps)
+                _product(x, weight, bias, out, activation, residual, factors)
+                if norm_after is not None:
+                    norm_after.rows.copy_(out * norm_after.weight)
+                    norm_after.squares[: len(x), 0] = out.float().square().sum(1)
                 return
             y = F.linear(x.float() * scales.rows[:, None], weight.float() * scales.weights[:, None])
             y = (y if bias is None else y + bias.float()).to(scales.dtype)
@@ -321,8 +333,13 @@ def _product(
     out: Tensor,
     activation: MlpActivation | None,
     residual: Tensor | None,
+    factors: Tensor | None = None,  # float32 [n, 1]
 ) -> None:
-    y = F.linear(x, weight, bias)
+    if factors is None:
+        y = F.linear(x, weight, bias)
+    else:
+        y = F.linear(x.float(), weight.float()) * factors
+        y = (y if bias is None else y + bias).to(x.dtype)
     y = y if activation is None else activation.apply(y)
     out.copy_(y if residual is None else y + residual)
 

@@ -11,6 +11,7 @@ from services.dense_worker.kernels.linear.triton_gemv import MAX_IN_FEATURES, ge
 from services.dense_worker.kernels.linear.triton_skinny import skinny_linear
 from services.dense_worker.kernels.linear.triton_tiles import SplitWorkspace
 from services.dense_worker.kernels.norm.norm import Norm
+from services.dense_worker.kernels.norm.split_norm import SplitNorm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -40,14 +41,17 @@ class PlainGemv:
         linear: Linear,
         x: torch.Tensor,
         out: torch.Tensor,
-        norm: Norm | None,
+        norm: Norm | SplitNorm | None,
         activation: MlpActivation | None,
         residual: torch.Tensor | None,
+        norm_after: SplitNorm | None = None,
     ) -> None:
-        """Runs the GEMV kernel for one row, the skinny kernel for more."""
+        """Runs the GEMV kernel for one row, with a whole norm, or the skinny kernel for more, with halves of norms."""
         matrix, bias = linear.weight.matrix.data, linear.bias_data
         if len(x) == 1:
+            assert not isinstance(norm, SplitNorm) and norm_after is None, "the kernel of one row fuses the whole norm"
             gemv(self._launcher, x, matrix, bias, out, norm=norm, activation=activation, residual=residual)
         else:
-            assert norm is None, "only the kernel of one row fuses the norm"
-            skinny_linear(self._launcher, x, matrix, bias, out, self._splits, activation=activation, residual=residual)
+            assert norm is None or isinstance(norm, SplitNorm), "only the kernel of one row fuses a whole norm"
+            fused = {"activation": activation, "residual": residual, "norm": norm, "norm_after": norm_after}
+            skinny_linear(self._launcher, x, matrix, bias, out, self._splits, **fused)

@@ -20,6 +20,7 @@ from services.dense_worker.kernels.linear.quantized.operands import CodeScales
 from services.dense_worker.kernels.linear.quantized.triton_codes import TRITON_TYPES
 from services.dense_worker.kernels.linear.triton_skinny_hopper import can_copy_ahead, multiply_copied_ahead
 from services.dense_worker.kernels.linear.triton_tiles import (
+    BLOCK_OUT,
     MAX_ROWS,
     MIN_ROWS,
     SplitWorkspace,
@@ -28,10 +29,17 @@ from services.dense_worker.kernels.linear.triton_tiles import (
     sum_products,
     write_features,
 )
+from services.dense_worker.kernels.norm.split_norm import SplitNorm, num_squares
+from services.dense_worker.kernels.norm.triton_split_norm import (
+    norm_factors,
+    operands_of_halves,
+    read_squares,
+    write_for_norm,
+)
 from services.dense_worker.kernels.triton_launch import KernelLauncher, begin
 
-_BLOCK_OUT = 64
 _MAX_SPLITS = 8
+_TILES_PER_SM = 2  # that run at once
 _SM_BYTES = 224 << 10  # of a Hopper's shared memory, less what barriers and the system need
 
 
@@ -43,31 +51,54 @@ class SkinnyTiles:
     block_in: int
     num_stages: int
     num_splits: int
+    height: int = BLOCK_OUT  # features of a program; the rest of BLOCK_OUT, as the tensor cores need it, is zeros
 
 
 def choose_skinny_tiles(
-    num_rows: int, out_features: int, is_gated: bool, num_sms: int, itemsize: int = 2, *, is_ahead: bool = False
+    num_rows: int,
+    out_features: int,
+    is_gated: bool,
+    num_sms: int,
+    itemsize: int = 2,
+    *,
+    is_ahead: bool = False,
+    most_tiles: int | None = None,
 ) -> SkinnyTiles:
     """The tiles with the fastest steps of 7B and 13B models on an H200, see bench/results/dense.md.
 
     Those of FP8 have as many bytes. `is_ahead`: those of `triton_skinny_hopper`, whose programs fill the shared memory
-    of an SM with tiles in flight.
+    of an SM with tiles in flight. `most_tiles`: of all programs together; None: any number.
     """
     block_rows = max(MIN_ROWS, triton.next_power_of_2(num_rows))
-    num_tiles = triton.cdiv(out_features, _BLOCK_OUT)
+    num_tiles = triton.cdiv(out_features, BLOCK_OUT)
     if is_ahead:
         num_splits = _num_splits(num_tiles, num_sms, is_gated)
+        height = BLOCK_OUT
+        if num_splits == 1:
+            height = _balanced_height(out_features, num_sms, most_tiles or num_tiles * 2)
+            num_tiles = triton.cdiv(out_features, height)
         programs_per_sm = 1 if num_tiles * num_splits <= num_sms else 2  # all tiles run at once
         row_bytes = 256
         if is_gated and programs_per_sm == 2 and num_tiles < 1.5 * num_sms:  # else two stages for many rows
             programs_per_sm, row_bytes = {32: (1, 256), MAX_ROWS: (2, 128)}.get(block_rows, (2, 256))
-        tile_bytes = row_bytes * (_BLOCK_OUT * (1 + is_gated) + block_rows)
-        return SkinnyTiles(block_rows, row_bytes // itemsize, _SM_BYTES // programs_per_sm // tile_bytes, num_splits)
+        tile_bytes = row_bytes * (BLOCK_OUT * (1 + is_gated) + block_rows)
+        num_stages = _SM_BYTES // programs_per_sm // tile_bytes
+        return SkinnyTiles(block_rows, row_bytes // itemsize, num_stages, num_splits, height)
     if is_gated:
         if block_rows < MAX_ROWS and num_tiles < 1.5 * num_sms:
             return SkinnyTiles(block_rows, 128 // itemsize, num_stages=4, num_splits=1)  # all tiles run at once
         return SkinnyTiles(block_rows, 256 // itemsize, num_stages=4, num_splits=1)
     return SkinnyTiles(block_rows, 256 // itemsize, num_stages=6, num_splits=_num_splits(num_tiles, num_sms, is_gated))
+
+
+def _balanced_height(out_features: int, num_sms: int, most_tiles: int) -> int:
+    """A part of out_features with which the SMs that read most of the weights read least, if all tiles run at once."""
+    heights = [
+        height
+        for height in range(BLOCK_OUT, BLOCK_OUT // 2, -1)
+        if out_features % height == 0 and out_features // height <= min(_TILES_PER_SM * num_sms, most_tiles)
+    ]
+    return min(heights, key=lambda height: triton.cdiv(out_features // height, num_sms) * height, default=BLOCK_OUT)
 
 
 def _num_splits(num_tiles: int, num_sms: int, is_gated: bool) -> int:
@@ -89,30 +120,36 @@ def skinny_linear(
     scales: CodeScales | None = None,  # of codes
     activation: MlpActivation | None = None,  # of the product
     residual: torch.Tensor | None = None,  # [n, out_features], strides of `out`: add it; may be `out`
+    norm: SplitNorm | None = None,  # before the product, which computes its second half; x: its rows
+    norm_after: SplitNorm | None = None,  # of `out`: its first half
 ) -> None:
     """Writes activation(x W^T + bias) to `out`. Then adds `residual`."""
     num_rows, out_features = out.shape
     in_features = x.shape[1]
     is_gated = activation is not None and activation.is_gated
     is_ahead = can_copy_ahead(launcher, x, weight)
-    tiles = choose_skinny_tiles(num_rows, out_features, is_gated, launcher.num_sms, x.itemsize, is_ahead=is_ahead)
+    most_tiles = None if norm_after is None else num_squares(out_features)
+    options = {"is_ahead": is_ahead, "most_tiles": most_tiles}
+    tiles = choose_skinny_tiles(num_rows, out_features, is_gated, launcher.num_sms, x.itemsize, **options)
     constants = {
         "DTYPE": TRITON_TYPES[x.dtype if scales is None else scales.dtype],
         "ACTIVATION": None if activation is None else activation.function.value,
         "IS_GATED": is_gated,
         "BLOCK_ROWS": tiles.block_rows,
-        "BLOCK_OUT": _BLOCK_OUT,
+        "BLOCK_OUT": BLOCK_OUT,
         "BLOCK_IN": tiles.block_in,
         "NUM_SPLITS": tiles.num_splits,
         "NUM_STAGES": tiles.num_stages,
         "num_warps": 4,
     }
     if is_ahead:
-        multiply_copied_ahead(launcher, x, weight, bias, out, workspace, scales, residual, **constants)
+        norms = norm, norm_after
+        constants["HEIGHT"] = tiles.height
+        multiply_copied_ahead(launcher, x, weight, bias, out, workspace, scales, residual, *norms, **constants)
         return
     launcher(
         _skinny_kernel,
-        (triton.cdiv(out_features, _BLOCK_OUT), tiles.num_splits),
+        (triton.cdiv(out_features, BLOCK_OUT), tiles.num_splits),
         out,
         x,
         weight,
@@ -120,6 +157,7 @@ def skinny_linear(
         None if scales is None else scales.weights,
         bias,
         residual,
+        *operands_of_halves(norm, norm_after),
         workspace.partial_sums,
         workspace.num_done,
         num_rows,
@@ -141,6 +179,11 @@ def _skinny_kernel(
     weight_scale,
     bias,
     residual,
+    squares_before,
+    eps,
+    weight_after,
+    weighted,
+    squares_after,
     partial_sums,
     num_done,
     num_rows,
@@ -170,6 +213,8 @@ def _skinny_kernel(
     w_rows = weight + tl.where(is_feature, features, 0).to(tl.int64)[:, None] * in_features
     up_offset = out_features.to(tl.int64) * in_features
     x_rows = x + rows[:, None] * x_stride
+    if squares_before is not None:
+        squares = read_squares(squares_before, tl.arange(0, BLOCK_OUT), rows, in_features, BLOCK_OUT)
 
     start, end = part_of_split(split, in_features, BLOCK_IN, NUM_SPLITS)
     sums, up_sums = sum_products(
@@ -189,7 +234,14 @@ def _skinny_kernel(
             sums = sums * tl.load(weight_scale + w_features)[:, None] * row_scales
             if IS_GATED:
                 up_sums = up_sums * tl.load(weight_scale + out_features + w_features)[:, None] * row_scales
-        write_features(
+        if squares_before is not None:
+            factors = norm_factors(squares, in_features, eps)
+            sums, up_sums = sums * factors, up_sums * factors
+        y = write_features(
             out, sums, up_sums, bias, residual, features, rows, is_row, out_features, out_stride,
             ACTIVATION, IS_GATED, DTYPE,
         )  # fmt: skip
+        if weight_after is not None:
+            write_for_norm(
+                y, weight_after, weighted, squares_after, tile, features, rows, is_row, out_features, BLOCK_OUT
+            )

@@ -17,7 +17,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.dense_worker.kernels.linear.quantized.operands import CodeScales
-from services.dense_worker.kernels.linear.triton_tiles import SplitWorkspace, part_of_split, write_features
+from services.dense_worker.kernels.linear.triton_tiles import (
+    SplitWorkspace,
+    part_of_split,
+    write_features,
+)
+from services.dense_worker.kernels.norm.split_norm import SplitNorm
+from services.dense_worker.kernels.norm.triton_split_norm import (
+    norm_factors,
+    operands_of_halves,
+    read_squares,
+    write_for_norm,
+)
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 _ALIGNMENT = 16  # bytes, of the rows that the copy unit reads
@@ -41,6 +52,8 @@ def multiply_copied_ahead(
     workspace: SplitWorkspace,
     scales: CodeScales | None,
     residual: torch.Tensor | None,
+    norm: SplitNorm | None,
+    norm_after: SplitNorm | None,
     **constants: Any,  # the kernel's, but those of this function
 ) -> None:
     """As `skinny_linear`, where `can_copy_ahead` says so."""
@@ -48,14 +61,15 @@ def multiply_copied_ahead(
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.itemsize, rank=2)
     launcher(
         hopper_skinny_kernel,
-        (triton.cdiv(out.shape[1], block_out), constants["NUM_SPLITS"]),
+        (triton.cdiv(out.shape[1], constants["HEIGHT"]), constants["NUM_SPLITS"]),
         out,
         TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [block_rows, block_in], layout),
-        TensorDescriptor(weight, list(weight.shape), [weight.stride(0), 1], [block_out, block_in], layout),
+        _descriptor_of_tiles(weight, constants["HEIGHT"], block_out, block_in),
         None if scales is None else scales.rows,
         None if scales is None else scales.weights,
         bias,
         residual,
+        *operands_of_halves(norm, norm_after),
         workspace.partial_sums,
         workspace.num_done,
         len(x),
@@ -66,15 +80,32 @@ def multiply_copied_ahead(
     )
 
 
+def _descriptor_of_tiles(weight: torch.Tensor, height: int, block_out: int, block_in: int) -> TensorDescriptor:
+    """Of [tiles, height, in_features]: what a block has beyond a tile's height is zeros, and is not read.
+
+    With `block_out` as height there is one tile of all rows.
+    """
+    height = len(weight) if height == block_out else height
+    shape = [len(weight) // height, height, weight.shape[1]]
+    strides = [height * weight.stride(0), weight.stride(0), 1]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * weight.itemsize, rank=3)
+    return TensorDescriptor(weight, shape, strides, [1, block_out, block_in], layout)
+
+
 @gluon.jit(do_not_specialize=["num_rows"])
 def hopper_skinny_kernel(
     out,
     x,  # descriptor of [n, in_features], blocks [BLOCK_ROWS, BLOCK_IN]
-    weight,  # descriptor of [weight's rows, in_features], blocks [BLOCK_OUT, BLOCK_IN]
+    weight,  # descriptor of [tiles, rows of each, in_features], blocks [1, BLOCK_OUT, BLOCK_IN]
     x_scale,
     weight_scale,
     bias,
     residual,
+    squares_before,
+    eps,
+    weight_after,
+    weighted,
+    squares_after,
     partial_sums,
     num_done,
     num_rows,
@@ -89,9 +120,10 @@ def hopper_skinny_kernel(
     BLOCK_IN: gl.constexpr,
     NUM_SPLITS: gl.constexpr,
     NUM_STAGES: gl.constexpr,
+    HEIGHT: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """One program computes BLOCK_OUT features of all tokens over one of NUM_SPLITS parts of in_features."""
+    """One program computes HEIGHT features of all tokens over one of NUM_SPLITS parts of in_features."""
     if PDL:
         gdc_launch_dependents()
     dtype: gl.constexpr = weight.dtype
@@ -106,11 +138,14 @@ def hopper_skinny_kernel(
     tile, split = gl.program_id(0), gl.program_id(1)
     start, end = part_of_split(split, in_features, BLOCK_IN, NUM_SPLITS)
     num_tiles = gl.cdiv(end - start, BLOCK_IN)
-    w_row, up_row = tile * BLOCK_OUT, out_features + tile * BLOCK_OUT
-    w_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_OUT, BLOCK_IN], weight.layout)
+    if HEIGHT == BLOCK_OUT:
+        w_tile, w_row, up_tile, up_row = 0, tile * BLOCK_OUT, 0, out_features + tile * BLOCK_OUT
+    else:
+        w_tile, w_row, up_tile, up_row = tile, 0, out_features // HEIGHT + tile, 0
+    w_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, 1, BLOCK_OUT, BLOCK_IN], weight.layout)
     up_tiles = w_tiles
     if IS_GATED:
-        up_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_OUT, BLOCK_IN], weight.layout)
+        up_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, 1, BLOCK_OUT, BLOCK_IN], weight.layout)
     x_tiles = gl.allocate_shared_memory(dtype, [NUM_STAGES, BLOCK_ROWS, BLOCK_IN], x.layout)
     filled = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM_STAGES):
@@ -120,14 +155,19 @@ def hopper_skinny_kernel(
         is_tile = i < num_tiles
         at = start + i * BLOCK_IN
         mbarrier.expect(filled.index(i), num_bytes, pred=is_tile)
-        _copy(weight, [w_row, at], filled.index(i), w_tiles.index(i), pred=is_tile)
+        _copy(weight, [w_tile, w_row, at], filled.index(i), w_tiles.index(i), pred=is_tile)
         if IS_GATED:
-            _copy(weight, [up_row, at], filled.index(i), up_tiles.index(i), pred=is_tile)
+            _copy(weight, [up_tile, up_row, at], filled.index(i), up_tiles.index(i), pred=is_tile)
     if PDL:
         gdc_wait()
     for i in gl.static_range(NUM_STAGES):
         is_tile = i < num_tiles
         _copy(x, [0, start + i * BLOCK_IN], filled.index(i), x_tiles.index(i), pred=is_tile)
+
+    rows = gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(0, written))
+    own_features = gl.arange(0, BLOCK_OUT, layout=gl.SliceLayout(1, written))
+    if squares_before is not None:  # which arrive during the loop
+        squares = read_squares(squares_before, own_features, rows, in_features, BLOCK_OUT)
 
     sums = gl.zeros([BLOCK_OUT, BLOCK_ROWS], sums_dtype, multiplied)
     up_sums = gl.zeros([BLOCK_OUT, BLOCK_ROWS], sums_dtype, multiplied)
@@ -135,9 +175,11 @@ def hopper_skinny_kernel(
     for i in range(num_tiles):
         mbarrier.wait(filled.index(stage), phase)
         x_tile = x_tiles.index(stage).permute((1, 0))
-        sums = warpgroup_mma(w_tiles.index(stage), x_tile, sums, is_async=True)
+        multiplied_tile = w_tiles.index(stage)._reinterpret(dtype, [BLOCK_OUT, BLOCK_IN], x.layout)
+        sums = warpgroup_mma(multiplied_tile, x_tile, sums, is_async=True)
         if IS_GATED:
-            up_sums = warpgroup_mma(up_tiles.index(stage), x_tile, up_sums, is_async=True)
+            multiplied_up_tile = up_tiles.index(stage)._reinterpret(dtype, [BLOCK_OUT, BLOCK_IN], x.layout)
+            up_sums = warpgroup_mma(multiplied_up_tile, x_tile, up_sums, is_async=True)
             sums, up_sums = warpgroup_mma_wait(2, deps=[sums, up_sums])
         else:
             sums = warpgroup_mma_wait(1, deps=[sums])
@@ -146,9 +188,9 @@ def hopper_skinny_kernel(
         at = start + (i - 1 + NUM_STAGES) * BLOCK_IN
         free = filled.index(last_stage)
         mbarrier.expect(free, num_bytes, pred=is_tile)
-        _copy(weight, [w_row, at], free, w_tiles.index(last_stage), pred=is_tile)
+        _copy(weight, [w_tile, w_row, at], free, w_tiles.index(last_stage), pred=is_tile)
         if IS_GATED:
-            _copy(weight, [up_row, at], free, up_tiles.index(last_stage), pred=is_tile)
+            _copy(weight, [up_tile, up_row, at], free, up_tiles.index(last_stage), pred=is_tile)
         _copy(x, [0, at], free, x_tiles.index(last_stage), pred=is_tile)
         last_stage = stage
         phase = gl.where(stage == NUM_STAGES - 1, phase ^ 1, phase)
@@ -160,10 +202,8 @@ def hopper_skinny_kernel(
     for i in gl.static_range(NUM_STAGES):
         mbarrier.invalidate(filled.index(i))
 
-    rows = gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(0, written))
     is_row = rows < num_rows
-    own_features = gl.arange(0, BLOCK_OUT, layout=gl.SliceLayout(1, written))
-    features = tile * BLOCK_OUT + own_features
+    features = gl.where(own_features < HEIGHT, tile * HEIGHT + own_features, out_features)  # others: not stored
     sums = gl.convert_layout(sums, written)
     up_sums = gl.convert_layout(up_sums, written) if IS_GATED else sums
     if weight_scale is not None:
@@ -180,10 +220,17 @@ def hopper_skinny_kernel(
             sums = sums * gl.load(weight_scale + scaled_features)[:, None] * row_scales
             if IS_GATED:
                 up_sums = up_sums * gl.load(weight_scale + out_features + scaled_features)[:, None] * row_scales
-        write_features(
+        if squares_before is not None:
+            factors = norm_factors(squares, in_features, eps)
+            sums, up_sums = sums * factors, up_sums * factors
+        y = write_features(
             out, sums, up_sums, bias, residual, features, rows, is_row, out_features, out_stride,
             ACTIVATION, IS_GATED, DTYPE,
         )  # fmt: skip
+        if weight_after is not None:
+            write_for_norm(
+                y, weight_after, weighted, squares_after, tile, features, rows, is_row, out_features, BLOCK_OUT
+            )
 
 
 @gluon.jit

@@ -13,6 +13,7 @@ import triton.language as tl
 from services.dense_worker.kernels.linear.triton_activation import activated
 
 MIN_ROWS = 16  # narrowest tile; fewer tokens leave some of its columns empty
+BLOCK_OUT = 64  # features of a tile
 MAX_ROWS = 64  # of the kernels whose time is that of reading the weights
 SPLIT_AREA = 64 * MAX_ROWS  # sums of a program for which a `SplitWorkspace` has room
 
@@ -113,7 +114,7 @@ def write_features(
     IS_GATED: tl.constexpr,
     DTYPE: tl.constexpr,  # to which each operation rounds
 ):
-    """Adds the bias, computes the activation, adds the residual, and stores the features of all rows."""
+    """Adds the bias, computes the activation, adds the residual; stores and returns the features of all rows."""
     is_feature = features < out_features
     if bias is not None:
         y += tl.load(bias + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
@@ -124,4 +125,6 @@ def write_features(
     mask = is_feature[:, None] & is_row[None, :]
     if residual is not None:
         y = y.to(DTYPE).to(tl.float32) + tl.load(residual + target, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + target, y.to(DTYPE).to(out.dtype.element_ty), mask=mask)
+    y = y.to(DTYPE)
+    tl.store(out + target, y.to(out.dtype.element_ty), mask=mask)
+    return y

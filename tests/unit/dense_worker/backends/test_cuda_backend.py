@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
 from services.common.model_config import ModelConfig
-from services.dense_worker.backends import DenseBackend
+from services.dense_worker.backends import DenseBackend, InputEmbeds
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.kernels.linear import matmul_choice
+from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import empty_weights
@@ -42,6 +43,14 @@ skinny_linear add {n}x64, add_norm norm {n}x64, skinny_linear gated {n}x96, skin
  add_norm norm {n}x64, skinny_linear {n}x192
 index_select {r}x64, index_select {r}x64, skinny_linear add {r}x64, add_norm norm {r}x64,\
  skinny_linear gated {r}x96, skinny_linear add {r}x64, add_norm norm {r}x64, skinny_linear {r}x160
+"""
+# In bfloat16 the norms between products are computed by these, in halves.
+HALF_NORMS = """
+index_select {n}x64, add_norm norm {n}x64, skinny_linear {n}x192
+skinny_linear add half_norm_after {n}x64, skinny_linear gated half_norm {n}x96,\
+ skinny_linear add half_norm_after {n}x64, skinny_linear half_norm {n}x192
+index_select {r}x64, index_select {r}x64, skinny_linear add half_norm_after {r}x64,\
+ skinny_linear gated half_norm {r}x96, skinny_linear add half_norm_after {r}x64, skinny_linear half_norm {r}x160
 """
 # cuBLAS multiplies a long prompt; the streaming kernels multiply its single sampled row.
 LONG_PROMPT = """
@@ -115,18 +124,20 @@ def make_backend(weights: ModelWeights, config: ModelConfig) -> DenseBackend:
 
 
 @pytest.mark.parametrize(
-    ("variant", "chosen", "num_tokens", "num_rows", "expected"),
+    ("variant", "chosen", "dtype", "num_tokens", "num_rows", "expected"),
     [
-        ("llama", LinearKernel.CUBLAS, 5, 3, CUBLAS),
-        ("llama", LinearKernel.CUBLAS, 1, 1, CUBLAS),
-        ("qwen3", LinearKernel.STREAMED, 1, 1, ONE_ROW),
-        ("llama-biased", LinearKernel.STREAMED, 5, 3, FEW_ROWS),
-        ("llama-biased", LinearKernel.STREAMED, 64, 2, FEW_ROWS),
-        ("qwen2", LinearKernel.STREAMED, 65, 1, LONG_PROMPT),
-        ("gemma3_text", LinearKernel.STREAMED, 1, 1, GEMMA_3),
-        ("gemma3_text", LinearKernel.CUBLAS, 5, 3, GEMMA_3_CUBLAS),
-        ("gpt_neox", LinearKernel.STREAMED, 1, 1, GPT_NEOX),
-        ("starcoder2", LinearKernel.STREAMED, 5, 3, STARCODER_2),
+        ("llama", LinearKernel.CUBLAS, torch.float16, 5, 3, CUBLAS),
+        ("llama", LinearKernel.CUBLAS, torch.bfloat16, 1, 1, CUBLAS),
+        ("qwen3", LinearKernel.STREAMED, torch.bfloat16, 1, 1, ONE_ROW),
+        ("llama-biased", LinearKernel.STREAMED, torch.float16, 5, 3, FEW_ROWS),
+        ("llama-biased", LinearKernel.STREAMED, torch.float16, 64, 2, FEW_ROWS),
+        ("llama-biased", LinearKernel.STREAMED, torch.bfloat16, 5, 3, HALF_NORMS),
+        ("llama-biased", LinearKernel.STREAMED, torch.bfloat16, 64, 2, HALF_NORMS),
+        ("qwen2", LinearKernel.STREAMED, torch.bfloat16, 65, 1, LONG_PROMPT),
+        ("gemma3_text", LinearKernel.STREAMED, torch.float16, 1, 1, GEMMA_3),
+        ("gemma3_text", LinearKernel.CUBLAS, torch.float16, 5, 3, GEMMA_3_CUBLAS),
+        ("gpt_neox", LinearKernel.STREAMED, torch.float16, 1, 1, GPT_NEOX),
+        ("starcoder2", LinearKernel.STREAMED, torch.bfloat16, 5, 3, STARCODER_2),
     ],
 )
 def test_a_step_launches_the_expected_kernels_in_order(
@@ -134,14 +145,15 @@ def test_a_step_launches_the_expected_kernels_in_order(
     monkeypatch: pytest.MonkeyPatch,
     variant: str,
     chosen: LinearKernel,
+    dtype: torch.dtype,
     num_tokens: int,
     num_rows: int,
     expected: str,
 ) -> None:
     choose(monkeypatch, chosen)
-    config, weights = make(variant)
+    config, weights = make(variant, dtype)
     backend = make_backend(weights, config)
-    qkv, attn_out = (torch.zeros(num_tokens, size).half() for size in (config.qkv_size, config.attn_size))
+    qkv, attn_out = (torch.zeros(num_tokens, size, dtype=dtype) for size in (config.qkv_size, config.attn_size))
     token_ids, rows = torch.arange(num_tokens), torch.arange(num_rows)
     launches.launches.clear()
     with launches:
@@ -187,6 +199,70 @@ def test_logits_are_those_of_the_torch_backend(
         assert found.dtype == backend.logits_dtype
         assert relative_error(found, expected) < (1e-5 if dtype == torch.float32 else 5e-3)
     assert run_step(backend, config, dtype, [1, 2], []).shape == (0, config.vocab_size)
+
+
+HAVE_HALF_NORMS = {"llama": True, "qwen3": True, "llama-biased": True, "gemma2": False, "olmo2": False, "cohere": False}
+HAVE_HALF_NORMS |= {"granite": False, "starcoder2": False}  # a multiplier before the addition, LayerNorms
+
+
+@pytest.mark.parametrize("variant", HAVE_HALF_NORMS)
+def test_halves_of_norms_are_as_exact_as_whole_ones(
+    launches: LaunchRecorder, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    """Against float32. Other kinds of norms and of residuals are not halved."""
+    choose(monkeypatch, LinearKernel.STREAMED)
+    config, weights = make(variant, torch.bfloat16)
+    wide = empty_weights(config, torch.float32, CPU)
+    for (_, tensor), (_, rounded) in zip(wide.named_tensors(), weights.named_tensors(), strict=True):
+        tensor.copy_(rounded)
+    token_ids, rows = list(range(33)), [32, 5, 9]
+    exact = run_step(TorchBackend(wide), config, torch.float32, token_ids, rows)
+    errors = []
+    for has_halves in (False, True):
+        with monkeypatch.context() as context:
+            if not has_halves:
+                module = importlib.import_module("services.dense_worker.backends.cuda_linear")
+                context.setattr(module.CudaLinear, "splits_norm", lambda *_: False)
+            launches.launches.clear()
+            found = run_step(make_backend(weights, config), config, torch.bfloat16, token_ids, rows)
+            errors.append(((found.double() - exact).norm() / exact.norm()).item())
+        assert any("half_norm" in line for line in launches.launches) == (has_halves and HAVE_HALF_NORMS[variant])
+    assert errors[0] < 0.05 and errors[1] < 1.1 * errors[0], errors
+
+
+def test_a_norm_is_not_halved_where_the_next_product_cannot_end_it(
+    launches: LaunchRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of cuBLAS, that of rows with adapters, and one behind what is added between layers."""
+    by_cublas = {"gate_up"}
+
+    def measure(choice: LinearChoice, linears: Sequence[Linear], *_: object) -> None:
+        choice.set_all(linears, LinearKernel.STREAMED)
+        choice.set_all([linear for linear in linears if linear.name in by_cublas], LinearKernel.CUBLAS)
+
+    monkeypatch.setattr(LinearChoice, "measure", measure)
+    config, weights = make("llama", torch.bfloat16)
+    backend, reference = make_backend(weights, config), TorchBackend(weights)
+    token_ids, rows = list(range(7)), [6, 2]
+    launches.launches.clear()
+    found = run_step(backend, config, torch.bfloat16, token_ids, rows)
+    assert relative_error(found, run_step(reference, config, torch.bfloat16, token_ids, rows)) < 0.03
+    halves = [line for line in launches.launches if "half_norm" in line]
+    assert [line.split()[1:-1] for line in halves] == [["add", "half_norm_after"], ["half_norm"]] * config.num_layers
+
+    attn_out, residual = (torch.randn(7, size).bfloat16() for size in (config.attn_size, config.hidden_size))
+    added = InputEmbeds(torch.tensor([3, 4]), torch.randn(2, config.hidden_size).bfloat16())
+    results = []
+    for each in (backend, reference):
+        qkv = torch.zeros(7, config.qkv_size).bfloat16()
+        results.append((each.middle(0, attn_out, residual.clone(), qkv, added), qkv))
+    for of_backend, expected in zip(*results, strict=True):
+        assert relative_error(of_backend, expected) < 0.03
+
+    monkeypatch.setattr(type(backend._operations.products), "adds_deltas", True)
+    launches.launches.clear()
+    run_step(backend, config, torch.bfloat16, token_ids, rows)
+    assert launches.launches and not any("half_norm" in line for line in launches.launches)
 
 
 def test_interleaved_steps_do_not_change_each_other(launches: LaunchRecorder, kernel: LinearKernel) -> None:

@@ -29,6 +29,7 @@ from services.dense_worker.kernels.linear.quantized.triton_skinny_quantized impo
 from services.dense_worker.kernels.linear.triton_skinny import skinny_linear
 from services.dense_worker.kernels.linear.triton_tiles import SplitWorkspace
 from services.dense_worker.kernels.norm.norm import Norm, RmsNorm
+from services.dense_worker.kernels.norm.split_norm import SplitNorm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -83,14 +84,15 @@ class QuantizedGemv:
         linear: Linear,
         x: torch.Tensor,
         out: torch.Tensor,
-        norm: Norm | None,
+        norm: Norm | SplitNorm | None,
         activation: MlpActivation | None,
         residual: torch.Tensor | None,
+        norm_after: SplitNorm | None = None,
     ) -> None:
         """One kernel for one row, unless that must be reordered; else one that prepares the rows and the product's."""
         form, matrix = self._operands.input_form(linear.weight, self._dtype), self._operands.matrix(linear.weight)
         fused = {"activation": activation, "residual": residual}
-        assert norm is None or isinstance(norm, RmsNorm), "no other norm is fused"
+        assert (norm is None or isinstance(norm, RmsNorm)) and norm_after is None, "no other norm is fused"
         if can_gemv(len(x), form, matrix):
             if form.order is not None:
                 x, norm = self._in_order(x, form, norm), None
