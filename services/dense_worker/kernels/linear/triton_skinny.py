@@ -74,13 +74,12 @@ def choose_skinny_tiles(
     if is_ahead:
         num_splits = _num_splits(num_tiles, num_sms, is_gated)
         height = BLOCK_OUT
-        if num_splits == 1:
+        if num_splits == 1 and (itemsize > 1 or block_rows < MAX_ROWS):  # more programs read many codes' rows again
             height = _balanced_height(out_features, num_sms, most_tiles or num_tiles * 2)
             num_tiles = triton.cdiv(out_features, height)
         programs_per_sm = 1 if num_tiles * num_splits <= num_sms else 2  # all tiles run at once
-        row_bytes = 256
-        if is_gated and programs_per_sm == 2 and num_tiles < 1.5 * num_sms:  # else two stages for many rows
-            programs_per_sm, row_bytes = {32: (1, 256), MAX_ROWS: (2, 128)}.get(block_rows, (2, 256))
+        is_narrow = is_gated and programs_per_sm == 2 and block_rows > MIN_ROWS  # else two stages are in flight
+        row_bytes = 128 if is_narrow and (height < BLOCK_OUT or num_tiles < 1.5 * num_sms) else 256
         tile_bytes = row_bytes * (BLOCK_OUT * (1 + is_gated) + block_rows)
         num_stages = _SM_BYTES // programs_per_sm // tile_bytes
         return SkinnyTiles(block_rows, row_bytes // itemsize, num_stages, num_splits, height)
