@@ -7,6 +7,7 @@ loop.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ from services.gateway.http.request_id import REQUEST_ID_HEADER, new_request_id
 log = structlog.get_logger()
 
 MAX_HEADERS = 256  # of one request, trailers included: each takes a microsecond or two before anybody may wait
+MAX_PIECE_BYTES = 2048  # of headers and chunks, at once: in chunks of a byte it takes a tenth of a millisecond
+SLICE_S = 0.000_2  # of processor time: for how long a connection's pieces are parsed in one iteration of the event loop
 MIN_SECOND_LOOK_S = 0.1  # extra time after a deadline, in which the loop reads what has already arrived
 
 
@@ -54,6 +57,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_headers = 0  # of this request, and its trailers
         self._is_in_headers = True  # whether headers, or nothing yet, have arrived
         self._num_frame_bytes = 0  # since the last bytes of the body: chunk sizes, chunk extensions and trailers
+        self._is_chunked = False  # whether the arriving body comes in chunks
+        self._rest = bytearray()  # what has been received and not parsed yet
+        self._is_late = False  # whether nothing is read until that is parsed
         self._is_refused = False  # whether an error has been sent that ends the connection
         self._running: RequestResponseCycle | None = None  # the request whose answer began last
         self._read_deadline: asyncio.TimerHandle | None = None
@@ -74,6 +80,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._clear_read_deadline()
         self._clear_write_deadline()
+        self._rest.clear()
         super().connection_lost(exc)
         # uvicorn tells only the request that arrived last, but that one waits while an earlier one is answered.
         if self._running is not None and not self._running.response_complete:
@@ -81,6 +88,37 @@ class BoundedProtocol(HttpToolsProtocol):
             self._running.message_event.set()
 
     def data_received(self, data: bytes) -> None:
+        if self._rest:  # the next iteration of the event loop goes on with it
+            self._rest += data
+        elif len(data) > MAX_PIECE_BYTES:
+            self._rest += data
+            self._parse_some()
+        else:
+            self._parse(data)
+
+    def _parse_some(self) -> None:
+        """Parses a part of what has come: hundreds of connections may send thousands of chunks or requests each."""
+        end = time.thread_time() + SLICE_S
+        while self._rest:
+            # A body without chunks is not parsed.
+            num_bytes = MAX_PIECE_BYTES if self._is_in_headers or self._is_chunked else len(self._rest)
+            piece = bytes(self._rest[:num_bytes])
+            del self._rest[:num_bytes]
+            self._parse(piece)
+            if time.thread_time() >= end:
+                break
+        if self.transport.is_closing():
+            self._rest.clear()
+        elif self._rest:
+            self._is_late = True
+            self.transport.pause_reading()
+            self.loop.call_soon(self._parse_some)
+        elif self._is_late:
+            self._is_late = False
+            if not self.flow.read_paused:
+                self.transport.resume_reading()
+
+    def _parse(self, data: bytes) -> None:
         if self._is_refused:
             return
         if self._is_in_headers:
@@ -103,6 +141,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(431, f"the request has more than {MAX_HEADERS} headers, the limit", "headers_too_large")
             raise TooManyHeadersError  # ends the parser, which then reports it
         if self._is_in_headers:  # trailers after the body have no effect, so they are not kept
+            self._is_chunked |= name.lower() == b"transfer-encoding"
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -127,6 +166,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._clear_read_deadline()
         self._is_in_headers, self._num_header_bytes, self._num_headers = True, 0, 0
+        self._is_chunked = False
         super().on_message_complete()
 
     def pause_writing(self) -> None:
