@@ -8,6 +8,7 @@ result does not depend on the other rows.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.dense_worker.kernels.linear.activation import MlpActivation
-from services.dense_worker.kernels.linear.triton_skinny import choose_skinny_tiles
+from services.dense_worker.kernels.linear.triton_skinny import SkinnyTiles, choose_skinny_tiles
 from services.dense_worker.kernels.linear.triton_tiles import (
     MAX_ROWS,
     SplitWorkspace,
@@ -75,7 +76,7 @@ def fused_linear(
     in_features = x.shape[1]
     num_slots, num_projections, max_rank, _ = slots.a.shape
     assert num_projections == 2 or not is_gated, "the halves are two projections"
-    tiles = choose_skinny_tiles(num_rows, out_features, is_gated, launcher.num_sms)
+    tiles = _choose_tiles(num_rows, out_features, is_gated, launcher.num_sms)
     num_tiles = triton.cdiv(out_features, _BLOCK_OUT)
     num_rank_tiles = num_projections * triton.cdiv(num_slots * max_rank, _BLOCK_OUT)
     launcher(
@@ -113,6 +114,14 @@ def fused_linear(
         NUM_STAGES=tiles.num_stages,
         num_warps=4,
     )
+
+
+def _choose_tiles(num_rows: int, out_features: int, is_gated: bool, num_sms: int) -> SkinnyTiles:
+    """Those of the product alone; of many rows and more tiles than SMs smaller ones, so that two share an SM."""
+    tiles = choose_skinny_tiles(num_rows, out_features, is_gated, num_sms)
+    if tiles.block_rows < MAX_ROWS or triton.cdiv(out_features, _BLOCK_OUT) <= num_sms:
+        return tiles
+    return replace(tiles, block_in=64, num_stages=3) if is_gated else replace(tiles, block_in=128, num_stages=2)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
