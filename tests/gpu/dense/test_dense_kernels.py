@@ -152,6 +152,26 @@ def test_two_products_compute_the_norm_between_them(
             assert torch.equal(fewer, out[:2])
 
 
+@pytest.mark.parametrize("size", [64, 137, 5120])
+def test_squares_of_lower_tiles_of_another_product_are_not_added(
+    kernel_device: torch.device, dtype: torch.dtype, size: int
+) -> None:
+    """On Hopper, rows of 97 features cannot be copied ahead, and those of other products can."""
+    launcher = KernelLauncher(kernel_device)
+    launcher.is_hopper = launcher.is_hopper or kernel_device.type == "cpu"
+    before, after = Case(kernel_device, dtype, 3, (size, 97)), Case(kernel_device, dtype, 3, (9, size))
+    splits, norm = SplitWorkspace(kernel_device, launcher.num_sms), after.norm("rms")
+    squares = torch.zeros(64, num_squares(size), device=kernel_device)
+    half = SplitNorm(norm.weight.data, norm.eps, before.nan(3, size), squares)
+    if launcher.is_hopper:
+        squares[:, : 2 * -(-size // 64)] = 100.0
+    residual = before.residual.clone()
+    skinny_linear(launcher, before.x, before.weight, None, residual, splits, residual=residual, norm_after=half)
+    exact = before.residual.double() + linear(before.x, before.weight)
+    found = squares[:3].double().sum(1)
+    assert torch.allclose(found, exact.square().sum(1), rtol=0.02), found
+
+
 @pytest.mark.parametrize(
     ("out_features", "is_gated"),
     [(12288, False), (6144, False), (15360, False), (5120, False), (11008, True), (14336, True), (13824, True)],
