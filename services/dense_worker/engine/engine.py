@@ -155,7 +155,9 @@ class Engine:
 
     def expect(self) -> None:
         """A sequence is about to come: if there is none yet, gets ready for it."""
-        self._thread.post(self._expect)
+        session = self._session
+        if session is not None and self._may_rehearse(session):  # a call would have a busy engine look whom to open
+            self._thread.post(self._expect)
 
     def drain(self, drains: bool) -> None:
         """Starts no sequence any more, or again; those that run go on."""
@@ -456,14 +458,16 @@ class Engine:
             self._session.is_leaving = True
 
     def _expect(self) -> None:
-        session, rehearsal, now_s = self._session, self._rehearsal, time.monotonic()
-        if session is None or rehearsal is None or session.in_flight or not self._is_idle(session):
+        session, rehearsal = self._session, self._rehearsal
+        if session is None or rehearsal is None or session.in_flight or not self._may_rehearse(session):
             return
-        if now_s < self._rehearsed_s + _REHEARSAL_PAUSE_S:
-            return
-        self._rehearsed_s = now_s
+        self._rehearsed_s = time.monotonic()
         self._attention.publish(session.attachment, StepPlan(0))  # an empty one: it gets ready, too
         rehearsal.run()
+
+    def _may_rehearse(self, session: Session) -> bool:
+        """Whether nobody has a sequence, and the last rehearsal is some time ago. May be called from any thread."""
+        return self._is_idle(session) and time.monotonic() >= self._rehearsed_s + _REHEARSAL_PAUSE_S
 
     def _drain(self, drains: bool) -> None:
         self._drains = drains

@@ -155,3 +155,25 @@ def test_an_engine_with_a_sequence_does_not(
     engine.expect()
     until_idle(engine)
     assert plans.empty() and attention.announced.empty()
+
+
+def test_announcements_take_nothing_from_an_engine_with_a_sequence(
+    served: tuple[Engine, SlowRunner, Attention, queue.Queue[StepReport]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gateways without sequences announce whatever arrives there, and to look whom to open takes milliseconds."""
+    engine, runner, _, _ = served
+    engine.submit(new_sequence(2, "r2", [5, 6, 7], SamplingParams(), max_tokens=2))
+    runner.launched.get(timeout=TIMEOUT_S)
+    until_idle(engine)
+    choose, num_chosen = engine._scheduler.next_to_open, [0]
+
+    def next_to_open() -> list[Sequence]:
+        num_chosen[0] += 1
+        return choose()
+
+    monkeypatch.setattr(engine._scheduler, "next_to_open", next_to_open)
+    engine._rehearsed_s = float("-inf")
+    for _ in range(50):
+        engine.expect()
+        time.sleep(0.001)
+    assert num_chosen == [0]
