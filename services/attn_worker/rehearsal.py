@@ -27,7 +27,8 @@ class Rehearsal:
     def note(self, message: bytes, plan: StepPlan) -> None:
         """A plan has come."""
         if len(plan.new_sequences) == len(plan.entries) == 1 and len(message) <= _MAX_MESSAGE_BYTES:
-            self._message = message
+            is_its_own = plan.entries[0].seq_id == plan.new_sequences[0].seq_id  # not the step of another one
+            self._message = message if is_its_own else self._message
 
     def read(self) -> StepPlan | None:
         """The plan for `run`."""

@@ -64,9 +64,10 @@ def test_a_plan_is_rehearsed_as_it_would_be_run_and_leaves_its_cache_empty() -> 
     [
         plan_of(1, PlanEntry(5, 3, 1, 1)),
         plan_of(1, PlanEntry(6, 3, 1, 1), *opening(4).entries, new_sequences=opening(4).new_sequences),
+        plan_of(1, PlanEntry(6, 3, 1, 1), new_sequences=opening(4).new_sequences),
         opening(3000),
     ],
-    ids=["without-a-new-sequence", "of-several-sequences", "long"],
+    ids=["without-a-new-sequence", "of-several-sequences", "of-another-sequence", "long"],
 )
 def test_other_plans_are_not_kept(plan: StepPlan) -> None:
     rehearsal = Rehearsal(new_cache(), Mock())
