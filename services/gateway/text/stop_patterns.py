@@ -21,6 +21,7 @@ from services.gateway.text.stop_strings import StopStrings
 
 FIELD = "stop_regex"
 MAX_STATES = 256  # of all expressions of a request; about one for each character, times how often it is repeated
+MAX_BUILT = 1024  # alternatives and groups of them, with those that are empty
 MAX_MOVES = 256  # remembered at a time, about 150 bytes each
 NUM_CACHED = 16  # lists of expressions, kept for further answers with the same ones
 LAST_NEWLINE = "\n$"  # in place of a "\n" with which the text so far ends: `$` matches before it
@@ -107,6 +108,8 @@ class _Automaton:
         self._states: list[_State] = []
         self.moves: dict[tuple[int, str, str], Move] = {}  # by states, what is before, and a character
         self._takers: dict[str, int] = {}  # by character: the states that take it
+        self._tests: dict[tuple[Any, int, int], tuple[_Test, Any]] = {}  # by element and flags, with the element
+        self._num_built = 0  # parts of expressions, repeated ones counted each time
         starts = []
         for pattern in patterns:
             try:
@@ -119,7 +122,11 @@ class _Automaton:
                 raise InvalidRequest(f"{FIELD} has {quote(pattern)}: {reason}", FIELD) from None
             except _Unsupported as error:
                 raise InvalidRequest(f"{FIELD} has {quote(pattern)}: {error}", FIELD) from None
-        self._reached = [self._reach(index) for index in range(len(self._states))]
+        self._reached = self._find_reached()
+        self._taking: dict[_Test, int] = {}  # by test: the states that have it
+        for index, state in enumerate(self._states):
+            if state.takes is not None:
+                self._taking[state.takes] = self._taking.get(state.takes, 0) | 1 << index
         self._start = functools.reduce(operator.or_, [self._reached[index] for index in starts])
         self._places = sum(1 << index for index, state in enumerate(self._states) if state.at is not None)
         self._ends = sum(1 << index for index, state in enumerate(self._states) if state.found is not None)
@@ -149,22 +156,22 @@ class _Automaton:
         if character == END:
             return 0
         if (takers := self._takers.get(character)) is None:
-            tests = [(1 << index, state.takes) for index, state in enumerate(self._states) if state.takes is not None]
             if len(self._takers) == MAX_MOVES:
                 self._takers.clear()
-            takers = self._takers[character] = sum(bit for bit, takes in tests if takes(character))
+            takers = self._takers[character] = sum(bits for takes, bits in self._taking.items() if takes(character))
         return takers
 
-    def _reach(self, index: int) -> int:
-        """All states that are reached with this one, wherever it is."""
-        reached, waiting = 0, [index]
-        while waiting:
-            index = waiting.pop()
-            state, bit = self._states[index], 1 << index
-            if not reached & bit:
-                reached |= bit
+    def _find_reached(self) -> list[int]:
+        """For each state all that are reached with it, wherever it is. Passes to and fro, as loops may be nested."""
+        reached = [1 << index for index in range(len(self._states))]
+        ahead, is_new = list(enumerate(self._states)), True
+        while is_new:
+            is_new = False
+            for index, state in (*ahead, *reversed(ahead)):
                 if state.takes is None and state.at is None:
-                    waiting += state.then
+                    found = functools.reduce(operator.or_, [reached[each] for each in state.then], reached[index])
+                    is_new = is_new or found != reached[index]
+                    reached[index] = found
         return reached
 
     def _add(self, state: _State) -> int:
@@ -175,6 +182,9 @@ class _Automaton:
 
     def _build(self, items: Any, flags: int, then: int) -> int:
         """The first state of a sequence that goes on with `then`."""
+        self._num_built += 1
+        if self._num_built > MAX_BUILT:
+            raise _Unsupported(f"it has more than {MAX_BUILT} alternatives and groups, repeated ones counted each time")
         for kind, value in reversed(list(items)):
             then = self._build_item(kind, value, flags, then)
         return then
@@ -182,18 +192,26 @@ class _Automaton:
     def _build_item(self, kind: Any, value: Any, flags: int, then: int) -> int:
         match kind:
             case _constants.LITERAL | _constants.NOT_LITERAL | _constants.ANY | _constants.IN:
-                return self._add(_State([then], takes=_character(kind, value, flags)))
+                return self._add(_State([then], takes=self._test_of(kind, value, flags)))
             case _constants.AT:
                 return self._add(_State([then], at=_place(value, flags)))
             case _constants.SUBPATTERN:
                 _, added, removed, items = value
                 return self._build(items, (flags | added) & ~removed, then)
             case _constants.BRANCH:
-                return self._add(_State([self._build(items, flags, then) for items in value[1]]))
+                firsts = [self._build(items, flags, then) for items in value[1]]
+                return self._add(_State(list(dict.fromkeys(firsts))))  # of empty ones, one
             case _constants.MAX_REPEAT | _constants.MIN_REPEAT:
                 return self._build_repeated(*value, flags, then)
         name = str(kind).lower().replace("_", " ")
         raise _Unsupported(f"{name} is not supported: no references, conditions, lookarounds or atomic groups")
+
+    def _test_of(self, kind: Any, value: Any, flags: int) -> _Test:
+        """That of an element that is repeated is made once, and then asked once for all its states."""
+        key = kind, id(value), flags
+        if key not in self._tests:
+            self._tests[key] = _character(kind, value, flags), value
+        return self._tests[key][0]
 
     def _build_repeated(self, least: int, most: int, items: Any, flags: int, then: int) -> int:
         first = end = then
@@ -222,12 +240,13 @@ def _character(kind: Any, value: Any, flags: int) -> _Test:
         return (lambda character: True) if flags & re.DOTALL else (lambda character: character != "\n")
     items = value if kind is _constants.IN else [(kind, value)]
     is_negated = items[0][0] in (_constants.NEGATE, _constants.NOT_LITERAL)
+    singles: set[int] = set()
     ranges: list[tuple[int, int]] = []
     categories: list[_Test] = []
     for part, each in items:
         match part:
             case _constants.LITERAL | _constants.NOT_LITERAL:
-                ranges.append((each, each))
+                singles.add(each)
             case _constants.RANGE:
                 ranges.append(each)
             case _constants.CATEGORY:
@@ -236,7 +255,9 @@ def _character(kind: Any, value: Any, flags: int) -> _Test:
     def takes(character: str) -> bool:
         forms = {character, character.lower(), character.upper()} if flags & re.IGNORECASE else {character}
         codes = [ord(form) for form in forms if len(form) == 1]
-        is_one = any(first <= code <= last for code in codes for first, last in ranges)
+        is_one = any(code in singles for code in codes) or any(
+            first <= code <= last for code in codes for first, last in ranges
+        )
         return (is_one or any(test(character) for test in categories)) != is_negated
 
     return takes

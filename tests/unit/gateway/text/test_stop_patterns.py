@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -104,6 +106,7 @@ def test_nothing_is_paid_without_expressions() -> None:
         ("((a{20}){20}){20}", "256 characters"),
         ("a{1,1000000000}", "256 characters"),
         ("(a|){1000000000}", "256 characters"),
+        ("(?:" + "|" * 240 + "){200}", "1024 alternatives"),
         ("a{99999999999999999999}", "repeats too often"),
         ("(" * 5000 + ")" * 5000, "nested too deep"),
     ],
@@ -112,6 +115,25 @@ def test_what_cannot_be_used_is_refused_with_its_reason(pattern: str, said: str)
     with pytest.raises(InvalidRequest, match=re.escape(said)) as error:
         StopPatterns([pattern])
     assert error.value.param == "stop_regex"
+
+
+def test_a_repeated_set_is_asked_once_for_each_character(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def make(kind: Any, value: Any, flags: int) -> Callable[[str], bool]:
+        test = original(kind, value, flags)
+        return lambda character: asked.append(character) or test(character)  # type: ignore[func-returns-value]
+
+    original = stop_patterns._character
+    monkeypatch.setattr(stop_patterns, "_character", make)
+    assert feed(StopPatterns(["[x-z]{200}(?i:[x-z])"]), ["y"] * 200 + ["Z"]) is not None
+    assert asked == ["y", "y", "Z", "Z"]  # without and with the flag
+
+
+def test_nested_loops_reach_each_other() -> None:
+    pattern = r"\A" + "(?:" * 40 + "a" + "b?)*" * 40 + "c"
+    for text, is_match in (("c", True), ("aabc", True), ("a" + "b" * 40 + "c", True), ("abdc", False)):
+        assert (feed(StopPatterns([pattern]), [text]) is not None) == is_match
 
 
 def test_an_empty_group_may_be_repeated_often() -> None:
