@@ -128,7 +128,11 @@ class _Automaton:
             if state.takes is not None:
                 self._taking[state.takes] = self._taking.get(state.takes, 0) | 1 << index
         self._start = functools.reduce(operator.or_, [self._reached[index] for index in starts])
-        self._places = sum(1 << index for index, state in enumerate(self._states) if state.at is not None)
+        self._after = self._find_after()
+        self._places: dict[str, int] = {}  # by place: the states that take it
+        for index, state in enumerate(self._states):
+            if state.at is not None:
+                self._places[state.at] = self._places.get(state.at, 0) | 1 << index
         self._ends = sum(1 << index for index, state in enumerate(self._states) if state.found is not None)
 
     def find_move(self, key: tuple[int, str, str]) -> Move:
@@ -136,17 +140,18 @@ class _Automaton:
         states, before, character = key
         kind, reached, next_states, found = _kind(character), states | self._start, 0, None
         passed = 0
-        while index := (reached & self._places & ~passed).bit_length():
-            state, passed = self._states[index - 1], passed | 1 << index - 1
-            if _is_at(str(state.at), before, kind):
-                reached |= self._reached[state.then[0]]
+        places = sum(bits for place, bits in self._places.items() if _is_at(place, before, kind))
+        while index := (reached & places & ~passed).bit_length():
+            passed |= 1 << index - 1
+            reached |= self._reached[self._states[index - 1].then[0]]
         if ends := reached & self._ends:
             found = self._states[ends.bit_length() - 1].found
         takers = reached & self._find_takers(character[:1])
-        while takers:
-            index = takers.bit_length() - 1
-            takers ^= 1 << index
-            next_states |= self._reached[self._states[index].then[0]]
+        for table in self._after:
+            if not takers:
+                break
+            next_states |= table[takers & 15]
+            takers >>= 4
         if len(self.moves) == MAX_MOVES:
             self.moves.clear()
         move = self.moves[key] = Move(found, next_states, kind)
@@ -173,6 +178,18 @@ class _Automaton:
                     is_new = is_new or found != reached[index]
                     reached[index] = found
         return reached
+
+    def _find_after(self) -> list[list[int]]:
+        """For every four states, and each of their 16 sets: what is reached when they take a character."""
+        tables = []
+        for first in range(0, len(self._states), 4):
+            table = [0]
+            for index in range(first, min(first + 4, len(self._states))):
+                takes, then = self._states[index].takes, self._states[index].then
+                after = 0 if takes is None else self._reached[then[0]]
+                table += [each | after for each in table]
+            tables.append(table)
+        return tables
 
     def _add(self, state: _State) -> int:
         if len(self._states) == MAX_STATES:
