@@ -12,7 +12,7 @@ import operator
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from re import _constants, _parser  # type: ignore[attr-defined]  # what `re` itself compiles from
+from re import _casefix, _constants, _parser  # type: ignore[attr-defined]  # what `re` itself compiles from
 from typing import Any, NamedTuple
 
 from services.common.errors import InvalidRequest
@@ -270,14 +270,23 @@ def _character(kind: Any, value: Any, flags: int) -> _Test:
                 categories.append(_category(each, bool(flags & re.ASCII)))
 
     def takes(character: str) -> bool:
-        forms = {character, character.lower(), character.upper()} if flags & re.IGNORECASE else {character}
-        codes = [ord(form) for form in forms if len(form) == 1]
+        codes = _cases(character, bool(flags & re.ASCII)) if flags & re.IGNORECASE else [ord(character)]
         is_one = any(code in singles for code in codes) or any(
             first <= code <= last for code in codes for first, last in ranges
         )
         return (is_one or any(test(character) for test in categories)) != is_negated
 
     return takes
+
+
+def _cases(character: str, is_ascii: bool) -> list[int]:
+    """The characters that mean the same as this one where case is ignored, as `re` has it."""
+    if is_ascii and not character.isascii():
+        return [ord(character)]
+    lower = character.lower() if len(character.lower()) == 1 else character
+    others = () if is_ascii else _casefix._EXTRA_CASES.get(ord(lower), ())
+    forms = {form for each in (character, lower, *map(chr, others)) for form in (each, each.upper())}
+    return [ord(form) for form in forms if len(form) == 1]
 
 
 def _category(value: Any, is_ascii: bool) -> _Test:

@@ -69,6 +69,15 @@ def test_a_text_ends_with_the_token_behind_which_a_search_finds_a_match(patterns
     assert ended[:2] == (count, "".join(pieces[:count])) and ended[2] in found
 
 
+@pytest.mark.parametrize("flags", ["i", "ai"])
+@pytest.mark.parametrize(
+    ("one", "other"), [("s", "ſ"), ("ſ", "s"), ("μ", "µ"), ("ς", "σ"), ("k", "\u212a"), ("[^s]", "ſ"), ("[à-ÿ]", "Ÿ")]
+)
+def test_case_is_ignored_as_by_re(flags: str, one: str, other: str) -> None:
+    pattern = f"(?{flags}){one}"
+    assert (feed(StopPatterns([pattern]), [other]) is None) == (re.search(pattern, other) is None)
+
+
 def test_moves_that_were_forgotten_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop_patterns, "MAX_MOVES", 1)
     assert feed(StopPatterns(["(a|b)*a(a|b){3}c"]), list("abbabaabbac")) == (11, "abbabaabbac", "(a|b)*a(a|b){3}c")
