@@ -13,7 +13,7 @@ import pytest
 from services.common.config import load_config
 from services.common.errors import ConfigError, ModelError
 from services.common.max_model_len import check_before_start
-from tests.support.cluster import REPOSITORY
+from tests.support.cluster import REPOSITORY, free_port
 from tests.unit.common.test_streaming import write_config
 
 TIMEOUT_S = 60.0
@@ -61,7 +61,8 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_start_ends_before_a_service_is_started() -> None:
-    command = [sys.executable, "-m", "services.launch", "--max-model-len", "99999"]
+    ports = [f"--set={key}=127.0.0.1:{free_port()}" for key in ("gateway.address", "gateway.http_address")]
+    command = [sys.executable, "-m", "services.launch", "--max-model-len", "99999", *ports]
     done = subprocess.run(command, cwd=REPOSITORY, env=os.environ, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
