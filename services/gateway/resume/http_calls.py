@@ -33,6 +33,7 @@ PATHS = frozenset(
         "/completion",
         "/completions",
         "/generate",
+        "/generate_stream",
         "/infill",
         "/invocations",
         "/v1/chat/completions",

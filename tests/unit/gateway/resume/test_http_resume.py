@@ -32,9 +32,10 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "responses": ("/v1/responses", {"input": "Where?", "max_output_tokens": 30}),
     "messages": ("/v1/messages", {"model": "tiny-llama", **CHAT}),
     "sglang": ("/generate", {"text": "Where?", "sampling_params": {"max_new_tokens": 30}}),
+    "text generation": ("/generate_stream", {"inputs": "Where?", "parameters": {"max_new_tokens": 30}}),
     "llama.cpp": ("/completion", {"prompt": "Where?", "n_predict": 30, "n_probs": 1}),
 }
-WITHOUT_SEED = ("/v1/messages", "/v1/responses", "/generate")
+WITHOUT_SEED = ("/v1/messages", "/v1/responses", "/generate", "/generate_stream")
 Test = Callable[[RunningGateway, FakeDense], Awaitable[None]]
 
 
@@ -141,6 +142,8 @@ def text_of(source: EventSource) -> dict[int, str]:
             texts[0] = each["text"]
         elif "content" in each:  # llama.cpp's
             texts[0] = texts.get(0, "") + each["content"]
+        elif "token" in each:  # Text Generation Inference's
+            texts[0] = texts.get(0, "") + each["token"]["text"]
         delta = each.get("delta")
         if isinstance(delta, str) or (isinstance(delta, dict) and "text" in delta):
             texts[0] = texts.get(0, "") + (delta if isinstance(delta, str) else delta["text"])
