@@ -112,7 +112,7 @@ def obstacle_of(path: Path) -> str | None:
         weight_bytes(path, "auto")  # reads all headers
     except TwostrokeError as error:
         return shorten(str(error).replace(f"{path}/", "").removeprefix(f"{path} "))
-    return None if any(path.glob("*.safetensors")) else "it has no safetensors, the only format that is read"
+    return None if any(path.glob("*.safetensors")) else "it has no safetensors (a .gguf file is served by its own path)"
 
 
 def remove_model(name: str, cache_dir: Path | None) -> int:

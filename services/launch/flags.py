@@ -15,6 +15,7 @@ from typing import Any
 from services.common.config import Config
 from services.common.errors import ConfigError
 from services.common.shorten import quote, show
+from services.gateway.access.api_keys import MIN_KEY_CHARACTERS
 from services.launch.speculative_config import read_speculative_config
 
 
@@ -170,7 +171,8 @@ FLAGS = (
     Flag(
         "--api-key",
         ("TWOSTROKE_API_KEYS",),
-        "clients must send one of these; visible to other users of this machine, unlike the environment variable",
+        "clients must send one of these, of at least 16 characters; visible to other users of this machine, unlike "
+        "the environment variable",
         str,
         "KEY",
         is_list=True,
@@ -323,6 +325,8 @@ def read_flags(arguments: argparse.Namespace) -> dict[str, object]:
         for flag in FLAGS
         if not flag.is_combined and given[flag.name] is not None
     }
+    if short := [key for key in given["--api-key"] or () if len(key) < MIN_KEY_CHARACTERS]:
+        raise ConfigError(f"--api-key: a key has at least {MIN_KEY_CHARACTERS} characters, and one has {len(short[0])}")
     if any("," in key for key in given["--api-key"] or ()):
         raise ConfigError("--api-key has a key with a comma; only gateway.api_keys_file may have such a key")
     if given["--enable-prefix-caching"] and given["--no-enable-prefix-caching"] is not None:

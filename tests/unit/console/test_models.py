@@ -57,7 +57,7 @@ def test_weights_in_another_format_do_not_serve(copy: Path) -> None:
     for file in copy.glob("*.safetensors*"):
         file.unlink()
     (copy / "pytorch_model.bin").touch()
-    assert describe("x", copy).serves == "no: it has no safetensors, the only format that is read"
+    assert describe("x", copy).serves == "no: it has no safetensors (a .gguf file is served by its own path)"
 
 
 def test_directories_of_models_are_listed_in_columns(

@@ -152,9 +152,16 @@ def test_what_is_wrong_is_named_in_one_line(
 
 def test_a_key_with_a_comma_is_refused_without_being_quoted(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_args(["--api-key", "abc,def"])
+        parse_args(["--api-key", "abcdefgh,ijklmnopq"])
     error = capsys.readouterr().err
     assert "comma" in error and "abc" not in error
+
+
+def test_a_short_key_is_refused_with_the_name_of_its_flag_and_not_quoted(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--api-key", "a-key-of-16-char", "sekret"])
+    error = capsys.readouterr().err
+    assert "--api-key: a key has at least 16 characters, and one has 6" in error and "sekret" not in error
 
 
 @pytest.mark.parametrize("text", ["x", json.dumps({"name": "x", "path": "/y", "base_model_name": "z"})])
