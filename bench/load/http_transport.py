@@ -30,6 +30,7 @@ class HttpTransport:
     def __init__(self, client: httpx2.AsyncClient, address: str) -> None:
         """`client` asks for the model at `address`, the gateway's."""
         self._client, self._address = client, address
+        self._host = "localhost" if address.startswith("unix:") else address
         self._idle: list[_Connection] = []
 
     async def model_info(self) -> gateway_pb2.ModelInfoResponse:
@@ -64,7 +65,7 @@ class HttpTransport:
 
     async def send(self, request: TimedRequest, timeout_s: float, on_chunk: Callable[[bytes], None]) -> None:
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: gateway\r\nx-request-id: {request.request_id}\r\n"
+            f"POST /v1/completions HTTP/1.1\r\nhost: {self._host}\r\nx-request-id: {request.request_id}\r\n"
             f"content-type: application/json\r\ncontent-length: {len(request.message)}\r\n\r\n"
         )
         with _naming_failures(timeout_s):

@@ -10,9 +10,10 @@ from services.gateway import __version__
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.prompts import check_prompts
 from services.gateway.apis.shared.streams import STREAM_CONTENT, traced
+from services.gateway.apis.shared.text_server import TextServerInfo
 from services.gateway.apis.tgi.conversion import tgi_messages
 from services.gateway.apis.tgi.format import TgiFormat
-from services.gateway.apis.tgi.schema import StreamRequest, TgiEvent, TgiInfo, TgiRequest
+from services.gateway.apis.tgi.schema import StreamRequest, TgiEvent, TgiRequest
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.field_names import client_field_names
@@ -48,7 +49,7 @@ class TextGeneration:
             first_token_timeout_s=self._section.first_token_timeout_s,
         )
 
-    def info(self) -> TgiInfo:
+    def info(self) -> TextServerInfo:
         """The model and the limits of requests."""
         service, model = self._service, self._service.model
         return {

@@ -26,7 +26,7 @@ from services.gateway import __version__
 from services.gateway.apis.shared.answer import PiecewiseAnswer
 from services.gateway.apis.shared.json_pieces import list_pieces, text_pieces
 from services.gateway.apis.shared.request_model import RequestModel, TokenLists, at_most
-from services.gateway.apis.shared.text_server import TextServer
+from services.gateway.apis.shared.text_server import TextServer, TextServerInfo
 from services.gateway.apis.vectors.pooled_answer import PooledAnswer, number_pieces
 from services.gateway.apis.vectors.schema import Input, RerankRequest, Texts, input_list
 from services.gateway.http.errors import ERROR_RESPONSES
@@ -291,7 +291,7 @@ def tei_routes(vectors: Vectors, section: GatewaySection, scoring: APIRouter, te
             return PiecewiseAnswer(list_pieces(map(text_pieces, texts)), service.heavy_work)
         return JSONResponse(texts)
 
-    @router.get("/info", responses={200: {"model": ModelInfo}})
+    @router.get("/info", responses={200: {"model": ModelInfo | TextServerInfo}})
     async def info() -> Mapping[str, Any]:
         """The model, what it is for, and the limits of requests."""
         if not vectors.makes_any:
