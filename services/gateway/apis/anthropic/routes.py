@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 
 from services.common.config import GatewaySection
 from services.gateway.apis.anthropic.answer_objects import MessageObject, TokensCount
@@ -31,9 +31,7 @@ def messages_routes(service: RequestService, section: GatewaySection) -> APIRout
     )
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         """Answers a conversation."""
-        await next_turn(request)
         request_id: str = request.state.request_id
-        body.log_unknown_fields(request_id)
         message = anthropic_message(
             body, request_id, reasons=service.tokenizer.chat_formats.reasoning is not None
         )
@@ -46,15 +44,13 @@ def messages_routes(service: RequestService, section: GatewaySection) -> APIRout
             first_token_timeout_s=section.first_token_timeout_s,
         )
 
-    @router.post("/v1/messages/count_tokens")
-    async def count_tokens(body: CountTokensRequest, request: Request) -> TokensCount:
+    @router.post("/v1/messages/count_tokens", response_class=Response, responses={200: {"model": TokensCount}})
+    async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
         """The number of tokens that the prompt would have."""
-        await next_turn(request)
-        body.log_unknown_fields(request.state.request_id)
         service.names_for(request.state.caller).check(body.model)
         message = gateway_pb2.TokenizeRequest(chat=anthropic_chat(body))
         with client_field_names(param_names(body)):
             [token_ids] = await service.tokenize([message], request.state.caller)
-        return {"input_tokens": len(token_ids)}
+        return JSONResponse({"input_tokens": len(token_ids)})
 
     return router

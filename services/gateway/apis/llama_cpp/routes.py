@@ -17,7 +17,7 @@ from services.gateway.apis.shared.prompts import check_prompts
 from services.gateway.apis.shared.streams import STREAM_CONTENT, traced
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.field_names import client_field_names
-from services.gateway.http.json_route import json_route, next_turn
+from services.gateway.http.json_route import json_route
 
 
 def llama_cpp_routes(service: RequestService, section: GatewaySection) -> APIRouter:
@@ -51,9 +51,7 @@ def llama_cpp_routes(service: RequestService, section: GatewaySection) -> APIRou
         return await answer(body, request)
 
     async def answer(body: LlamaCppBody, request: Request) -> Response:
-        await next_turn(request)
         request_id: str = request.state.request_id
-        body.log_unknown_fields(request_id)
         answer_format = LlamaCppFormat(service, body)
         with client_field_names(answer_format.param_names):
             limits = service.limits

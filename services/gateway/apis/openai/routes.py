@@ -19,7 +19,7 @@ from services.gateway.apis.shared.prompts import check_prompts
 from services.gateway.apis.shared.streams import STREAM_CONTENT, traced
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
-from services.gateway.http.json_route import json_route, next_turn
+from services.gateway.http.json_route import json_route
 from services.pb import gateway_pb2
 
 
@@ -35,9 +35,7 @@ def completion_routes(service: RequestService, section: GatewaySection) -> APIRo
     )
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continues one or several prompts."""
-        await next_turn(request)
         request_id: str = request.state.request_id
-        body.log_unknown_fields(request_id)
         limits = service.limits
         if body.prompt is None and not body.embeds:
             raise InvalidRequest("prompt is required, or prompt_embeds", "prompt")
@@ -65,9 +63,7 @@ def completion_routes(service: RequestService, section: GatewaySection) -> APIRo
     )
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Answers a chat."""
-        await next_turn(request)
         request_id: str = request.state.request_id
-        body.log_unknown_fields(request_id)
         message = chat_message(body, request_id, service.limits)
         await read_chat_embeds(body, message, service.prompt_embeds, service.limits.max_model_len)
         return Answer(

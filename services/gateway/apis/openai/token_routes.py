@@ -28,7 +28,7 @@ from services.gateway.apis.shared.answer import PiecewiseAnswer
 from services.gateway.apis.shared.json_pieces import list_pieces, text_pieces
 from services.gateway.core.request_service import BYTES_PER_TOKEN_ID, RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
-from services.gateway.http.json_route import json_route, next_turn
+from services.gateway.http.json_route import json_route
 from services.gateway.resources.heavy_work import MAX_INLINE_BYTES
 from services.gateway.text.detokenizer import token_bytes
 from services.gateway.text.tokenizer import Tokenizer, TokenSpan
@@ -48,8 +48,6 @@ def token_routes(service: RequestService, section: GatewaySection, vectors: Vect
     @router.post("/tokenize", response_class=Response, responses={200: {"model": TokenizeAnswer | list[PlacedToken]}})
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
         """The token ids of a text, of several texts, or of a chat with the generation prompt."""
-        await next_turn(request)
-        body.log_unknown_fields(request.state.request_id)
         service.names_for(request.state.caller).check(body.model or "")
         if body.inputs is not None:
             return await place_tokens(body.inputs, body.add_special_tokens, request)
@@ -91,8 +89,6 @@ def token_routes(service: RequestService, section: GatewaySection, vectors: Vect
     @router.post("/detokenize", response_class=Response, responses={200: {"model": DetokenizeAnswer}})
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         """The text of token ids, or the texts of several lists of them."""
-        await next_turn(request)
-        body.log_unknown_fields(request.state.request_id)
         service.names_for(request.state.caller).check(body.model or "")
         is_list = bool(body.tokens) and isinstance(body.tokens[0], list)
         lists = body.tokens if is_list else [body.tokens]
@@ -108,8 +104,6 @@ def token_routes(service: RequestService, section: GatewaySection, vectors: Vect
     @router.post("/apply-template", response_class=Response, responses={200: {"model": TemplateAnswer}})
     async def apply_template(body: TemplateBody, request: Request) -> Response:
         """The text of a chat as its template writes it."""
-        await next_turn(request)
-        body.log_unknown_fields(request.state.request_id)
         service.names_for(request.state.caller).check(body.model or "")
         refuse_embeds(body, "a template writes texts only")
         message = gateway_pb2.TokenizeRequest(chat=chat_of(body))

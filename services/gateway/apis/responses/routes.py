@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
@@ -39,9 +39,7 @@ def responses_routes(service: RequestService, section: GatewaySection, store: Re
     )
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Answers a conversation."""
-        await next_turn(request)
         request_id: str = request.state.request_id
-        body.log_unknown_fields(request_id)
         if body.has_logprobs and (body.tools or service.tokenizer.chat_formats.reasoning is not None):
             raise InvalidRequest(
                 "log-probabilities are for answers of plain text: not with tools, nor of a model that reasons",
@@ -58,19 +56,16 @@ def responses_routes(service: RequestService, section: GatewaySection, store: Re
             first_token_timeout_s=section.first_token_timeout_s,
         )
 
-    @router.post("/v1/responses/input_tokens")
-    async def count_input_tokens(body: ResponsesRequest, request: Request) -> InputTokens:
+    @router.post("/v1/responses/input_tokens", response_class=Response, responses={200: {"model": InputTokens}})
+    async def count_input_tokens(body: ResponsesRequest, request: Request) -> Response:
         """The number of tokens that the prompt would have."""
-        await next_turn(request)
-        request_id: str = request.state.request_id
-        body.log_unknown_fields(request_id)
         service.names_for(request.state.caller).check(body.model or "")
         message, _ = await read_message(body, request, offered_tools(body))
         with client_field_names(PARAM_NAMES):
             [token_ids] = await service.tokenize(
                 [gateway_pb2.TokenizeRequest(chat=message.chat)], request.state.caller
             )
-        return {"object": "response.input_tokens", "input_tokens": len(token_ids)}
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
     async def read_message(
         body: ResponsesRequest, request: Request, tools: dict[str, OfferedTool]

@@ -37,7 +37,6 @@ def adapter_routes(service: RequestService, section: GatewaySection) -> APIRoute
     async def load_adapter(body: LoadAdapterBody, request: Request) -> PlainTextResponse:
         """Loads a LoRA adapter from a directory below `gateway.lora_directory`."""
         _check_enabled()
-        body.log_unknown_fields(request.state.request_id)
         service.count_requests(1, request.state.caller)
         await service.adapters.load(
             request.state.caller, body.lora_name, body.lora_path, replaces=bool(body.load_inplace)
@@ -48,7 +47,6 @@ def adapter_routes(service: RequestService, section: GatewaySection) -> APIRoute
     async def unload_adapter(body: UnloadAdapterBody, request: Request) -> PlainTextResponse:
         """Forgets a LoRA adapter. Requests that have it go on."""
         _check_enabled()
-        body.log_unknown_fields(request.state.request_id)
         service.count_requests(1, request.state.caller)
         await service.adapters.unload(request.state.caller, body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

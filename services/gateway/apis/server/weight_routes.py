@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 from fastapi import APIRouter, Request
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import Field
 from starlette.exceptions import HTTPException
+from typing_extensions import TypedDict
 
 from services.common.config import GatewaySection
 from services.common.errors import PermissionDenied
@@ -31,17 +32,24 @@ class WeightsBody(RequestModel):
     wait_timeout_s: float = Field(60.0, ge=0, le=MAX_WAIT_S, description="With wait: longest time for running requests")
 
 
+class WeightsAnswer(TypedDict):
+    """The dense worker that serves now. `pause_ms`: for how long there was none."""
+
+    has_other_weights: bool
+    backend: str
+    pause_ms: float
+
+
 def weight_routes(service: RequestService, section: GatewaySection, updates: WeightUpdates) -> APIRouter:
     """The routes that change the weights of the dense worker, and forget what is cached of prompts."""
     route_class = json_route(section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Server"], responses=ERROR_RESPONSES)
 
-    @router.post("/admin/weights")
-    async def change_weights(body: WeightsBody, request: Request) -> dict[str, object]:
+    @router.post("/admin/weights", response_class=Response, responses={200: {"model": WeightsAnswer}})
+    async def change_weights(body: WeightsBody, request: Request) -> Response:
         """Serves other weights, by a new dense worker. Answers when it serves; if it cannot, nothing has changed."""
         if not updates.is_enabled:
             raise HTTPException(404, "weights cannot be changed here: gateway.weights_directory is not set")
-        body.log_unknown_fields(request.state.request_id)
         service.count_requests(1, request.state.caller)
         reply = await updates.update(
             request.state.caller,
@@ -50,7 +58,9 @@ def weight_routes(service: RequestService, section: GatewaySection, updates: Wei
             keeps_caches=bool(body.keep_caches),
             wait_timeout_s=body.wait_timeout_s,
         )
-        return {"has_other_weights": reply.has_other_weights, "backend": reply.backend, "pause_ms": reply.pause_ms}
+        return JSONResponse(
+            {"has_other_weights": reply.has_other_weights, "backend": reply.backend, "pause_ms": reply.pause_ms}
+        )
 
     @router.post("/flush_cache", response_class=PlainTextResponse)  # SGLang's
     @router.post("/reset_prefix_cache", response_class=PlainTextResponse)  # vLLM's

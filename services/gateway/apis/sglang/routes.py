@@ -30,7 +30,7 @@ from services.gateway.apis.shared.text_server import TextServer
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.field_names import client_field_names
-from services.gateway.http.json_route import json_route, next_turn
+from services.gateway.http.json_route import json_route
 from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.link.worker_load import WorkerLoad
 
@@ -60,9 +60,7 @@ def generate_routes(
         """SGLang's own route: continues one or several prompts. With `inputs` it is Text Generation Inference's."""
         if isinstance(body, texts.body):
             return await texts.answer(body, request)
-        await next_turn(request)
         request_id: str = request.state.request_id if isinstance(body.rid, list | None) else body.rid
-        body.log_unknown_fields(request.state.request_id)
         for each in body.each_sampling[:1]:
             each.log_unknown_fields(request.state.request_id)
         limits = service.limits
@@ -103,7 +101,6 @@ def generate_routes(
     @router.post("/abort_request", response_class=Response)
     async def abort_request(body: AbortBody, request: Request) -> Response:
         """Ends a request or batch of the caller, or all, in whichever process. One that is not there is no error."""
-        body.log_unknown_fields(request.state.request_id)
         service.count_requests(1, request.state.caller)
         owner, request_id = request.state.caller.owner, None if body.abort_all else body.rid
         service.abort(request_id, owner, with_batch=True)

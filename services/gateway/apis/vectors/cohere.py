@@ -21,7 +21,7 @@ from services.gateway.apis.shared.request_model import Int32, RequestModel, at_m
 from services.gateway.apis.vectors.pooled_answer import PooledAnswer, number_pieces
 from services.gateway.apis.vectors.schema import Texts
 from services.gateway.http.errors import Dialect, describe, error_responses
-from services.gateway.http.json_route import json_route, next_turn
+from services.gateway.http.json_route import json_route
 from services.gateway.vectors.vectors import InputOptions, PooledInput, VectorInput, Vectors, shaped
 
 Kind = Literal["float", "base64", "binary", "ubinary"]
@@ -92,9 +92,7 @@ def cohere_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
     @router.post("/v2/embed", response_class=Response, responses={200: {"model": CohereEmbedAnswer}})
     async def embed(body: CohereEmbedRequest, request: Request) -> Response:
         """The vector of each text, in one or several forms."""
-        await next_turn(request)
         request_id: str = request.state.request_id
-        body.log_unknown_fields(request_id)
         embeds = vectors.embeds
         vectors.check_dimensions(body.output_dimension)
         prefix = _prefix_of(body.input_type, embeds.prompts)

@@ -23,7 +23,7 @@ from services.gateway.apis.vectors.schema import (
     input_list,
 )
 from services.gateway.http.errors import ERROR_RESPONSES
-from services.gateway.http.json_route import json_route, next_turn
+from services.gateway.http.json_route import json_route
 from services.gateway.vectors.vectors import PooledInput, Vectors, shaped
 
 ROWS = 48  # of an input with a vector for each token that are shaped at once; their bytes are whole groups of base64
@@ -38,13 +38,10 @@ def vector_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
     @router.post("/v1/embeddings", response_class=Response, responses={200: {"model": EmbeddingList}})
     async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """The vector of each input."""
-        await next_turn(request)
-        request_id: str = request.state.request_id
-        body.log_unknown_fields(request_id)
         embeds = vectors.embeds
         normalizes = body.normalizes(embeds.normalizes)
         vectors.check_dimensions(body.dimensions)
-        options = body.options(request_id, request.headers.get("traceparent", ""))
+        options = body.options(request)
 
         def shape(values: np.ndarray) -> np.ndarray:
             return shaped(values, body.dimensions, normalizes)
@@ -57,7 +54,7 @@ def vector_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
                 vector_pieces("embedding", "embedding", index, each.values, shape, body.pack)
                 for index, each in enumerate(pooled)
             )
-            return list_answer(request_id, body.model or service.names.first, objects, pooled)
+            return list_answer(options.request_id, body.model or service.names.first, objects, pooled)
 
         return PooledAnswer(vectors, body.inputs, options, write)
 
@@ -67,8 +64,6 @@ def vector_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
     )
     async def create_plain_embeddings(body: PlainEmbeddingRequest, request: Request) -> Response:
         """The same in llama.cpp's form: the list of vectors alone."""
-        await next_turn(request)
-        body.log_unknown_fields(request.state.request_id)
         embeds = vectors.embeds
         normalizes = embeds.normalizes if body.embd_normalize is None else body.embd_normalize == EUCLID
 
@@ -77,8 +72,7 @@ def vector_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
                 _plain_pieces(index, shaped(each.values, None, normalizes)) for index, each in enumerate(pooled)
             )
 
-        options = body.options(request.state.request_id, request.headers.get("traceparent", ""))
-        return PooledAnswer(vectors, input_list(body.input), options, write)
+        return PooledAnswer(vectors, input_list(body.input), body.options(request), write)
 
     return router
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 import numpy as np
 import pydantic
+from fastapi import Request
 from pydantic import AliasChoices, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError, to_json
 from typing_extensions import TypedDict
@@ -56,14 +57,14 @@ class InputFields(RequestModel):
         None, description="Add the special tokens that the model expects around a text; default: not for messages"
     )
 
-    def options(self, request_id: str, traceparent: str) -> InputOptions:
+    def options(self, request: Request) -> InputOptions:
         """The same for all inputs of the body."""
         cut = self.truncate_prompt_tokens
         return InputOptions(
             model=self.model or "",
-            request_id=request_id,
+            request_id=request.state.request_id,
             user=self.user or "",
-            traceparent=traceparent,
+            traceparent=request.headers.get("traceparent", ""),
             priority=self.priority,
             cache_salt=self.cache_salt or "",
             adds_special_tokens=self.add_special_tokens,
@@ -241,9 +242,9 @@ class PairFields(InputFields):
         None, description="What a model that reads pairs in a template with an instruction is told; default: its own"
     )
 
-    def options(self, request_id: str, traceparent: str) -> InputOptions:
+    def options(self, request: Request) -> InputOptions:
         """With the instruction."""
-        return replace(super().options(request_id, traceparent), instruction=self.instruction)
+        return replace(super().options(request), instruction=self.instruction)
 
 
 class ScoreRequest(PairFields):
@@ -311,9 +312,9 @@ class RerankRequest(PairFields):
             raise PydanticCustomError("documents", "exactly one of documents and texts is required", context)
         return self
 
-    def options(self, request_id: str, traceparent: str) -> InputOptions:
+    def options(self, request: Request) -> InputOptions:
         """With `truncate`."""
-        options = super().options(request_id, traceparent)
+        options = super().options(request)
         return replace(options, max_tokens=0) if self.truncate and options.max_tokens is None else options
 
     @property

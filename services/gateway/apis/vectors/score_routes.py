@@ -29,7 +29,6 @@ from services.gateway.apis.vectors.routes import vector_pieces
 from services.gateway.apis.vectors.schema import (
     ClassifyRequest,
     ClassList,
-    InputFields,
     PoolingList,
     PoolingRequest,
     RankList,
@@ -39,7 +38,7 @@ from services.gateway.apis.vectors.schema import (
     ScoreRequest,
 )
 from services.gateway.http.errors import ERROR_RESPONSES
-from services.gateway.http.json_route import json_route, next_turn
+from services.gateway.http.json_route import json_route
 from services.gateway.vectors.scores import probabilities, score_pairs
 from services.gateway.vectors.sparse import without_edges
 from services.gateway.vectors.vectors import InputOptions, PooledInput, Vectors, shaped
@@ -59,22 +58,14 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
     route_class = json_route(section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Vectors"], responses=ERROR_RESPONSES)
 
-    async def begin(body: InputFields, request: Request) -> tuple[str, InputOptions]:
-        await next_turn(request)
-        request_id: str = request.state.request_id
-        body.log_unknown_fields(request_id)
-        return request_id, body.options(request_id, request.headers.get("traceparent", ""))
-
     def answer(
-        request_id: str, body: InputFields, objects: Iterable[Iterator[bytes]], pooled: Sequence[PooledInput]
+        options: InputOptions, objects: Iterable[Iterator[bytes]], pooled: Sequence[PooledInput]
     ) -> Iterator[bytes]:
-        return list_answer(request_id, body.model or service.names.first, iter(objects), pooled)
+        return list_answer(options.request_id, options.model or service.names.first, iter(objects), pooled)
 
     @router.post("/generative_scoring", response_class=Response, responses={200: {"model": ScoreList}})
     async def create_generative_scores(body: LabelScoreRequest, request: Request) -> Response:
         """Of a model that generates: how likely the first label is behind the query and each item."""
-        await next_turn(request)
-        body.log_unknown_fields(request.state.request_id)
         form = GenerativeScoreFormat(service, body, request.state.request_id)
         return await label_scores(body, request, service, section, form)
 
@@ -83,10 +74,8 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
     async def create_scores(body: AnyScoreRequest, request: Request) -> Response:
         """How well the two texts of each pair belong together; or how likely labels are behind query and item."""
         if isinstance(body, LabelScoreRequest):
-            await next_turn(request)
-            body.log_unknown_fields(request.state.request_id)
             return await label_scores(body, request, service, section, LabelScoreFormat(service, body))
-        request_id, options = await begin(body, request)
+        options = body.options(request)
         vectors.check_instruction(body.instruction)
         pairs = body.pairs()
         names = [(f"text_1[{i}]", f"text_2[{i}]") for i in range(len(pairs))]
@@ -97,7 +86,7 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
 
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
             objects = ({"index": i, "object": "score", "score": each} for i, each in enumerate(scores.of(pooled)))
-            return answer(request_id, body, map(_whole, objects), pooled)
+            return answer(options, map(_whole, objects), pooled)
 
         prepare = scores.beforehand(len(pairs), vectors)
         return PooledAnswer(vectors, inputs, options, write, "text_2", len(pairs), prepare)
@@ -109,7 +98,7 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
     @router.post("/v1/reranking", response_class=Response, include_in_schema=False)
     async def rerank(body: RerankRequest, request: Request) -> Response:
         """The documents in the order of how well they belong to the query."""
-        request_id, options = await begin(body, request)
+        options = body.options(request)
         vectors.check_instruction(body.instruction)
         texts = body.all_texts()
         names = [("query", f"{body.field}[{i}]") for i in range(len(texts))]
@@ -138,7 +127,7 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
                 yield from list_pieces(map(scored, order))
                 return
             head = {
-                "id": request_id,
+                "id": options.request_id,
                 "model": body.model or service.names.first,
                 "usage": usage_of(pooled),
                 "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
@@ -154,7 +143,7 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
     @router.post("/classify", response_class=Response, responses={200: {"model": ClassList}})
     async def classify(body: ClassifyRequest, request: Request) -> Response:
         """The probabilities of the labels of each input."""
-        request_id, options = await begin(body, request)
+        options = body.options(request)
         pooling = vectors.one_each
         if not pooling.is_classifier:
             raise InvalidRequest("this model is no classifier: it makes embeddings", "model")
@@ -167,14 +156,14 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
                 return {"index": index, "label": label, "probs": found.tolist(), "num_classes": len(found)}
 
             objects = (class_of(index, each.values) for index, each in enumerate(pooled))
-            return answer(request_id, body, map(_whole, objects), pooled)
+            return answer(options, map(_whole, objects), pooled)
 
         return PooledAnswer(vectors, body.inputs, options, write)
 
     @router.post("/pooling", response_class=Response, responses={200: {"model": PoolingList}})
     async def pool(body: PoolingRequest, request: Request) -> Response:
         """The vector of each input, or of each of its tokens: embeddings, or the probabilities of labels."""
-        request_id, options = await begin(body, request)
+        options = body.options(request)
         pooling = vectors.pooling
         tasks = _tasks_of(pooling)
         if body.task is not None and body.task not in tasks:
@@ -208,7 +197,7 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
                 vector_pieces("pooling", "data", index, values_of(each), shape, body.pack)
                 for index, each in enumerate(pooled)
             )
-            return answer(request_id, body, objects, pooled)
+            return answer(options, objects, pooled)
 
         return PooledAnswer(vectors, body.inputs, options, write)
 

@@ -30,7 +30,7 @@ from services.gateway.apis.shared.text_server import TextServer, TextServerInfo
 from services.gateway.apis.vectors.pooled_answer import PooledAnswer, number_pieces
 from services.gateway.apis.vectors.schema import Input, RerankRequest, Texts, input_list
 from services.gateway.http.errors import ERROR_RESPONSES
-from services.gateway.http.json_route import json_route, next_turn
+from services.gateway.http.json_route import json_route
 from services.gateway.resources.heavy_work import MAX_INLINE_BYTES
 from services.gateway.vectors.scores import probabilities, score_pairs
 from services.gateway.vectors.sparse import sparse_vector
@@ -187,8 +187,6 @@ def tei_routes(vectors: Vectors, section: GatewaySection, scoring: APIRouter, te
     @router.post("/embed", response_class=Response, responses={200: {"model": list[list[float]]}})
     async def create_bare_embeddings(body: EmbedRequest, request: Request) -> Response:
         """The vector of each input, and nothing else."""
-        await next_turn(request)
-        body.log_unknown_fields(request.state.request_id)
         inputs = body.vector_inputs(vectors.embeds.prompts)
         vectors.check_dimensions(body.dimensions)
         normalizes = body.normalize is not False
@@ -203,8 +201,6 @@ def tei_routes(vectors: Vectors, section: GatewaySection, scoring: APIRouter, te
     @router.post("/embed_all", response_class=Response, responses={200: {"model": list[list[list[float]]]}})
     async def create_token_embeddings(body: TextsRequest, request: Request) -> Response:
         """The vector of each token of each input, special ones included, as they are."""
-        await next_turn(request)
-        body.log_unknown_fields(request.state.request_id)
         if vectors.is_classifier:
             raise InvalidRequest("this model makes no embeddings: it is a classifier", "model")
         inputs = body.vector_inputs(vectors.pooling.prompts)
@@ -217,8 +213,6 @@ def tei_routes(vectors: Vectors, section: GatewaySection, scoring: APIRouter, te
     @router.post("/embed_sparse", response_class=Response, responses={200: {"model": list[list[SparseValue]]}})
     async def create_sparse_embeddings(body: TextsRequest, request: Request) -> Response:
         """A sparse vector of each input: the ids of its tokens, and what they count."""
-        await next_turn(request)
-        body.log_unknown_fields(request.state.request_id)
         pooling = vectors.pooling
         if TokenHead.SPARSE not in pooling.token_heads:
             raise InvalidRequest("this model makes no sparse vectors: it has no sparse_linear.safetensors", "model")
@@ -233,8 +227,6 @@ def tei_routes(vectors: Vectors, section: GatewaySection, scoring: APIRouter, te
     @router.post("/similarity", response_class=Response, responses={200: {"model": list[float]}})
     async def compare(body: SimilarityRequest, request: Request) -> Response:
         """The cosine between the vector of a text and that of each other."""
-        await next_turn(request)
-        body.log_unknown_fields(request.state.request_id)
         pooling, given = vectors.embeds, body.inputs
         parameters = body.parameters or PromptFields()  # type: ignore[call-arg]
         prefix = parameters.prefix(pooling.prompts)
@@ -259,8 +251,6 @@ def tei_routes(vectors: Vectors, section: GatewaySection, scoring: APIRouter, te
     )
     async def predict(body: PredictRequest, request: Request) -> Response:
         """The labels of each input with their probabilities, the likeliest first."""
-        await next_turn(request)
-        body.log_unknown_fields(request.state.request_id)
         pooling = vectors.one_each
         if not pooling.is_classifier:
             raise InvalidRequest("this model is no classifier: it makes embeddings", "model")
@@ -280,8 +270,6 @@ def tei_routes(vectors: Vectors, section: GatewaySection, scoring: APIRouter, te
     @router.post("/decode", response_class=Response, responses={200: {"model": list[str]}})
     async def decode(body: DecodeRequest, request: Request) -> Response:
         """The text of each list of token ids."""
-        await next_turn(request)
-        body.log_unknown_fields(request.state.request_id)
         lists = body.ids if body.ids and isinstance(body.ids[0], list) else [body.ids]
         vectors.check_num_given(len(lists), "ids")
         skips = body.skip_special_tokens is not False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel
 
 from services.common.config import GatewaySection
-from services.gateway.http.json_route import MAX_STRINGS, DirectRoutes, count_values, json_route
+from services.gateway.apis.shared.request_model import RequestModel
+from services.gateway.http.json_route import MAX_STRINGS, DirectRoutes, count_values, json_route, parse_json
 from services.gateway.resources.heavy_work import HeavyWork
 from tests.support.clients.http_clients import async_client
 from tests.support.running_gateway import run, running_gateway
@@ -119,7 +119,7 @@ def post(tmp_path: Path, paths: Sequence[str], content: bytes, **options: Any) -
     return responses
 
 
-class Numbers(BaseModel):
+class Numbers(RequestModel):
     values: list[int]
 
 
@@ -129,42 +129,72 @@ BODIES = [
 ]
 
 
-@pytest.mark.parametrize("body", BODIES)
-def test_a_plain_route_tells_of_wrong_bodies_as_fastapi_does(body: bytes) -> None:
-    """FastAPI's own way is that of a route with one more parameter, and of the same route without `DirectRoutes`."""
+class ParsedByUs(Request):
+    """A request for FastAPI whose body is parsed here."""
 
-    async def answer(route_class: type[APIRoute], *, has_more: bool, is_direct: bool) -> Any:
+    async def json(self) -> Any:
+        return await parse_json(await self.body(), 100, HeavyWork())
+
+
+class FastApiRoute(APIRoute):
+    """FastAPI's own way."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_parsed(request: Request) -> Response:
+            return await handle(ParsedByUs(request.scope, request.receive))
+
+        return handle_parsed
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_route_tells_of_wrong_bodies_as_fastapi_does(body: bytes) -> None:
+    async def answer(route_class: type[APIRoute], *, is_direct: bool = False) -> Any:
         app = FastAPI()
         router = APIRouter(route_class=route_class)
 
+        @router.post("/total", response_class=Response)
         async def total(body: Numbers, request: Request) -> Response:
             return Response(str(sum(body.values)))
-
-        async def total_of_more(body: Numbers, request: Request, more: int = 0) -> Response:
-            return await total(body, request)
 
         async def describe(request: Request, error: Exception) -> Response:
             assert isinstance(error, RequestValidationError)
             return JSONResponse(jsonable_encoder({"errors": error.errors(), "body": error.body}), 400)
 
-        router.add_api_route("/total", total_of_more if has_more else total, methods=["POST"])
+        async def with_id(scope: Any, receive: Any, send: Any) -> None:
+            await app({**scope, "state": {"request_id": "r"}}, receive, send)
+
         app.include_router(router)
         app.add_exception_handler(RequestValidationError, describe)
         if is_direct:
             app.router.middleware_stack = DirectRoutes(app.router.middleware_stack, router.routes, HeavyWork())
-        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://test") as client:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(with_id), base_url="http://test") as client:
             response = await client.post("/total", content=body, headers={"content-type": "application/json"})
         return response.status_code, response.text
 
-    json_class = json_route(100, HeavyWork())
-
     async def answers() -> list[Any]:
-        ways = [(True, False), (False, False), (False, True)]
-        return [await answer(json_class, has_more=more, is_direct=direct) for more, direct in ways]
+        strict = json_route(100, HeavyWork())
+        return [await answer(FastApiRoute), await answer(strict), await answer(strict, is_direct=True)]
 
     expected, *found = asyncio.run(answers())
     assert found == [expected, expected]
     assert expected[0] == (200 if body == BODIES[-1] else 400)
+
+
+def test_a_route_with_a_body_makes_its_response_itself() -> None:
+    """Nothing that FastAPI would do for it is done."""
+    router = APIRouter(route_class=json_route(100, HeavyWork()))
+
+    async def total(body: Numbers, request: Request) -> int:
+        return sum(body.values)
+
+    async def total_of_more(body: Numbers, request: Request, more: int = 0) -> Response:
+        return Response()
+
+    for endpoint, what in ((total, "make its response"), (total_of_more, "takes more")):
+        with pytest.raises(AssertionError, match=what):
+            router.add_api_route("/total", endpoint, methods=["POST"])
 
 
 def test_of_requests_that_arrive_together_one_begins_in_each_iteration() -> None:
