@@ -9,23 +9,13 @@ from types import MappingProxyType
 from services.common.token_logprobs import LogprobRows
 from services.gateway.features.installed import PROMPT_LOGPROBS
 from services.gateway.features.report import ReportPart
-from services.gateway.link.journal_entry import FinishReason
+from services.gateway.link.journal_entry import FinishReason, Timings
 from services.gateway.text.answer_parts import AnswerParts
 from services.gateway.text.deltas import Delta
 
 NO_REPORTS: Mapping[str, ReportPart] = MappingProxyType({})
 VALUES_PER_ANSWER = 30  # beside its tokens
 MAX_INLINE_VALUES = 1000  # up to this many tokens and log-probabilities the event loop encodes itself
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Durations of one answer, in seconds; those before the first token are None if there was none."""
-
-    queue_s: float | None  # until its first step
-    first_token_s: float | None
-    per_token_s: float | None  # mean time from one token to the next; None for fewer than two
-    total_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,22 +11,19 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
 from typing import Protocol
 
 import structlog
 
 from services.gateway.access.admission import Ticket
-from services.gateway.core.chunks import NO_REPORTS, Chunk, Completion, Finish, Prompt, Timings
-from services.gateway.core.parsed_text import ParsedText
+from services.gateway.core.answer_text import answer_text
+from services.gateway.core.chunks import NO_REPORTS, Chunk, Completion, Finish, Prompt
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import FinishReason, JournalEntry, UpdateQueue
 from services.gateway.link.stepwise import TurnQueue
 from services.gateway.metrics.gateway_metrics import EndedAnswer, GatewayMetrics
 from services.gateway.request.generation_request import GenerationRequest
-from services.gateway.text.deltas import ContentDelta, Delta
-from services.gateway.text.detokenizer import Detokenizer
-from services.gateway.text.stop_patterns import make_stops
+from services.gateway.text.deltas import ContentDelta
 from services.gateway.text.tokenizer import Tokenizer
 from services.rpc.spans import NoSpan, Span
 
@@ -58,24 +55,18 @@ class Generation:
     ) -> None:
         """`span` ends with the generation."""
         self.request = request
+        self._tokenizer, self._journal, self._dense, self._metrics = tokenizer, journal, dense, metrics
         self._ticket = ticket
         self._span = span or NoSpan()
         self._updates = TurnQueue(request.num_sequences) if request.is_stepwise else UpdateQueue(journal.turns)
         self._prompt_text = _prompt_text(request, tokenizer) if request.echo else ""
         self._entries = tuple(journal.open(request, self._updates))  # the journal removes them from its list
-        self._parts = tokenizer, journal, dense, metrics
-        self._made: list[_Answer] = []  # none before the first chunk is asked for
-        self._is_closed = False
+        self._open = set(self._entries)  # in the journal
+        self._answers: list[_Answer] = []  # none before the first chunk is asked for
         self._num_running = len(self._entries)
         for entry in self._entries:
             if not entry.is_follower:
                 dense.submit(entry)
-
-    @cached_property
-    def _answers(self) -> list[_Answer]:
-        """Made when the request is on its way to the dense worker."""
-        self._made = [_Answer(entry, self._prompt_text, *self._parts) for entry in self._entries]
-        return self._made
 
     @property
     def request_id(self) -> str:
@@ -88,7 +79,7 @@ class Generation:
 
     async def next_chunk(self) -> Chunk:
         """Waits for new tokens of any answer. Raises a `TwostrokeError` if a sequence has failed."""
-        assert self._answers, "they are made now, and not when the first token is here"
+        self._make_answers()
         while True:
             chunk = self._chunk_of(await self._updates.next())
             if chunk is not None:
@@ -122,11 +113,19 @@ class Generation:
 
         if self.is_finished:
             return
+        self._make_answers()
         answer = self._answers[0]
         if take_text is not None and answer.is_plain and len(self._answers) == 1:
             await self._updates.forward(answer.text_passer(take_text, take, take_entries), can_take)
         else:
             await self._updates.forward(take_entries, can_take)
+
+    def _make_answers(self) -> None:
+        """Makes them when the request is on its way to the dense worker, and not when the first token is here."""
+        if not self._answers:
+            self._answers = [
+                _Answer(entry, self._prompt_text, self._tokenizer, self._metrics) for entry in self._entries
+            ]
 
     def _chunk_of(self, entry: JournalEntry) -> Chunk | None:
         """The chunk with an entry's new tokens; None if its answer has ended before."""
@@ -135,6 +134,7 @@ class Generation:
             return None  # the answer ended at a stop string; these tokens come after it
         chunk = answer.next_chunk()
         if chunk.finish is not None:
+            self._close(entry)
             self._updates.leave(entry)
             self._num_running -= 1
             if self.is_finished:
@@ -146,7 +146,7 @@ class Generation:
 
         The answers of a beam search come in the order of their scores.
         """
-        completions = [Completion(index) for index in range(len(self._answers))]
+        completions = [Completion(index) for index in range(len(self._entries))]
         prompt = None
         while not self.is_finished:
             chunk = await self.next_chunk()
@@ -159,21 +159,16 @@ class Generation:
 
     def abort(self) -> None:
         """Ends the answers as they are."""
-        _, _, dense, _ = self._parts
         for entry in self._entries:
             if not entry.is_ended:
-                dense.cancel(entry)
+                self._dense.cancel(entry)
                 entry.finish(FinishReason.ABORT)
 
     def close(self) -> None:
         """Forgets the request and stops its running sequences. Does nothing the second time."""
-        for answer in self._made:
-            answer.close()
-        if not self._made and not self._is_closed:
-            _, journal, dense, metrics = self._parts
-            for entry in self._entries:
-                _close(entry, journal, dense, metrics)
-        self._is_closed = True
+        for entry in self._entries:
+            if entry in self._open:
+                self._close(entry)
         self._end()
         if self._ticket is not None:
             self._ticket.close()
@@ -186,22 +181,41 @@ class Generation:
             request_id=self.request_id,
             num_answers=len(self._entries),
             num_prompt_tokens=len(self.request.spec.prompt_token_ids),
-            num_output_tokens=sum(answer.num_output_tokens for answer in self._made),
+            num_output_tokens=sum(answer.num_output_tokens for answer in self._answers),
         )
+
+    def _close(self, entry: JournalEntry) -> None:
+        """Cancels a sequence if it still runs, removes it from the journal, and reports the end of its answer."""
+        self._open.remove(entry)
+        if not entry.is_ended:
+            self._dense.cancel(entry)
+        self._journal.close(entry)
+        answer = self._answers[entry.index] if self._answers else None
+        num_output_tokens = 0 if answer is None else answer.num_output_tokens
+        outcome = "cancelled" if entry.error is None else "error"
+        if answer is not None and answer.finish is not None:
+            outcome = answer.finish.reason.value
+        ended = EndedAnswer(
+            outcome,
+            len(entry.spec.prompt_token_ids),
+            entry.num_cached_tokens,
+            num_output_tokens,
+            entry.timings(num_output_tokens),
+        )
+        self._metrics.on_end(ended)
+        if entry.error is not None and not entry.output_token_ids:
+            self._metrics.on_rejected(entry.error)
+        _log_end(entry, ended)
 
 
 class _Answer:
     """One sequence of a request; turns its tokens into text."""
 
     __slots__ = (
-        "_dense",
-        "_is_closed",
-        "_journal",
         "_last_chunk_at",
         "_lead",
         "_metrics",
         "_own_logprobs",
-        "_parsed",
         "_text",
         "append_plain",
         "entry",
@@ -211,29 +225,17 @@ class _Answer:
     )
 
     def __init__(
-        self,
-        entry: JournalEntry,
-        prompt_text: str,
-        tokenizer: Tokenizer,
-        journal: Journal,
-        dense: Submitter,
-        metrics: GatewayMetrics,
+        self, entry: JournalEntry, prompt_text: str, tokenizer: Tokenizer, metrics: GatewayMetrics
     ) -> None:
         self.entry = entry
         self.finish: Finish | None = None
-        self._journal = journal
-        self._dense = dense
         self._metrics = metrics
         self._last_chunk_at: float | None = None  # time of the last chunk with tokens
-        self._text = _TextBuilder(entry.request, tokenizer)
-        self.append_plain = self._text.append_plain
-        self._parsed: ParsedText | None = None  # in place of `_text`, if content, reasoning and calls are told apart
-        if entry.request.parsing is not None:
-            self._parsed = ParsedText(entry.request, entry.request.parsing, tokenizer)
+        self._text = answer_text(entry.request, tokenizer)
+        self.append_plain = self._text.detokenizer.append  # for a plain answer that has not ended
         self._lead = prompt_text  # precedes the first text
         self.num_output_tokens = 0  # returned in chunks so far
         self._own_logprobs = array("f")  # of these tokens, if requested
-        self._is_closed = False
         request = entry.request
         # Whether a chunk that is not the last one has nothing but text and tokens.
         self.is_plain = not (
@@ -261,55 +263,46 @@ class _Answer:
         if reason is FinishReason.STOP and token_ids[-1] in request.spec.stop_token_ids:
             stop_token_id = token_ids[-1]  # otherwise the grammar of the output is complete
         text_token_ids = token_ids if stop_token_id is None else token_ids[:-1]  # without the stop token
-        deltas: list[Delta] = []
-        if self._parsed is None:
-            text, num_tokens, stop_string = self._text.append(text_token_ids, is_last=reason is not None)
-            is_cut = stop_string is not None
-        else:
-            is_limit = reason is not None and reason is not FinishReason.STOP
-            piece = self._parsed.append(text_token_ids, reason is not None, is_limit)
-            deltas, text, num_tokens, stop_string = piece.deltas, piece.text, piece.num_tokens, piece.stop_string
-            is_cut = piece.is_cut
-        if is_cut:
+        piece = self._text.append(text_token_ids, reason)
+        if piece.is_cut:
             reason, stop_token_id = FinishReason.STOP, None
-            token_ids, logprobs = token_ids[:num_tokens], logprobs[:num_tokens]
+            token_ids, logprobs = token_ids[: piece.num_tokens], logprobs[: piece.num_tokens]
         self._own_logprobs.extend(logprobs.own)
         self.num_output_tokens += len(token_ids)
         if token_ids:
             self._measure(len(token_ids))
         if self._lead:
-            text = self._lead + text
-            if self._parsed is not None:
-                deltas.insert(0, ContentDelta(self._lead))
+            piece.text = self._lead + piece.text
+            if request.parsing is not None:
+                piece.deltas.insert(0, ContentDelta(self._lead))
             self._lead = ""
         if reason is not None:
             self.finish = Finish(
                 reason=reason,
-                stop_string=stop_string,
+                stop_string=piece.stop_string,
                 stop_token_id=stop_token_id,
                 num_prompt_tokens=request.num_source_tokens + len(request.spec.prompt_token_ids),
                 num_cached_tokens=entry.num_cached_tokens,
                 num_output_tokens=self.num_output_tokens,
                 seed=entry.spec.sampling.seed,
-                timings=_timings(entry, self.num_output_tokens),
-                num_reasoning_tokens=None if self._parsed is None else self._parsed.num_reasoning_tokens,
-                num_calls=0 if self._parsed is None else self._parsed.num_calls,
+                timings=entry.timings(self.num_output_tokens),
+                num_reasoning_tokens=self._text.num_reasoning_tokens,
+                num_calls=self._text.num_calls,
                 beam_score=entry.beam_score,
             )
-            self.close()
         prompt = None
         if is_first and (token_ids or reason is not None) and not entry.index and request.returns_prompt:
             reports = entry.take_reports(0, is_last=False, with_prompt=True)
             prompt = Prompt(request.spec.prompt_token_ids, reports)
         return Chunk(
             entry.index,
-            text,
+            piece.text,
             token_ids,
             None if request.num_logprobs is None else logprobs,
             self.num_output_tokens,
             self.finish,
             prompt,
-            deltas,
+            piece.deltas,
             entry.take_reports(len(token_ids), is_last=reason is not None) if entry.records else NO_REPORTS,
             entry.num_cached_tokens,
         )
@@ -356,13 +349,6 @@ class _Answer:
             num_cached_tokens=entry.num_cached_tokens,
         )  # fmt: skip
 
-    def close(self) -> None:
-        """Cancels the sequence if it still runs, and removes it from the journal. Does nothing the second time."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        _close(self.entry, self._journal, self._dense, self._metrics, self.finish, self.num_output_tokens)
-
     def _measure(self, num_tokens: int) -> None:
         now = time.monotonic()
         if self._last_chunk_at is None:
@@ -378,62 +364,20 @@ class _Answer:
         return math.fsum(values) / len(values) if values else -math.inf
 
 
-def _timings(entry: JournalEntry, num_output_tokens: int) -> Timings:
-    num_gaps = num_output_tokens - 1
-    first_token_s = per_token_s = None
-    if entry.first_token_at is not None and entry.last_token_at is not None:
-        first_token_s = entry.first_token_at - entry.arrival
-        if num_gaps > 0:
-            per_token_s = (entry.last_token_at - entry.first_token_at) / num_gaps
-    return Timings(entry.queue_s, first_token_s, per_token_s, time.monotonic() - entry.arrival)
-
-
-def _close(
-    entry: JournalEntry,
-    journal: Journal,
-    dense: Submitter,
-    metrics: GatewayMetrics,
-    finish: Finish | None = None,
-    num_output_tokens: int = 0,
-) -> None:
-    """Cancels a sequence if it still runs, removes it from the journal, and reports the end of its answer.
-
-    `finish`: of a complete answer; `num_output_tokens`: those that it has returned.
-    """
-    if not entry.is_ended:
-        dense.cancel(entry)
-    journal.close(entry)
-    timings = _timings(entry, num_output_tokens)
-    end = "cancelled" if entry.error is None else "error"
-    if finish is not None:
-        end = finish.reason.value
-    num_prompt_tokens = len(entry.spec.prompt_token_ids)
-    metrics.on_end(
-        EndedAnswer(
-            end,
-            num_prompt_tokens,
-            entry.num_cached_tokens,
-            num_output_tokens,
-            timings.total_s,
-            timings.queue_s,
-            timings.first_token_s,
-            timings.per_token_s,
-        )
-    )
-    if entry.error is not None and not entry.output_token_ids:
-        metrics.on_rejected(entry.error)
+def _log_end(entry: JournalEntry, ended: EndedAnswer) -> None:
+    times, request = ended.timings, entry.request
     access_log.info(
         "request ended",
         request_id=entry.spec.request_id,
         seq_id=f"{entry.seq_id:x}",
-        num_prompt_tokens=num_prompt_tokens,
-        num_cached_tokens=entry.num_cached_tokens,
-        num_output_tokens=num_output_tokens,
-        reason=end,
-        ttft_ms=None if timings.first_token_s is None else round(1e3 * timings.first_token_s, 1),
-        duration_ms=round(1e3 * timings.total_s, 1),
-        **({"user": entry.request.user} if entry.request.user else {}),
-        **({"caller": entry.request.caller} if entry.request.caller else {}),
+        num_prompt_tokens=ended.num_prompt_tokens,
+        num_cached_tokens=ended.num_cached_tokens,
+        num_output_tokens=ended.num_output_tokens,
+        reason=ended.outcome,
+        ttft_ms=None if times.first_token_s is None else round(1e3 * times.first_token_s, 1),
+        duration_ms=round(1e3 * times.total_s, 1),
+        **({"user": request.user} if request.user else {}),
+        **({"caller": request.caller} if request.caller else {}),
         **({} if entry.error is None else {"error": str(entry.error)}),
     )
 
@@ -442,39 +386,3 @@ def _prompt_text(request: GenerationRequest, tokenizer: Tokenizer) -> str:
     if request.prompt_text is not None:
         return request.prompt_text
     return tokenizer.decode(request.text_token_ids, request.skip_special_tokens)
-
-
-class _TextBuilder:
-    """Turns the tokens of one answer into its text: whole characters, up to the first stop string."""
-
-    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
-        self._detokenizer = Detokenizer(
-            tokenizer.hf_tokenizer, request.text_token_ids, request.skip_special_tokens
-        )
-        # Most requests have none, and do not pay for them.
-        self._stops = make_stops(request.stop, request.stop_regex, request.include_stop_str_in_output)
-        self._num_early = request.spec.sampling.min_tokens  # tokens to come that no stop string ends
-        self.append_plain = self._detokenizer.append  # new text, where there are no stop strings and it is not the last
-
-    def append(self, token_ids: list[int], is_last: bool) -> tuple[str, int, str | None]:
-        """New text, how many of `token_ids` it took, and the stop string that ended it, if one did."""
-        if self._stops is None:
-            text = self._detokenizer.append(token_ids)
-            return text + self._detokenizer.flush() if is_last else text, len(token_ids), None
-        pieces = []
-        for num_tokens, token_id in enumerate(token_ids, start=1):
-            text, stop_string = self._detokenizer.append([token_id]), None
-            if self._num_early:
-                self._num_early -= 1
-            else:
-                text, stop_string = self._stops.feed(text)
-            pieces.append(text)
-            if stop_string is not None:
-                return "".join(pieces), num_tokens, stop_string
-        stop_string = None
-        if is_last:
-            text, stop_string = self._stops.feed(self._detokenizer.flush())
-            pieces.append(text)
-            if stop_string is None:
-                pieces.append(self._stops.flush())
-        return "".join(pieces), len(token_ids), stop_string

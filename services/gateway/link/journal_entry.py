@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
@@ -35,6 +36,16 @@ class FinishReason(Enum):
     STOP = "stop"  # EOS, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the context length
     ABORT = "abort"  # the client called Abort
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Durations of one answer, in seconds; those before the first token are None if there was none."""
+
+    queue_s: float | None  # until its first step
+    first_token_s: float | None
+    per_token_s: float | None  # mean time from one token to the next; None for fewer than two
+    total_s: float
 
 
 class Rounds:
@@ -281,6 +292,15 @@ class JournalEntry:
         if limit_s is None or self.queue_s is not None:
             return 0
         return max(1, round(1e3 * (self.arrival + limit_s - time.monotonic())))
+
+    def timings(self, num_output_tokens: int) -> Timings:
+        """The durations up to now, of an answer that has so many of the tokens."""
+        first_token_s = per_token_s = None
+        if self.first_token_at is not None and self.last_token_at is not None:
+            first_token_s = self.first_token_at - self.arrival
+            if num_output_tokens > 1:
+                per_token_s = (self.last_token_at - self.first_token_at) / (num_output_tokens - 1)
+        return Timings(self.queue_s, first_token_s, per_token_s, time.monotonic() - self.arrival)
 
     def start(self, queue_s: float, num_cached_tokens: int) -> None:
         """Notes the sequence's first step. A later call, after a worker died, changes nothing."""

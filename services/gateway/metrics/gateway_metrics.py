@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from services.common.errors import TwostrokeError
+from services.gateway.link.journal_entry import Timings
 from services.rpc.metrics import LATENCY_BUCKETS_S
 
 FINISHED = ("stop", "length", "abort")
@@ -38,16 +39,13 @@ class GatewayCounts:
 
 @dataclass(frozen=True, slots=True)
 class EndedAnswer:
-    """What is measured of an answer that has ended; counts are tokens, durations seconds."""
+    """What is measured of an answer that has ended; counts are tokens."""
 
     outcome: str  # one of `OUTCOMES`
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
-    duration_s: float
-    queue_s: float | None  # until its first step; None: it was in none
-    first_token_s: float | None  # None: it has no token
-    per_token_s: float | None  # None: it has fewer than two tokens
+    timings: Timings
 
 
 class GatewayMetrics:
@@ -134,9 +132,9 @@ class GatewayMetrics:
         self._prompt_tokens.inc(answer.num_prompt_tokens)
         self._cached_tokens.inc(answer.num_cached_tokens)
         if answer.outcome in FINISHED:  # the duration of others does not depend on the server
-            self._duration.observe(answer.duration_s)
-            if answer.per_token_s is not None:
-                self._per_token.observe(answer.per_token_s)
+            self._duration.observe(answer.timings.total_s)
+            if answer.timings.per_token_s is not None:
+                self._per_token.observe(answer.timings.per_token_s)
         for observe in self._end_observers:
             observe(answer)
 

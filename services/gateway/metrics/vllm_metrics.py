@@ -132,11 +132,12 @@ class _RequestHistograms:
             return
         self._prompt_tokens.observe(answer.num_prompt_tokens)
         self._output_tokens.observe(answer.num_output_tokens)
-        if answer.queue_s is None or answer.first_token_s is None:
+        times = answer.timings
+        if times.queue_s is None or times.first_token_s is None:
             return
-        prefill_s = max(0.0, answer.first_token_s - answer.queue_s)
-        decode_s = 0.0 if answer.per_token_s is None else answer.per_token_s * (answer.num_output_tokens - 1)
-        self._queue.observe(answer.queue_s)
+        prefill_s = max(0.0, times.first_token_s - times.queue_s)
+        decode_s = 0.0 if times.per_token_s is None else times.per_token_s * (answer.num_output_tokens - 1)
+        self._queue.observe(times.queue_s)
         self._prefill.observe(prefill_s)
         self._decode.observe(decode_s)
         self._inference.observe(prefill_s + decode_s)

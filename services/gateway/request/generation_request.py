@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Iterable, Sequence, Sized
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, field, replace
 
 from services.common.errors import InvalidRequest
 from services.common.sampling_messages import decode_sampling
@@ -210,68 +210,16 @@ async def read_request(
     if message.stop_regex:
         automaton_of(tuple(message.stop_regex))
     check_token_ids("stop_token_ids", message.stop_token_ids, limits.vocab_size)
-    adapter = limits.names.adapters.get(message.model)
-    table = await read_vectors(message, adapter, limits.prompt_embeds, limits.max_model_len)
-    table_ids = range(0) if table is None else table.token_ids(limits.vocab_size)
-    is_in_front = stand_in_front(message, adapter)
-    given: Sequence[int]
-    chat: Chat | None = None
-    source: Source | None = None
-    kind = message.WhichOneof("input")
-    _check_source(message, limits.sources)
-    if message.HasField("sound") and limits.sources is not None:
-        source = limits.sources.read_sound(message.sound)
-        given = await limits.sources.read_decoder_prompt(message, tokenizer)
-    elif limits.sources is not None and limits.sources.reads_pictures:
-        check_size(message, tokenizer, limits)
-        source = limits.sources.read_picture(() if reading is None else await reading)
-        given = await limits.sources.read_text_beside(message, tokenizer)
-    elif message.HasField("suffix"):
-        check_size(message, tokenizer, limits)
-        given = await _read_gap(message, tokenizer)
-    elif kind == "prompt_token_ids":
-        given = message.prompt_token_ids.ids
-    elif kind == "prompt_embeds":
-        given = table_ids
-    else:
-        check_size(message, tokenizer, limits)
-        given, chat = await read_text_or_chat(message, tokenizer, table_ids, num_pictures)
-    pictures: Sequence[Picture] = () if reading is None else await reading  # last: meanwhile the text was tokenized
-    if limits.sources is not None and source is None:
-        given = _cut(given, message, limits.sources.encoder.max_source_len)
-        if limits.pictures is not None:
-            given, _ = limits.pictures.expand(list(given), pictures)
-        source = limits.sources.read_tokens(given, pictures)
-        given = await limits.sources.read_decoder_prompt(message, tokenizer)
-    spans: tuple[PromptSpan, ...] = ()
-    if limits.pictures is not None and source is None:
-        given, spans = limits.pictures.expand(list(given), pictures)
-    if pictures:
-        if message.HasField("truncate_prompt_tokens"):
-            raise InvalidRequest("truncate_prompt_tokens cannot be used with pictures", "truncate_prompt_tokens")
-        if table is not None:
-            raise InvalidRequest("pictures cannot be used with vectors in one prompt", "messages")
-        if source is None:
-            features["images"] = encode_pictures(pictures)
-    num_front = len(table_ids) if is_in_front else 0
-    num_kept = len(given)
-    if message.HasField("truncate_prompt_tokens") and source is None:
-        num_kept = min(num_kept, num_kept_tokens(message, limits.max_model_len - num_front))
-    if not num_kept:
-        raise InvalidRequest("the prompt has no tokens, at least 1 is required", "prompt")
-    check_prompt_length(num_front + num_kept, limits.max_model_len + (not limits.generates))
-    prompt_token_ids = list(given[:num_kept] if message.keep_first_tokens else given[-num_kept:])
-    num_rows = len(table_ids) - num_front  # that token ids of the prompt may stand for
-    check_token_ids("prompt_token_ids", prompt_token_ids, limits.vocab_size, prompt_name, num_rows)
+
+    prompt = await _read_prompt(message, tokenizer, limits, prompt_name, num_pictures, reading)
+    features |= prompt.features
     max_tokens = read_max_tokens(
-        message,
-        num_front + num_kept,
-        sampling.min_tokens,
-        limits.max_model_len,
-        is_strict=limits.strict_max_tokens,
+        message, prompt.num_tokens, sampling.min_tokens, limits.max_model_len, is_strict=limits.strict_max_tokens
     )
     _check_min_tokens(sampling.min_tokens, max_tokens)
-    parsing = None if chat is None else read_parsing(chat, tokenizer, prompt_token_ids, sampling.structured_output)
+
+    chat = prompt.chat
+    parsing = None if chat is None else read_parsing(chat, tokenizer, prompt.token_ids, sampling.structured_output)
     ends = tokenizer.fill_in_middle.end_token_ids if message.HasField("suffix") else answer_ends(parsing, tokenizer)
     eos_token_ids = () if message.ignore_eos else (*limits.eos_token_ids, *ends)
     stop_token_ids = tuple(sorted({*eos_token_ids, *message.stop_token_ids}))
@@ -280,20 +228,17 @@ async def read_request(
         sampling = replace(sampling, reasoning_limit=read_reasoning_limit(chat, parsing, tokenizer))
     if parsing is not None:
         sampling = replace(sampling, structured_output=answer_grammar(parsing, sampling.structured_output))
-    if is_in_front:
-        prompt_token_ids = [*table_ids, *prompt_token_ids]
     if has_beams:
         refused = [each.field for each in FEATURES if each.name in features and not each.goes_with_beams]
         sampling = greedy_for_beams(message, sampling, refused)
-    if source is not None:
-        features[SOURCE] = source.input
     num_logprobs = message.logprobs if message.HasField("logprobs") else None
     beam_search = decode_beams(message, best_of, n) if has_beams and best_of > 1 else None
     # Choosing the best of several answers needs at least the tokens' own values.
     must_choose = beam_search is None and best_of > n
+    adapter = limits.names.adapters.get(message.model)
     spec = SequenceSpec(
         request_id=message.request_id or f"gen-{secrets.token_hex(8)}",
-        prompt_token_ids=prompt_token_ids,
+        prompt_token_ids=[*prompt.front_ids, *prompt.token_ids] if prompt.front_ids else prompt.token_ids,
         sampling=sampling,
         max_tokens=max(1, max_tokens),
         stop_token_ids=stop_token_ids,
@@ -302,12 +247,11 @@ async def read_request(
         priority=message.priority,
         traceparent=message.traceparent,
         adapter=None if adapter is None or adapter.table is not None else adapter,
-        prompt_embeds=table
-        and PromptEmbedsRef(table.hash, table.num_rows, table.hidden_size, table.dtype, table_ids.start),
+        prompt_embeds=prompt.table_ref,
         beam_search=beam_search,
-        source=source and source.ref,
+        source=prompt.source and prompt.source.ref,
         features=features,
-        spans=spans,
+        spans=prompt.spans,
         client=client,
     )
     return GenerationRequest(
@@ -320,17 +264,119 @@ async def read_request(
         n=n,
         best_of=best_of,
         num_logprobs=num_logprobs,
-        prompt_text=message.prompt if kind == "prompt" and num_kept == len(given) and source is None else None,
+        prompt_text=prompt.text,
         echo=message.echo,
         priority=message.priority if message.HasField("priority") else None,
         user=message.user,
         queue_timeout_s=queue_timeout_s,
         parsing=parsing,
-        prompt_embeds=table,
-        num_source_tokens=0 if source is None or message.HasField("sound") else source.ref.num_rows,
-        pictures=pictures,
+        prompt_embeds=prompt.table,
+        num_source_tokens=0 if prompt.source is None or message.HasField("sound") else prompt.source.ref.num_rows,
+        pictures=prompt.pictures,
         is_stepwise=is_stepwise,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """What the model reads."""
+
+    token_ids: list[int]
+    text: str | None = None  # as it was given, if it was given as text and is kept whole
+    chat: Chat | None = None
+    table: PromptEmbeds | None = None  # the vectors that stand in it
+    table_ref: PromptEmbedsRef | None = None
+    front_ids: range = range(0)  # of vectors before the tokens
+    pictures: Sequence[Picture] = ()
+    spans: tuple[PromptSpan, ...] = ()  # one for each picture
+    source: Source | None = None  # what an encoder reads; then the tokens are those that the decoder begins with
+    features: Mapping[str, bytes] = field(default_factory=dict)  # what the dense worker is told of pictures and source
+
+    @property
+    def num_tokens(self) -> int:
+        """With the vectors in front of them."""
+        return len(self.front_ids) + len(self.token_ids)
+
+
+async def _read_prompt(
+    message: gateway_pb2.GenerateRequest,
+    tokenizer: Tokenizer,
+    limits: ModelLimits,
+    name: str,
+    num_pictures: int,
+    reading: Awaitable[Sequence[Picture]] | None,
+) -> _Prompt:
+    """Raises `InvalidRequest` if there is none, or it does not fit. The arguments are those of `read_request`."""
+    adapter = limits.names.adapters.get(message.model)
+    table = await read_vectors(message, adapter, limits.prompt_embeds, limits.max_model_len)
+    table_ids = range(0) if table is None else table.token_ids(limits.vocab_size)
+    front_ids = table_ids if stand_in_front(message, adapter) else range(0)
+    _check_source(message, limits.sources)
+    given, chat, source = await _read_input(message, tokenizer, limits, table_ids, num_pictures, reading)
+    pictures: Sequence[Picture] = () if reading is None else await reading  # last: meanwhile the text was tokenized
+    if limits.sources is not None and source is None:
+        given = _cut(given, message, limits.sources.encoder.max_source_len)
+        if limits.pictures is not None:
+            given, _ = limits.pictures.expand(list(given), pictures)
+        source = limits.sources.read_tokens(given, pictures)
+        given = await limits.sources.read_decoder_prompt(message, tokenizer)
+    spans: tuple[PromptSpan, ...] = ()
+    if limits.pictures is not None and source is None:
+        given, spans = limits.pictures.expand(list(given), pictures)
+    if pictures and message.HasField("truncate_prompt_tokens"):
+        raise InvalidRequest("truncate_prompt_tokens cannot be used with pictures", "truncate_prompt_tokens")
+    if pictures and table is not None:
+        raise InvalidRequest("pictures cannot be used with vectors in one prompt", "messages")
+    num_kept = len(given)
+    if message.HasField("truncate_prompt_tokens") and source is None:
+        num_kept = min(num_kept, num_kept_tokens(message, limits.max_model_len - len(front_ids)))
+    if not num_kept:
+        raise InvalidRequest("the prompt has no tokens, at least 1 is required", "prompt")
+    check_prompt_length(len(front_ids) + num_kept, limits.max_model_len + (not limits.generates))
+    token_ids = list(given[:num_kept] if message.keep_first_tokens else given[-num_kept:])
+    num_rows = len(table_ids) - len(front_ids)  # that token ids of the prompt may stand for
+    check_token_ids("prompt_token_ids", token_ids, limits.vocab_size, name, num_rows)
+    features = {SOURCE: source.input} if source is not None else {}
+    if pictures and source is None:
+        features["images"] = encode_pictures(pictures)
+    is_whole_text = message.WhichOneof("input") == "prompt" and num_kept == len(given) and source is None
+    return _Prompt(
+        token_ids,
+        text=message.prompt if is_whole_text else None,
+        chat=chat,
+        table=table,
+        table_ref=table
+        and PromptEmbedsRef(table.hash, table.num_rows, table.hidden_size, table.dtype, table_ids.start),
+        front_ids=front_ids,
+        pictures=pictures,
+        spans=spans,
+        source=source,
+        features=features,
+    )
+
+
+async def _read_input(
+    message: gateway_pb2.GenerateRequest,
+    tokenizer: Tokenizer,
+    limits: ModelLimits,
+    table_ids: range,
+    num_pictures: int,
+    reading: Awaitable[Sequence[Picture]] | None,
+) -> tuple[Sequence[int], Chat | None, Source | None]:
+    """The tokens of what is given, with the chat that they are of; or those beside sound or a picture for an encoder."""
+    sources, kind = limits.sources, message.WhichOneof("input")
+    if sources is not None and message.HasField("sound"):
+        return await sources.read_decoder_prompt(message, tokenizer), None, sources.read_sound(message.sound)
+    if kind in ("prompt_token_ids", "prompt_embeds") and not message.HasField("suffix"):
+        if sources is None or not sources.reads_pictures:
+            return message.prompt_token_ids.ids if kind == "prompt_token_ids" else table_ids, None, None
+    check_size(message, tokenizer, limits)
+    if sources is not None and sources.reads_pictures:
+        source = sources.read_picture(() if reading is None else await reading)
+        return await sources.read_text_beside(message, tokenizer), None, source
+    if message.HasField("suffix"):
+        return await _read_gap(message, tokenizer), None, None
+    return *await read_text_or_chat(message, tokenizer, table_ids, num_pictures), None
 
 
 async def read_text_or_chat(

@@ -11,8 +11,8 @@ import pytest
 
 from services.gateway.apis.openai.measured_format import request_metrics
 from services.gateway.apis.shared.timings import timings
-from services.gateway.core.chunks import Finish, Timings
-from services.gateway.link.journal_entry import FinishReason
+from services.gateway.core.chunks import Finish
+from services.gateway.link.journal_entry import FinishReason, Timings
 from tests.support.clients.gateway_calls import EOS, ids
 from tests.support.clients.http_clients import events, named_events
 from tests.support.clients.http_gateway import CHAT, CHATS, COMPLETIONS, with_client

@@ -407,7 +407,7 @@ def test_answers_of_which_nobody_has_read_are_not_made_to_be_closed(monkeypatch:
         made.append(given)
         return Detokenizer(*given)
 
-    monkeypatch.setattr("services.gateway.core.generation.Detokenizer", make)
+    monkeypatch.setattr("services.gateway.core.answer_text.Detokenizer", make)
     for read in (False, True):
         generation, dense, journal = begin_many(n=3, best_of=3)
         if read:
