@@ -1,4 +1,4 @@
-"""Checks the options of a request for beam search. Part of `request.py`."""
+"""Checks the options of a request for beam search."""
 
 from __future__ import annotations
 

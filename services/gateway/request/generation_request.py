@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from services.common.errors import InvalidRequest
 from services.common.sampling_messages import decode_sampling
@@ -281,16 +281,16 @@ async def read_request(
 class _Prompt:
     """What the model reads."""
 
-    token_ids: list[int]
-    text: str | None = None  # as it was given, if it was given as text and is kept whole
-    chat: Chat | None = None
-    table: PromptEmbeds | None = None  # the vectors that stand in it
-    table_ref: PromptEmbedsRef | None = None
-    front_ids: range = range(0)  # of vectors before the tokens
-    pictures: Sequence[Picture] = ()
-    spans: tuple[PromptSpan, ...] = ()  # one for each picture
-    source: Source | None = None  # what an encoder reads; then the tokens are those that the decoder begins with
-    features: Mapping[str, bytes] = field(default_factory=dict)  # what the dense worker is told of pictures and source
+    token_ids: list[int]  # with a source those that the decoder begins with
+    front_ids: range  # of vectors before the tokens
+    text: str | None  # as it was given, if it was given as text and is kept whole
+    chat: Chat | None
+    table: PromptEmbeds | None  # the vectors that stand in it
+    table_ref: PromptEmbedsRef | None
+    pictures: Sequence[Picture]
+    spans: tuple[PromptSpan, ...]  # one for each picture
+    source: Source | None  # what an encoder reads
+    features: Mapping[str, bytes]  # those of pictures and source
 
     @property
     def num_tokens(self) -> int:
@@ -342,12 +342,12 @@ async def _read_prompt(
     is_whole_text = message.WhichOneof("input") == "prompt" and num_kept == len(given) and source is None
     return _Prompt(
         token_ids,
+        front_ids,
         text=message.prompt if is_whole_text else None,
         chat=chat,
         table=table,
         table_ref=table
         and PromptEmbedsRef(table.hash, table.num_rows, table.hidden_size, table.dtype, table_ids.start),
-        front_ids=front_ids,
         pictures=pictures,
         spans=spans,
         source=source,
@@ -363,20 +363,25 @@ async def _read_input(
     num_pictures: int,
     reading: Awaitable[Sequence[Picture]] | None,
 ) -> tuple[Sequence[int], Chat | None, Source | None]:
-    """The tokens of what is given, with the chat that they are of; or those beside sound or a picture for an encoder."""
+    """The tokens that are given, the chat that they are of, and what an encoder reads if that is sound or a picture."""
     sources, kind = limits.sources, message.WhichOneof("input")
     if sources is not None and message.HasField("sound"):
-        return await sources.read_decoder_prompt(message, tokenizer), None, sources.read_sound(message.sound)
-    if kind in ("prompt_token_ids", "prompt_embeds") and not message.HasField("suffix"):
-        if sources is None or not sources.reads_pictures:
-            return message.prompt_token_ids.ids if kind == "prompt_token_ids" else table_ids, None, None
-    check_size(message, tokenizer, limits)
+        source = sources.read_sound(message.sound)
+        return await sources.read_decoder_prompt(message, tokenizer), None, source
     if sources is not None and sources.reads_pictures:
+        check_size(message, tokenizer, limits)
         source = sources.read_picture(() if reading is None else await reading)
         return await sources.read_text_beside(message, tokenizer), None, source
     if message.HasField("suffix"):
+        check_size(message, tokenizer, limits)
         return await _read_gap(message, tokenizer), None, None
-    return *await read_text_or_chat(message, tokenizer, table_ids, num_pictures), None
+    if kind == "prompt_token_ids":
+        return message.prompt_token_ids.ids, None, None
+    if kind == "prompt_embeds":
+        return table_ids, None, None
+    check_size(message, tokenizer, limits)
+    token_ids, chat = await read_text_or_chat(message, tokenizer, table_ids, num_pictures)
+    return token_ids, chat, None
 
 
 async def read_text_or_chat(
