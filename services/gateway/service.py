@@ -258,35 +258,31 @@ class Gateway:
         if not isinstance(model_config, TextEncoderConfig):
             shapes = adapted_shapes(model_config) if self._config.dense.max_loras else {}
             sources = make_source_reader(model.path, model_config)
+        adapters = Adapters(
+            names,
+            shapes,
+            model_config.embedding_size,
+            self._config.dense.max_lora_rank,
+            section.lora_directory,
+            peers,
+            section.adapter_admins,
+        )
         return RequestService(
+            section,
             names,
             model_config.eos_token_ids,
-            section.max_n,
-            section.max_logprobs,
-            section.strict_max_tokens,
             tokenizer,
             self._journal,
             self._dense,
             self._metrics,
             self._access,
             self._admission,
-            section.queue_timeout_s,
             tracer,
-            section.max_answers,
-            section.max_request_logprobs,
             self._grammar_trials,
             self._memory,
-            Adapters(
-                names,
-                shapes,
-                model_config.embedding_size,
-                self._config.dense.max_lora_rank,
-                section.lora_directory,
-                peers,
-                section.adapter_admins,
-            ),
-            prompt_embeds,
+            adapters,
             generates=has_language_head(read_json(model.path / "config.json") or {}),
+            prompt_embeds=prompt_embeds,
             sources=sources,
             pictures=self._pictures,
         )

@@ -10,7 +10,6 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 from pydantic_core import to_json
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.config import GatewaySection
 from services.gateway import __version__
@@ -82,7 +81,6 @@ def build_app(
     if resumption is not None:
         app.add_middleware(HttpResumption, resumption=resumption)
     app.add_middleware(Authorize, access=service.access, memory=service.memory)
-    app.add_middleware(HeadRequests)
     add_error_handlers(app, service.metrics)
     store = _response_store(section)
     scoring = score_routes(vectors, section)
@@ -124,21 +122,6 @@ def _response_store(section: GatewaySection) -> ResponseStore | None:
     return ResponseStore(
         section.max_stored_responses, section.max_stored_response_bytes, section.max_all_stored_response_bytes
     )
-
-
-class HeadRequests:
-    """An ASGI middleware that answers HEAD wherever GET is answered (RFC 9110, section 9.3.2): many probes send it.
-
-    The application sees a GET; uvicorn, which knows the real method, sends no body.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}
-        await self._app(scope, receive, send)
 
 
 def _add_document(app: FastAPI, dialects: Sequence[Dialect]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Sequence, Set
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 
+from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.json_files.processor_files import IMAGE_PROCESSOR, no_processor
 from services.common.structured_output import StructuredOutput
@@ -66,46 +67,38 @@ class RequestService:
 
     def __init__(
         self,
+        section: GatewaySection,
         names: ModelNames,
         eos_token_ids: tuple[int, ...],
-        max_n: int,
-        max_logprobs: int,
-        strict_max_tokens: bool,
         tokenizer: Tokenizer,
         journal: Journal,
         dense: DensePool,
         metrics: GatewayMetrics,
         access: Access,
         admission: Admission,
-        queue_timeout_s: float,
         tracer: Tracer,
-        max_answers: int,
-        max_request_logprobs: int,
         grammar_trials: GrammarTrials,
         memory: MemoryBudget,
         adapters: Adapters,
+        *,
+        generates: bool,
         prompt_embeds: PromptEmbedsReader | None,
-        generates: bool = True,
-        sources: SourceReader | None = None,
-        pictures: PictureReader | None = None,
+        sources: SourceReader | None,
+        pictures: PictureReader | None,
     ) -> None:
         """`generates`: False if the model has no language head"""
+        self._section = section
         self.names = names
         self.eos_token_ids = eos_token_ids
         self.tokenizer = tokenizer
         self.journal = journal
         self.adapters = adapters
         self.access = access
-        self._max_n = max_n
-        self._max_logprobs = max_logprobs
-        self._strict_max_tokens = strict_max_tokens
         self._dense = dense
         self.metrics = metrics
         self._admission = admission
-        self._queue_timeout_s = queue_timeout_s
         self._tracer = tracer
-        self.max_answers = max_answers  # to all prompts of one HTTP request
-        self._max_request_logprobs = max_request_logprobs
+        self.max_answers = section.max_answers  # to all prompts of one HTTP request
         self._grammar_trials = grammar_trials
         self._held_forms = HeldForms(memory)
         self.memory = memory
@@ -127,16 +120,16 @@ class RequestService:
         return self._limits_with(self.names)
 
     def _limits_with(self, names: ModelNames) -> ModelLimits:
-        model = self._dense.model
+        model, section = self._dense.model, self._section
         return ModelLimits(
             model.vocab_size,
             model.max_model_len,
             self.eos_token_ids,
             names,
-            self._max_n,
-            self._max_logprobs,
+            section.max_n,
+            section.max_logprobs,
             model.max_beam_width,
-            self._strict_max_tokens,
+            section.strict_max_tokens,
             self.prompt_embeds,
             self.generates,
             self.sources,
@@ -240,11 +233,11 @@ class RequestService:
                 count,
                 reading,
                 client=caller.client,
-                queue_timeout_s=self._queue_timeout_s,
+                queue_timeout_s=self._section.queue_timeout_s,
                 is_stepwise=current_run() is not None,
             )
         request = caller.adapt(read)
-        check_num_logprobs(num_other_logprobs + request.max_num_logprobs, self._max_request_logprobs)
+        check_num_logprobs(num_other_logprobs + request.max_num_logprobs, self._section.max_request_logprobs)
         structure = request.spec.sampling.structured_output
         if structure is not None:
             compiled = await self._compile(structure, request)

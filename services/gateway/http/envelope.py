@@ -45,24 +45,20 @@ class _Limit(NamedTuple):
 class Envelope:
     """An ASGI middleware. Handlers find the id as `request.state.request_id`."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        host_check: HostCheck,
-        max_body_bytes: int,
-        dialects: Sequence[Dialect],
-        max_upload_bytes: int = 0,
-    ) -> None:
-        """`max_upload_bytes`: of a file that is uploaded in a form to a route of `UPLOADS`, if that is more."""
+    def __init__(self, app: ASGIApp, section: GatewaySection, dialects: Sequence[Dialect]) -> None:
+        assert section.max_body_bytes is not None, "`fit_bodies` has set it"
         self._app = app
         self._dialects = dialects
-        self._host_check = host_check
-        self._limit = _Limit(max_body_bytes, "gateway.max_body_bytes")
-        self._form_limit = max(self._limit, _Limit(max_upload_bytes + FORM_BYTES, "gateway.max_audio_bytes"))
+        self._root_path = section.root_path
+        self._host_check = HostCheck(section)
+        self._limit = _Limit(section.max_body_bytes, "gateway.max_body_bytes")
+        # Of a form with a file, if that is more.
+        self._form_limit = max(self._limit, _Limit(section.max_audio_bytes + FORM_BYTES, "gateway.max_audio_bytes"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises nothing: the handlers of `services.gateway.http.errors` have already answered every error."""
         assert scope["type"] == "http", "uvicorn is configured for HTTP only"
+        scope = self._as_served(scope)
         refusal: Exception | None = None
         try:
             request_id = read_request_id(scope)
@@ -88,6 +84,18 @@ class Envelope:
             await self._app(scope, _limited(receive, limit), send_with_id)
         except Exception as error:
             log.debug("request ended by an error", request_id=request_id, error=repr(error))
+
+
+    def _as_served(self, scope: Scope) -> Scope:
+        """The request without the prefix of paths that a proxy passes on; a path without it stays as it is.
+
+        HEAD is answered wherever GET is (RFC 9110, section 9.3.2), since many probes send it: the application sees a
+        GET, and uvicorn, which knows the real method, sends no body.
+        """
+        path: str = scope["path"]
+        if self._root_path and f"{path}/".startswith(f"{self._root_path}/"):
+            scope = {**scope, "path": path.removeprefix(self._root_path) or "/"}
+        return {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
 
 def media_type_of(scope: Scope) -> str:

@@ -172,7 +172,7 @@ def _allowed_methods(app: FastAPI, scope: Scope) -> list[str]:
         for method in METHODS
         if any(route.matches({**scope, "method": method})[0] is Match.FULL for route in app.router.routes)
     ]
-    return [*methods, "HEAD"] if "GET" in methods else methods  # see `HeadRequests`
+    return [*methods, "HEAD"] if "GET" in methods else methods  # see `Envelope`
 
 
 def _describe_validation(error: RequestValidationError) -> tuple[str, str | None]:

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from services.common.config import GatewaySection
 from services.gateway.http.arrivals import Arrivals
 from services.gateway.http.cross_origin import CrossOrigin
 from services.gateway.http.envelope import Envelope
 from services.gateway.http.errors import Dialect
-from services.gateway.http.host_check import HostCheck
 from services.gateway.http.protocol import BoundedProtocol, ConnectionLimits
 from services.rpc.bindable import cannot_listen
 from services.rpc.server import check_socket_free
@@ -55,10 +54,8 @@ class HttpServer:
         self._shares_port = shares_port
         self._task: asyncio.Task[None] | None = None
         self._socket: socket.socket | None = None
-        limits = (section.max_body_bytes, dialects, section.max_audio_bytes)
-        checked = CrossOrigin(Envelope(app, HostCheck(section), *limits), section.cors_origins)
         config = uvicorn.Config(
-            Arrivals(_RootPath(checked, section.root_path)),
+            Arrivals(CrossOrigin(Envelope(app, section, dialects), section.cors_origins)),
             http=_protocol_of(section, announce),
             ws="none",
             lifespan="off",
@@ -154,23 +151,6 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leaves signals to the service, which stops this server itself."""
         yield
-
-
-class _RootPath:
-    """Lets every route have a prefix, for a proxy that passes its own prefix on. It stands before all that read paths.
-
-    They see paths without the prefix; a path that has none stays as it is.
-    """
-
-    def __init__(self, app: ASGIApp, root_path: str) -> None:
-        self._app = app
-        self._root_path = root_path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path: str = scope["path"]
-        if self._root_path and f"{path}/".startswith(f"{self._root_path}/"):
-            scope = {**scope, "path": path.removeprefix(self._root_path) or "/"}
-        await self._app(scope, receive, send)
 
 
 def bind(address: str, *, shares_port: bool = False) -> socket.socket:
