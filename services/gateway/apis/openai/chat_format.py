@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from services.common.token_logprobs import TokenLogprobs
+from services.gateway.apis.openai.answer_objects import FinishReasonName
 from services.gateway.apis.openai.chat_schema import (
     AnswerMessage,
     ChatChoice,
@@ -17,16 +18,18 @@ from services.gateway.apis.openai.chat_schema import (
 )
 from services.gateway.apis.openai.head import UsageCounter, head, running_usage, stop_fields
 from services.gateway.apis.openai.logprobs import prompt_logprobs
-from services.gateway.apis.openai.tool_calls import add_parts, delta_object, finish_reason
-from services.gateway.apis.openai.tool_schema import NamedToolChoice
+from services.gateway.apis.openai.tool_schema import AnswerToolCall, NamedToolChoice, ToolCallDeltaObject
 from services.gateway.apis.shared.answer import DONE
 from services.gateway.apis.shared.logprobs import chat_logprobs
 from services.gateway.apis.shared.text_objects import TextObjects
-from services.gateway.core.chunks import Chunk, Completion, Prompt
+from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ErrorBody, describe
 from services.gateway.http.request_id import REQUEST_ID_HEADER
-from services.gateway.text.deltas import ContentDelta
+from services.gateway.link.journal_entry import FinishReason
+from services.gateway.text.answer_parts import AnswerParts, ToolCall
+from services.gateway.text.deltas import CallArguments, CallBegin, ContentDelta, ReasoningDelta
+from services.gateway.text.deltas import Delta as AnswerDelta
 
 PARAM_NAMES = {
     "chat": "messages",
@@ -89,7 +92,7 @@ class ChatFormat:
         if self._is_plain and chunk.text and not chunk.deltas and chunk.finish is None and chunk.prompt is None:
             return (self._text_objects.event(chunk.index, chunk.text),)
         pieces = chunk.deltas or ([ContentDelta(chunk.text)] if chunk.text else ())
-        delta = delta_object(pieces, has_reasoning=self._has_reasoning)
+        delta = _delta_object(pieces, has_reasoning=self._has_reasoning)
         choice = _piece(chunk.index, delta)
         if self._body.logprobs and chunk.token_ids:
             choice["logprobs"] = self._logprobs(chunk.token_ids, chunk.logprobs or ())
@@ -102,8 +105,8 @@ class ChatFormat:
         if chunk.finish is not None:
             self._usage.add(prompt_index, chunk.finish)
             if has_text:  # as with OpenAI, the delta beside the reason has no text
-                choices.append(_piece(chunk.index, delta_object((), has_reasoning=False)))
-            choices[-1]["finish_reason"] = finish_reason(chunk.finish, self._is_named)
+                choices.append(_piece(chunk.index, _delta_object((), has_reasoning=False)))
+            choices[-1]["finish_reason"] = _finish_reason(chunk.finish, self._is_named)
             choices[-1] |= stop_fields(chunk.finish, self._eos_token_ids)  # type: ignore[typeddict-item]
             if chunk.finish.beam_score is not None:
                 choices[-1]["beam_score"] = chunk.finish.beam_score
@@ -154,12 +157,12 @@ class ChatFormat:
             "reasoning_content": None,
         }
         if completion.parts is not None:
-            add_parts(message, completion.parts, has_reasoning=self._has_reasoning)
+            _add_parts(message, completion.parts, has_reasoning=self._has_reasoning)
         choice: ChatChoice = {
             "index": completion.index,
             "message": message,
             "logprobs": None,
-            "finish_reason": finish_reason(completion.finish, self._is_named),
+            "finish_reason": _finish_reason(completion.finish, self._is_named),
             **stop_fields(completion.finish, self._eos_token_ids),  # type: ignore[typeddict-item]
         }
         if completion.finish.beam_score is not None:
@@ -175,7 +178,7 @@ class ChatFormat:
         return chat_logprobs(self._tokenizer, token_ids, logprobs, has_ids=has_ids)
 
     def _text_object(self, index: int, text: str) -> ChatChunkObject:
-        return self._object(_piece(index, delta_object([ContentDelta(text)], has_reasoning=self._has_reasoning)), 0)
+        return self._object(_piece(index, _delta_object([ContentDelta(text)], has_reasoning=self._has_reasoning)), 0)
 
     def _object(self, choice: ChunkChoice, num_output_tokens: int) -> ChatChunkObject:
         whole: ChatChunkObject = {**self._head, "choices": [choice]}
@@ -206,3 +209,55 @@ def _last_of_assistant(body: ChatRequest) -> str:
     """The text of the last message if it is the assistant's, else an empty string."""
     last = body.messages[-1]
     return last.text if last.role == "assistant" else ""
+
+
+def _finish_reason(finish: Finish, is_named: bool) -> FinishReasonName:
+    """`tool_calls` if the answer has calls. As with OpenAI, not if the request named the tool to call."""
+    if finish.reason is FinishReason.STOP and finish.num_calls and not is_named:
+        return "tool_calls"
+    return finish.reason.value
+
+
+def _delta_object(pieces: Iterable[AnswerDelta], *, has_reasoning: bool) -> Delta:
+    """The new part of an answer. `has_reasoning`: whether to show reasoning.
+
+    `reasoning_content` is always there, because SGLang's clients read it from every delta.
+    """
+    content, reasoning = [], []
+    calls: dict[int, ToolCallDeltaObject] = {}
+    for piece in pieces:
+        if isinstance(piece, ContentDelta):
+            content.append(piece.text)
+        elif isinstance(piece, ReasoningDelta):
+            reasoning.append(piece.text)
+        elif isinstance(piece, CallBegin):
+            calls[piece.index] = {
+                "index": piece.index,
+                "id": piece.call_id,
+                "type": "function",
+                "function": {"name": piece.name, "arguments": ""},
+            }
+        elif isinstance(piece, CallArguments):
+            call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
+            call["function"]["arguments"] += piece.text
+    delta: Delta = {"reasoning_content": None}
+    if reasoning and has_reasoning:
+        delta["reasoning"] = delta["reasoning_content"] = "".join(reasoning)
+    if content:
+        delta["content"] = "".join(content)
+    if calls:
+        delta["tool_calls"] = list(calls.values())
+    return delta
+
+
+def _add_parts(message: AnswerMessage, parts: AnswerParts, *, has_reasoning: bool) -> None:
+    """Adds reasoning and calls to a whole message. Its content becomes null if it is empty."""
+    message["content"] = message["content"] or None
+    if has_reasoning:
+        message["reasoning"] = message["reasoning_content"] = parts.reasoning() or None
+    if calls := parts.calls:
+        message["tool_calls"] = [_call_object(call) for call in calls]
+
+
+def _call_object(call: ToolCall) -> AnswerToolCall:
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -7,12 +7,12 @@ from fastapi.responses import Response
 
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
-from services.gateway.apis.openai.chat_embeds import read_chat_embeds
 from services.gateway.apis.openai.chat_format import ChatFormat
 from services.gateway.apis.openai.chat_schema import ChatObject, ChatRequest
 from services.gateway.apis.openai.completion_format import CompletionFormat
 from services.gateway.apis.openai.completion_schema import CompletionObject, CompletionRequest
 from services.gateway.apis.openai.conversion import chat_message, completion_messages
+from services.gateway.apis.openai.embeds import read_chat_embeds, read_prompt_embeds
 from services.gateway.apis.openai.measured_format import measured
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.prompts import check_prompts
@@ -20,7 +20,6 @@ from services.gateway.apis.shared.streams import STREAM_CONTENT, traced
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route
-from services.pb import gateway_pb2
 
 
 def completion_routes(service: RequestService, section: GatewaySection) -> APIRouter:
@@ -46,9 +45,10 @@ def completion_routes(service: RequestService, section: GatewaySection) -> APIRo
             are_cut=body.truncate_prompt_tokens is not None,
             num_embeds=len(body.embeds),
         )
+        embeds = await read_prompt_embeds(body, service.prompt_embeds, limits.max_model_len)
         return Answer(
             service,
-            traced(completion_messages(body, request_id, limits, await _read_embeds(body, service)), request),
+            traced(completion_messages(body, request_id, limits, embeds), request),
             measured(CompletionFormat(service, body, request_id), body, has_metrics=section.request_metrics),
             is_stream=bool(body.stream),
             first_token_timeout_s=section.first_token_timeout_s,
@@ -64,8 +64,9 @@ def completion_routes(service: RequestService, section: GatewaySection) -> APIRo
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Answers a chat."""
         request_id: str = request.state.request_id
-        message = chat_message(body, request_id, service.limits)
-        await read_chat_embeds(body, message, service.prompt_embeds, service.limits.max_model_len)
+        limits = service.limits
+        message = chat_message(body, request_id, limits)
+        await read_chat_embeds(body, message, service.prompt_embeds, limits.max_model_len)
         return Answer(
             service,
             traced([message], request),
@@ -75,20 +76,3 @@ def completion_routes(service: RequestService, section: GatewaySection) -> APIRo
         )
 
     return router
-
-
-async def _read_embeds(body: CompletionRequest, service: RequestService) -> list[gateway_pb2.PromptEmbeds]:
-    texts, reader = body.embeds, service.prompt_embeds
-    if not texts:
-        return []
-    if reader is None:
-        raise InvalidRequest("prompt_embeds is off here: gateway.enable_prompt_embeds is not set", "prompt_embeds")
-    for field in ("echo", "prompt_logprobs"):
-        if getattr(body, field) not in (None, False):
-            raise InvalidRequest(f"{field} cannot be used with prompt_embeds, which are no tokens", field)
-    max_model_len = service.limits.max_model_len
-    is_list = isinstance(body.prompt_embeds, list)
-    return [
-        await reader.decode(text, f"prompt_embeds[{i}]" if is_list else "prompt_embeds", max_model_len)
-        for i, text in enumerate(texts)
-    ]

@@ -1,19 +1,39 @@
-"""Reads the vectors in the messages of a chat into the table of its gRPC message."""
+"""Vectors that clients send in place of tokens: as whole prompts of completions, or in the messages of chats."""
 
 from __future__ import annotations
 
 from services.common.errors import InvalidRequest
 from services.gateway.apis.openai.chat_schema import ChatRequest
+from services.gateway.apis.openai.completion_schema import CompletionRequest
 from services.gateway.apis.openai.conversion import refuse_embeds
 from services.gateway.request.prompt_embeds_reader import PromptEmbedsReader
 from services.gateway.text.chat_vectors import MAX_PLACES
 from services.pb import gateway_pb2
 
 
+async def read_prompt_embeds(
+    body: CompletionRequest, reader: PromptEmbedsReader | None, max_model_len: int
+) -> list[gateway_pb2.PromptEmbeds]:
+    """The prompts of vectors. `reader`: None if clients may send none. Raises `InvalidRequest`."""
+    texts = body.embeds
+    if not texts:
+        return []
+    if reader is None:
+        raise InvalidRequest("prompt_embeds is off here: gateway.enable_prompt_embeds is not set", "prompt_embeds")
+    for field in ("echo", "prompt_logprobs"):
+        if getattr(body, field) not in (None, False):
+            raise InvalidRequest(f"{field} cannot be used with prompt_embeds, which are no tokens", field)
+    is_list = isinstance(body.prompt_embeds, list)
+    return [
+        await reader.decode(text, f"prompt_embeds[{i}]" if is_list else "prompt_embeds", max_model_len)
+        for i, text in enumerate(texts)
+    ]
+
+
 async def read_chat_embeds(
     body: ChatRequest, message: gateway_pb2.GenerateRequest, reader: PromptEmbedsReader | None, max_model_len: int
 ) -> None:
-    """Adds the vectors of `body` to its `message`. `reader`: None if clients may send none. Raises `InvalidRequest`."""
+    """Adds the vectors in the messages of `body` to the table of its `message`. The rest is as above."""
     if reader is None:
         refuse_embeds(body, "gateway.enable_prompt_embeds is not set")
         return
