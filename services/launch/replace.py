@@ -278,7 +278,7 @@ async def _present_status(old: Child, stub: dense_pb2_grpc.DenseWorkerStub) -> d
 
 @contextlib.contextmanager
 def _names_limit(what: str, timeout_s: float, keys: str = "peers.rpc_timeout_s") -> Iterator[None]:
-    """Admission the end of a call by its time limit, set by `keys`, into a `PeerError` that names the limit."""
+    """Turns the end of a call by its time limit, set by `keys`, into a `PeerError` that names the limit."""
     try:
         yield
     except grpc.aio.AioRpcError as error:

@@ -131,14 +131,14 @@ class GatewayServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Admission text, or a chat, into the token ids the model would see.
+        """Turns text, or a chat, into the token ids the model would see.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Admission token ids into text.
+        """Turns token ids into text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

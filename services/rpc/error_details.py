@@ -1,4 +1,4 @@
-"""Admission the errors of `services.common.errors` into gRPC statuses with machine-readable details.
+"""Turns the errors of `services.common.errors` into gRPC statuses with machine-readable details.
 
 The details are google.rpc's own messages: https://cloud.google.com/apis/design/errors#error_details.
 """

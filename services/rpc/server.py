@@ -176,7 +176,7 @@ def check_socket_free(path: str) -> None:
 
 
 class _ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Admission a raised `TwostrokeError` into its gRPC status, and anything else into a logged INTERNAL."""
+    """Turns a raised `TwostrokeError` into its gRPC status, and anything else into a logged INTERNAL."""
 
     async def intercept_service(
         self,

@@ -54,6 +54,12 @@ def current_caller() -> Caller:
     return _caller.get()
 
 
+def traceparent_of(context: grpc.aio.ServicerContext) -> str:
+    """The caller's W3C trace context; empty if the call has none."""
+    metadata = context.invocation_metadata() or ()
+    return next((str(value) for name, value in metadata if name == "traceparent"), "")
+
+
 class Reception(grpc.aio.ServerInterceptor):
     """The interceptor between `GrpcServer`'s own, which turns errors into statuses, and the handlers."""
 

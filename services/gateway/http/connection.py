@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
-from starlette.types import Receive
+import structlog
+from starlette.types import Receive, Scope
 
-T = TypeVar("T")
-
-
-class ClientGone(Exception):
-    """The client has closed the connection."""
+log = structlog.get_logger()
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. If the client disconnects first, cancels `work` and raises `ClientGone`."""
+async def while_connected(scope: Scope, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Does the work of answering a request. If the client disconnects first, cancels it and returns."""
     task, is_over, has_gone = asyncio.current_task(), False, False
     assert task is not None, "a coroutine runs in a task"
 
@@ -29,11 +26,11 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     watching = asyncio.create_task(_wait_disconnect(receive))
     watching.add_done_callback(cancel_work)
     try:
-        return await work
+        await work
     except asyncio.CancelledError:
-        if has_gone and not task.uncancel():
-            raise ClientGone from None
-        raise
+        if not has_gone or task.uncancel():
+            raise
+        log.debug("client is gone", request_id=scope["state"]["request_id"])
     finally:
         is_over = True
         watching.cancel()

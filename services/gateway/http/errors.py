@@ -1,4 +1,4 @@
-"""Admission errors into OpenAI's error objects with an HTTP status, and lets other dialects write theirs.
+"""Turns errors into OpenAI's error objects with an HTTP status, and lets other dialects write theirs.
 
 Each exception is described here alone, also for those dialects.
 """

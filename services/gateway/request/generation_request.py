@@ -1,4 +1,4 @@
-"""Admission a client's message into a request that can run. All limits are checked here, before anything starts."""
+"""Turns a client's message into a request that can run. All limits are checked here, before anything starts."""
 
 from __future__ import annotations
 
@@ -453,6 +453,16 @@ async def _read_gap(message: gateway_pb2.GenerateRequest, tokenizer: Tokenizer) 
     return await tokenizer.off_loop(
         size, tokenizer.fill_in_middle.encode, prefix, message.suffix, message.middle, adds_special_tokens
     )
+
+
+def check_can_stream(message: gateway_pb2.GenerateRequest) -> None:
+    """Raises `InvalidRequest` for answers of which the best are chosen."""
+    if message.best_of > max(1, message.n) and not message.HasField("beam_search"):
+        raise InvalidRequest(
+            f"best_of is {message.best_of} and n is {max(1, message.n)}: the best answers are known only at the end, "
+            "so this cannot be streamed",
+            "best_of",
+        )
 
 
 def check_counts(

@@ -12,19 +12,16 @@ import hashlib
 import json
 import re
 
-import structlog
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.shorten import quote
-from services.gateway.http.connection import ClientGone, while_connected
+from services.gateway.http.connection import while_connected
 from services.gateway.http.errors import describe, dialect_of, error_response
 from services.gateway.resume.recording import AnswerReader, Received, Recording
 from services.gateway.resume.resumption import Call, Resumption
-
-log = structlog.get_logger()
 
 KIND = "http"
 PATHS = frozenset(
@@ -70,9 +67,7 @@ class HttpResumption:
             key, received = _read_key(scope), _read_last_event(scope)
             body = await _read_body(receive)
             if body is not None:
-                await while_connected(receive, self._answer(scope, send, key, body, received))
-        except ClientGone:
-            log.debug("client is gone", request_id=scope["state"]["request_id"])
+                await while_connected(scope, receive, self._answer(scope, send, key, body, received))
         except (TwostrokeError, HTTPException) as error:
             await error_response(error, scope)(scope, receive, send)
 

@@ -1,1 +1,1 @@
-"""Admission texts and chats into tokens, and tokens into text."""
+"""Turns texts and chats into tokens, and tokens into text."""

@@ -33,7 +33,7 @@ _LLAMA_2_STEPS = [
 
 
 class Detokenizer:
-    """Admission the output tokens of one request into text, piece by piece.
+    """Turns the output tokens of one request into text, piece by piece.
 
     The pieces of `append`, and of `flush` at the end, together are the text that `decode(prompt + output)` adds to
     `decode(prompt)` (without cleaning up spaces), for any token ids and any division into calls. So a space between

@@ -1,4 +1,4 @@
-"""Admission texts and chats into token ids with the model's own tokenizer and chat template.
+"""Turns texts and chats into token ids with the model's own tokenizer and chat template.
 
 Short texts are tokenized in the gateway's event loop, longer ones in threads: a prompt of megabytes takes seconds, and
 the Rust tokenizer releases the interpreter lock. Chats also go to threads, because a template is a program: short ones

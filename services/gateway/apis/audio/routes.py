@@ -18,9 +18,9 @@ from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.shorten import quote
 from services.gateway.access.access import Caller
 from services.gateway.apis.audio import formats
-from services.gateway.apis.shared.answer import events
+from services.gateway.apis.shared.answer import DONE, STREAM_HEADERS, events
 from services.gateway.core.request_service import RequestService
-from services.gateway.http.connection import ClientGone, while_connected
+from services.gateway.http.connection import while_connected
 from services.gateway.http.envelope import FORM_BYTES, FORM_TYPE, media_type_of
 from services.gateway.http.errors import ERROR_RESPONSES, describe
 from services.gateway.resources.memory_budget import HeldMemory
@@ -44,7 +44,6 @@ _UNSUPPORTED = {
 _NUMBERS = ("top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 _INTEGERS = ("top_k", "seed")
 _STREAM_FLAGS = ("stream", "stream_include_usage", "stream_continuous_usage_stats")
-_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +126,7 @@ class _TranscriptionAnswer(Response):
         self._transcription.service.count_answers(1, self._caller)
         work = self._stream(send) if self._streaming.is_on else self._whole(scope, receive, send)
         try:
-            await while_connected(receive, work)
-        except ClientGone:
-            return
+            await while_connected(scope, receive, work)
         finally:
             self._caller.usage.close_answers(1)
 
@@ -154,7 +151,7 @@ class _TranscriptionAnswer(Response):
         """OpenAI's events: a delta for each segment, then the whole text. Each has vLLM's fields, too."""
         segments = aiter(self._transcription.segments())
         first = await anext(segments, None)  # an error raised here gets a status line of its own
-        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         async for event in self._events(first, segments):
             body = events([event]) if isinstance(event, dict) else event
             await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -177,7 +174,7 @@ class _TranscriptionAnswer(Response):
         yield chunks.done(formats.text_of(found))
         if self._streaming.includes_usage:
             yield chunks.usage()
-        yield b"data: [DONE]\n\n"
+        yield DONE
 
 
 async def _read_form(

@@ -10,25 +10,22 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
-import structlog
 from fastapi.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from services.common.errors import InvalidRequest
 from services.gateway.access.access import Caller
 from services.gateway.apis.shared.generations import Generations
 from services.gateway.apis.shared.json_pieces import json_at_once, json_pieces
 from services.gateway.core.chunks import MAX_INLINE_VALUES, Chunk, Completion, Prompt, is_large
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.body_writer import BodyWriter
-from services.gateway.http.connection import ClientGone, while_connected
+from services.gateway.http.connection import while_connected
 from services.gateway.http.field_names import client_field_names
 from services.gateway.link.stepwise import check_one_prompt
+from services.gateway.request.generation_request import check_can_stream
 from services.gateway.resources.heavy_work import HeavyWork
 from services.gateway.resources.repeatable import current_run, note_failure, opening
 from services.pb import gateway_pb2
-
-log = structlog.get_logger()
 
 DONE = b"data: [DONE]\n\n"  # the end of OpenAI's older streams
 STREAM_HEADERS = [
@@ -99,10 +96,7 @@ class Answer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises a `TwostrokeError` before the status line is sent; a later error is sent as an event."""
         work = self._stream(scope, send) if self._is_stream else self._whole(scope, receive, send)
-        try:
-            await while_connected(receive, work)
-        except ClientGone:
-            log.debug("client is gone", request_id=scope["state"]["request_id"])
+        await while_connected(scope, receive, work)
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         generations = Generations(self._service.heavy_work)
@@ -167,7 +161,7 @@ class Answer(Response):
     async def _start(self, generations: Generations, caller: Caller) -> None:
         if self._is_stream:
             for message in self._messages:
-                _check_can_stream(message)
+                check_can_stream(message)
             check_one_prompt(len(self._messages))
         with client_field_names(self._format.param_names):
             await generations.start(self._service, self._messages, caller)
@@ -283,12 +277,3 @@ def _event(value: Any, has_name: bool) -> bytes:
 
 def _start(event: Any, has_name: bool) -> bytes:
     return b"event: " + event["type"].encode() + b"\ndata: " if has_name else b"data: "
-
-
-def _check_can_stream(message: gateway_pb2.GenerateRequest) -> None:
-    if message.best_of > max(1, message.n) and not message.HasField("beam_search"):
-        raise InvalidRequest(
-            f"best_of is {message.best_of} and n is {max(1, message.n)}: the best answers are known only at the end, "
-            "so this cannot be streamed",
-            "best_of",
-        )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-import structlog
 from fastapi.responses import Response
 from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
@@ -21,10 +20,8 @@ from services.gateway.apis.triton.inference import InferRequest, InferResponse, 
 from services.gateway.apis.triton.models import VERSION
 from services.gateway.apis.triton.tensors import Tensor, values_of
 from services.gateway.core.chunks import MAX_INLINE_VALUES
-from services.gateway.http.connection import ClientGone, while_connected
+from services.gateway.http.connection import while_connected
 from services.gateway.http.errors import describe
-
-log = structlog.get_logger()
 
 # The JSON of outputs, and the raw bytes that follow it.
 Describe = Callable[[Sequence[Tensor]], tuple[dict[str, Any], Sequence[bytes | memoryview]]]
@@ -41,7 +38,7 @@ class InferAnswer(Response):
         self._describe = describe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _run(scope, receive, self._answer(scope, receive, send))
+        await while_connected(scope, receive, self._answer(scope, receive, send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, caller = self._request, scope["state"]["caller"]
@@ -87,7 +84,7 @@ class GenerateStream(Response):
         self._first_token_timeout_s = first_token_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _run(scope, receive, self._answer(scope, send))
+        await while_connected(scope, receive, self._answer(scope, send))
 
     async def _answer(self, scope: Scope, send: Send) -> None:
         request = self._request
@@ -140,10 +137,3 @@ def generate_object(request: InferRequest, outputs: Sequence[Tensor]) -> dict[st
         values = values_of(tensor)
         described[tensor.name] = next(values) if tensor.values.size == 1 else values
     return described
-
-
-async def _run(scope: Scope, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    try:
-        await while_connected(receive, work)
-    except ClientGone:
-        log.debug("client is gone", request_id=scope["state"]["request_id"])

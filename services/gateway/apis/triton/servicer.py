@@ -13,7 +13,7 @@ from google.protobuf.json_format import ParseDict
 
 from services.common.errors import DeadlineExceeded, TwostrokeError, UnknownModel
 from services.gateway.access.access import Caller
-from services.gateway.access.reception import StreamedRequest, current_caller
+from services.gateway.access.reception import StreamedRequest, current_caller, traceparent_of
 from services.gateway.access.slow_reader import SlowReaders, WatchedCall
 from services.gateway.apis.triton.inference import InferRequest, Triton, server_metadata
 from services.gateway.apis.triton.messages import decode_infer_request, encode_response
@@ -131,10 +131,10 @@ class TritonServicer(triton_pb2_grpc.GRPCInferenceServiceServicer):
     def _decode(
         self, message: triton_pb2.ModelInferRequest, context: grpc.aio.ServicerContext
     ) -> InferRequest:
-        metadata = context.invocation_metadata() or ()
-        traceparent = next((str(value) for key, value in metadata if key == "traceparent"), "")
         has_tables = self._triton.service.prompt_embeds is not None
-        return decode_infer_request(message, self._triton.max_batch_size, traceparent, has_tables=has_tables)
+        return decode_infer_request(
+            message, self._triton.max_batch_size, traceparent_of(context), has_tables=has_tables
+        )
 
     async def _until_idle(
         self, requests: AsyncIterator[StreamedRequest], running: set[asyncio.Task[None]]

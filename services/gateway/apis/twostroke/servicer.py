@@ -12,7 +12,7 @@ import grpc
 from services.common.errors import InvalidRequest
 from services.common.token_logprobs import LogprobRows, TokenLogprobs, encode_logprobs
 from services.gateway import __version__
-from services.gateway.access.reception import current_caller
+from services.gateway.access.reception import current_caller, traceparent_of
 from services.gateway.access.slow_reader import SlowReaders
 from services.gateway.apis.twostroke.vector_calls import VectorCalls
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt, is_large
@@ -21,6 +21,7 @@ from services.gateway.core.request_service import RequestService
 from services.gateway.features.installed import REPORTS
 from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.link.journal_entry import FinishReason
+from services.gateway.request.generation_request import check_can_stream
 from services.gateway.resources.memory_budget import HeldMemory
 from services.gateway.resume.grpc_calls import STREAM, WHOLE, GrpcResumption, Way
 from services.gateway.resume.recording import Recording
@@ -71,12 +72,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
         """Sends a chunk when there are new tokens. Tokens that arrive while a chunk is sent go into the next chunk."""
-        if request.best_of > max(1, request.n) and not request.HasField("beam_search"):
-            raise InvalidRequest(
-                f"best_of is {request.best_of} and n is {max(1, request.n)}: the best answers are known only at the "
-                "end, so this cannot be streamed",
-                "best_of",
-            )
+        check_can_stream(request)
         if request.resumable:
             _trace(request, context)
             async for message in self._resumption.answer(request, context, self._stream_way):
@@ -137,7 +133,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def Tokenize(
         self, request: gateway_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.TokenizeResponse:
-        """Admission texts and chats into token ids; needs no dense worker."""
+        """Turns texts and chats into token ids; needs no dense worker."""
         [token_ids] = await self._service.tokenize([request], current_caller())
         tokens = await self._service.tokenizer.write_tokens(token_ids)
         return gateway_pb2.TokenizeResponse(token_ids=token_ids, tokens=tokens)
@@ -145,7 +141,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def Detokenize(
         self, request: gateway_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.DetokenizeResponse:
-        """Admission token ids into text."""
+        """Turns token ids into text."""
         caller = current_caller()
         held = HeldMemory(self._service.memory, caller.number)
         try:
@@ -344,6 +340,4 @@ def _encode_finish(finish: Finish) -> gateway_pb2.Finish:
 
 def _trace(message: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
     """Sets the caller's W3C trace context, unless the message has one."""
-    if not message.traceparent:
-        metadata = context.invocation_metadata() or ()
-        message.traceparent = next((str(value) for key, value in metadata if key == "traceparent"), "")
+    message.traceparent = message.traceparent or traceparent_of(context)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import grpc
 
 from services.common.errors import InvalidRequest
-from services.gateway.access.reception import current_caller
+from services.gateway.access.reception import current_caller, traceparent_of
 from services.gateway.resources.memory_budget import HeldMemory
 from services.gateway.vectors.scores import probabilities, score_pairs
 from services.gateway.vectors.vectors import InputOptions, PooledInput, VectorInput, Vectors, shaped
@@ -66,12 +66,11 @@ class VectorCalls:
         caller = current_caller()
         held = HeldMemory(self._vectors.service.memory, caller.number)
         context.add_done_callback(lambda _: held.release())  # when the response has been sent
-        metadata = context.invocation_metadata() or ()
         asked = InputOptions(
             model=options.model,
             request_id=options.request_id,
             user=options.user,
-            traceparent=next((str(value) for key, value in metadata if key == "traceparent"), ""),
+            traceparent=traceparent_of(context),
             priority=options.priority if options.HasField("priority") else None,
             max_tokens=options.truncate_tokens if options.HasField("truncate_tokens") else None,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-import structlog
 from fastapi.responses import Response
 from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
@@ -13,13 +12,11 @@ from starlette.types import Receive, Scope, Send
 from services.common.errors import InvalidRequest
 from services.gateway.apis.shared.answer import send_pieces
 from services.gateway.apis.shared.json_pieces import list_pieces
-from services.gateway.http.connection import ClientGone, while_connected
+from services.gateway.http.connection import while_connected
 from services.gateway.resources.heavy_work import HeavyWork
 from services.gateway.resources.memory_budget import HeldMemory
 from services.gateway.resources.repeatable import current_run
 from services.gateway.vectors.vectors import InputOptions, PooledInput, VectorInput, Vectors
-
-log = structlog.get_logger()
 
 MAX_INLINE_VALUES = 4096  # numbers that the event loop writes at once: about a millisecond
 PIECE_VALUES = 1024
@@ -53,10 +50,7 @@ class PooledAnswer(Response):
         """Raises a `TwostrokeError` before the status line is sent."""
         if current_run() is not None:
             raise InvalidRequest("only generated answers can be resumed: ask for the vectors again")
-        try:
-            await while_connected(receive, self._answer(scope, send))
-        except ClientGone:
-            log.debug("client is gone", request_id=scope["state"]["request_id"])
+        await while_connected(scope, receive, self._answer(scope, send))
 
     async def _answer(self, scope: Scope, send: Send) -> None:
         caller = scope["state"]["caller"]

@@ -1,4 +1,4 @@
-"""Admission literals of Python into JSON: models that write Python also write None, True and single quotes."""
+"""Turns literals of Python into JSON: models that write Python also write None, True and single quotes."""
 
 from __future__ import annotations
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from services.gateway.http.connection import ClientGone, while_connected
+from services.gateway.http.connection import while_connected
 
+SCOPE = {"state": {"request_id": "r"}}
 TIMEOUT_S = 30.0
 
 
@@ -32,14 +33,21 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, TIMEOUT_S))
 
 
-def test_the_result_or_error_of_work_is_that_of_the_call() -> None:
+def test_the_call_does_the_work_and_has_its_error() -> None:
     async def fail() -> None:
         raise ValueError("no")
 
     async def test() -> None:
-        assert await while_connected(Client().receive, asyncio.sleep(0.001, "done")) == "done"
+        ended = list[str]()
+
+        async def work() -> None:
+            await asyncio.sleep(0.001)
+            ended.append("work")
+
+        await while_connected(SCOPE, Client().receive, work())
+        assert ended == ["work"]
         with pytest.raises(ValueError, match="no"):
-            await while_connected(Client().receive, fail())
+            await while_connected(SCOPE, Client().receive, fail())
 
     run(test())
 
@@ -57,8 +65,7 @@ def test_a_client_that_goes_cancels_the_work_and_not_what_follows() -> None:
                 await asyncio.sleep(0)  # as one that returns something
                 ended.append("work")
 
-        with pytest.raises(ClientGone):
-            await while_connected(client.receive, work())
+        await while_connected(SCOPE, client.receive, work())
         assert ended == ["work"]
         await asyncio.sleep(0.001)
         task = asyncio.current_task()
@@ -69,14 +76,15 @@ def test_a_client_that_goes_cancels_the_work_and_not_what_follows() -> None:
 
 def test_a_client_that_goes_when_the_work_ends_changes_nothing() -> None:
     async def test() -> None:
-        client = Client()
+        client, ended = Client(), list[str]()
 
-        async def work() -> str:
+        async def work() -> None:
             await asyncio.sleep(0.001)  # until the client is watched
             client.leaves.set()
-            return "done"
+            ended.append("work")
 
-        assert await while_connected(client.receive, work()) == "done"
+        await while_connected(SCOPE, client.receive, work())
+        assert ended == ["work"]
         await asyncio.sleep(0.001)
 
     run(test())
@@ -93,7 +101,7 @@ def test_whoever_cancels_the_call_cancels_the_work() -> None:
             finally:
                 ended.append("work")
 
-        call = asyncio.create_task(while_connected(Client().receive, work()))
+        call = asyncio.create_task(while_connected(SCOPE, Client().receive, work()))
         await has_begun.wait()
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
