@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from services.common.errors import InvalidRequest
+from services.gateway.text.tools.parameter_types import is_written_as_text
 from services.gateway.text.tools.pythonic import PARAMETER_NAME
 
 TagFormat = dict[str, Any]
@@ -73,7 +74,7 @@ def tagged_arguments(schema: Mapping[str, Any]) -> TagFormat:
     def parameter(name: str, is_first: bool) -> TagFormat:
         begin, end = f"<parameter={name}>\n", "\n</parameter>\n"
         own = schema["properties"][name]
-        if not isinstance(own, Mapping) or own.get("type", "string") != "string" or "anyOf" in own or "$ref" in own:
+        if not isinstance(own, Mapping) or not is_written_as_text(own):
             content: TagFormat = {"type": "json_schema", "json_schema": _schema_of(schema, name)}
         elif choices := own.get("enum") or ([own["const"]] if "const" in own else None):
             content = _choice([_const(str(choice)) for choice in choices])

@@ -1,7 +1,7 @@
 """Qwen 3 Coder: <tool_call><function=f><parameter=a>value</parameter></function></tool_call>.
 
 A value stands between line breaks, without quotation marks: the tool's schema says whether it is a string. <tool_call>
-may be missing.
+and </parameter> may be missing.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from typing import Any
 from services.gateway.text.markers import find_marker
 from services.gateway.text.tools.json_call import NAME, MalformedCall
 from services.gateway.text.tools.marked_parser import MarkedParser
+from services.gateway.text.tools.parameter_types import is_written_as_text, json_types, type_of
 from services.gateway.text.tools.python_literal import literal_to_json
 from services.gateway.text.tools.unfinished_value import unfinished_to_json
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
+_END_OF_VALUE = "\n" + END_PARAMETER
+_AFTER_VALUE = ("\n" + PARAMETER, "\n" + END_FUNCTION)  # some models leave out the end of a value before these
 MAX_KEY_CHARACTERS = 256
 
 
@@ -46,6 +49,7 @@ class Qwen3CoderParser(MarkedParser):
         self._properties: Mapping[str, Any] = {}
         self._num_arguments = 0
         self._is_string = False
+        self._types: frozenset[str] | None = None  # of a parameter that is no string; None: any
         self._value: list[str] = []  # of a parameter that is no string
 
     def _step(self) -> bool:
@@ -130,16 +134,14 @@ class Qwen3CoderParser(MarkedParser):
         if key is None:
             return False
         schema = self._properties.get(key)
-        kind = schema.get("type", "string") if isinstance(schema, Mapping) else "string"
-        has_choice = isinstance(schema, Mapping) and not {"anyOf", "oneOf", "allOf", "$ref"}.isdisjoint(schema)
-        self._is_string, self._value = kind == "string" and not has_choice, []
+        self._is_string, self._types, self._value = is_written_as_text(schema), json_types(schema), []
         self._writer.arguments(self._begin_argument(key) + '"' * self._is_string)
         self._num_arguments += 1
         self._state = _State.VALUE_START
         return True
 
     def _read_value(self) -> bool:
-        index, marker = find_marker(self._text, (END_PARAMETER, "\n" + END_PARAMETER))
+        index, marker = find_marker(self._text, (END_PARAMETER, _END_OF_VALUE, *_AFTER_VALUE))
         piece = self._take(index)
         if self._is_string:
             self._writer.arguments(json.dumps(piece, ensure_ascii=False)[1:-1])
@@ -147,8 +149,8 @@ class Qwen3CoderParser(MarkedParser):
             self._value.append(piece)
         if marker is None:
             return False
-        self._take(len(marker))
-        self._writer.arguments('"' if self._is_string else _to_json("".join(self._value)))
+        self._take(1 if marker in _AFTER_VALUE else len(marker))
+        self._writer.arguments('"' if self._is_string else _to_json("".join(self._value), self._types))
         self._state = _State.FUNCTION
         return True
 
@@ -177,16 +179,22 @@ class Qwen3CoderParser(MarkedParser):
         self._state = _State.CONTENT
 
 
-def _to_json(text: str) -> str:
-    """A value that need not be a string: JSON, else a literal of Python, else a string after all."""
+def _to_json(text: str, types: frozenset[str] | None) -> str:
+    """A value that need not be a string: JSON, else a literal of Python, else a string after all.
+
+    `types`: those that the schema allows. A value of another type is a string, if that is allowed.
+    """
     text = text.strip()
     try:
-        encoded = json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
+        value = json.loads(text)
+        encoded = json.dumps(value, ensure_ascii=False, allow_nan=False)
         encoded.encode()  # no halves of characters
-        return encoded
     except (ValueError, RecursionError):
-        pass
-    try:
-        return literal_to_json(text)
-    except ValueError:
+        try:
+            encoded = literal_to_json(text)
+            value = json.loads(encoded)
+        except ValueError:
+            value, encoded = text, json.dumps(text, ensure_ascii=False)
+    if types is not None and "string" in types and type_of(value) not in types:
         return json.dumps(text, ensure_ascii=False)
+    return encoded

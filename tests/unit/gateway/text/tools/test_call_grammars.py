@@ -46,7 +46,7 @@ TREE = {
 }
 OPTIONAL = {
     "type": "object",
-    "properties": {"a": {"type": "null"}, "b": {"type": "integer"}},
+    "properties": {"a": {"type": "null"}, "b": {"type": "integer"}, "c": {"enum": [1, True, None]}},
     "additionalProperties": False,
 }
 

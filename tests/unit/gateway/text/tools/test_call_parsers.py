@@ -179,6 +179,36 @@ def test_qwen3_coder_reads_values_by_the_schema() -> None:
     assert read(parse("qwen3_coder", text, [3])) == ("", [("f", {"city": "12", "days": "many", "where": {"a": None}})])
 
 
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "007", "007"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"oneOf": [{"const": "a"}, {"enum": ["12"]}]}, "12", "12"),
+        ({"type": ["string", "null"]}, "12", "12"),
+        ({"type": ["string", "array"]}, "['12']", ["12"]),
+        ({"type": ["string", "integer"]}, "12", 12),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"enum": ["1", "2"]}, "2", "2"),
+        ({"const": True}, "true", True),
+        ({"$ref": "#/$defs/a"}, "12", 12),
+        ({}, "12", "12"),
+    ],
+)
+def test_a_value_of_qwen3_coder_has_a_type_that_its_schema_allows(schema: Any, text: str, value: Any) -> None:
+    parameters = {"type": "object", "properties": {"a": schema}}
+    tools = read_tools(json.dumps([{"type": "function", "function": {"name": "f", "parameters": parameters}}]), "", True)
+    parser = FORMATS["qwen3_coder"].make_parser(tools.tools)
+    deltas = parser.feed(f"<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>") + parser.finish()
+    assert read(deltas) == ("", [("f", {"a": value})])
+
+
+@given(cuts=CUTS)
+def test_qwen3_coder_may_leave_out_the_ends_of_parameters(cuts: list[int]) -> None:
+    text = "<tool_call>\n<function=f>\n<parameter=city>\nRome\n<parameter=days>\n3\n</function>\n</tool_call>"
+    assert read(parse("qwen3_coder", text, cuts)) == ("", [("f", {"city": "Rome", "days": 3})])
+
+
 def test_objects_that_are_no_calls_stay_content() -> None:
     for text in (
         '{"city": "Paris"}',
