@@ -34,6 +34,7 @@ class TaggedAnswer:
         self._reasoning, self._calls = reasoning, calls
         self._is_undecided = has_grammar  # whether the content, of which nothing has been seen yet, is calls
         self._num_tokens = 0  # of the reasoning, if there is any
+        self._num_held = 0  # of them, those of what may be a call
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -42,10 +43,15 @@ class TaggedAnswer:
     def feed_token(self, text: str, marker: str | None) -> list[Delta]:
         """Tags are found in the text, whatever the tokens: `marker` is None."""
         self._num_tokens += self._reasoning.is_reasoning
-        return self._parse(text)
+        found = self._parse(text)
+        self._num_held = self._num_held + 1 if self._reasoning.is_held else 0
+        return found
 
     def finish(self, rest: str, is_cut: bool) -> list[Delta]:
-        found = self._parse(rest) + self._parse_content(self._reasoning.finish())
+        found = self._parse(rest)
+        if self._reasoning.is_held and not is_cut:
+            self._num_tokens -= self._num_held
+        found += self._parse_content(self._reasoning.finish(is_cut))
         return found if self._calls is None else found + self._calls.finish(is_cut)
 
     def _parse(self, text: str) -> list[Delta]:

@@ -34,8 +34,16 @@ class Parsing:
         """The parser of one answer."""
         if self.harmony is not None:
             return HarmonyParser(self.harmony, may_call=self.tool_format is not None)
-        calls = self.tool_format and self.tool_format.make_parser(self.tools.callable)
-        return TaggedAnswer(ThinkTags(self.beginning or Beginning.CONTENT), calls, has_grammar=self.has_grammar)
+        if self.tool_format is None:
+            return TaggedAnswer(self._reasoning(None), None, has_grammar=self.has_grammar)
+        calls, marker = self.tool_format.make_parser(self.tools.callable), self.tool_format.markers[0]
+        has_strict = any(each.is_strict for each in self.tools.callable)
+        is_free = not (self.has_grammar or self.tools.is_demanded or has_strict)
+        return TaggedAnswer(self._reasoning(marker if is_free else None), calls, has_grammar=self.has_grammar)
+
+    def _reasoning(self, call_marker: str | None) -> ThinkTags:
+        """`call_marker`: None if a grammar holds for calls, since it begins only behind the reasoning."""
+        return ThinkTags(self.beginning or Beginning.CONTENT, call_marker)
 
     @property
     def token_markers(self) -> Sequence[str]:

@@ -10,7 +10,7 @@ _TYPES = {bool: "boolean", int: "number", float: "number", str: "string", list: 
 
 
 def is_written_as_text(schema: Any) -> bool:
-    """Whether a value is text as it stands, because it can only be a string or nothing is said. Otherwise it is JSON."""
+    """Whether a value is text as it stands, for it can only be a string, or nothing is said. Otherwise it is JSON."""
     if not isinstance(schema, Mapping):
         return True
     if not {*_CHOICES, "allOf", "$ref"}.isdisjoint(schema):

@@ -196,9 +196,9 @@ def test_qwen3_coder_reads_values_by_the_schema() -> None:
     ],
 )
 def test_a_value_of_qwen3_coder_has_a_type_that_its_schema_allows(schema: Any, text: str, value: Any) -> None:
-    parameters = {"type": "object", "properties": {"a": schema}}
-    tools = read_tools(json.dumps([{"type": "function", "function": {"name": "f", "parameters": parameters}}]), "", True)
-    parser = FORMATS["qwen3_coder"].make_parser(tools.tools)
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}}
+    tools = read_tools(json.dumps([{"type": "function", "function": function}]), "", True).tools
+    parser = FORMATS["qwen3_coder"].make_parser(tools)
     deltas = parser.feed(f"<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>") + parser.finish()
     assert read(deltas) == ("", [("f", {"a": value})])
 
