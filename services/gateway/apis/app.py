@@ -31,6 +31,7 @@ from services.gateway.apis.server.routes import server_routes
 from services.gateway.apis.server.weight_routes import weight_routes
 from services.gateway.apis.sglang.routes import generate_routes
 from services.gateway.apis.shared.llama_cpp_errors import LLAMA_CPP
+from services.gateway.apis.tgi.errors import TGI
 from services.gateway.apis.tgi.routes import TextGeneration, text_generation_routes
 from services.gateway.apis.triton.errors import TRITON
 from services.gateway.apis.triton.inference import Triton
@@ -50,7 +51,7 @@ from services.gateway.resume.http_calls import HttpResumption
 from services.gateway.resume.resumption import Resumption
 from services.gateway.vectors.vectors import Vectors
 
-DIALECTS = (COHERE, TRITON, ANTHROPIC, LLAMA_CPP)  # those whose errors are not OpenAI's; the first that is meant
+DIALECTS = (COHERE, TRITON, ANTHROPIC, LLAMA_CPP, TGI)  # those whose errors are not OpenAI's; the first that is meant
 
 
 def build_app(
@@ -144,6 +145,7 @@ def _make_document(app: FastAPI, dialects: Sequence[Dialect]) -> bytes:
     document["components"]["schemas"].update(error_schemas(dialects))
     for path in document["paths"].values():
         for operation in path.values():
-            # FastAPI documents a 422 for invalid bodies: this server answers with a 400.
-            operation["responses"].pop("422", None)
+            # FastAPI documents a 422 for invalid bodies: this server answers with a 400, or in its own words.
+            if operation["responses"].get("422", {}).get("description") == "Validation Error":
+                del operation["responses"]["422"]
     return to_json(document)

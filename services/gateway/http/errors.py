@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import structlog
@@ -72,16 +73,20 @@ class Dialect:
     error_body: type  # typed dictionary, for the OpenAPI document
     write_error: Callable[[Exception, Scope], Any]  # makes an `error_body`
     request_id_header: str | None = None  # a second name of the header with the request's id
+    statuses: Mapping[int, int] = field(default_factory=dict)  # in place of ours, where they differ
 
 
-def error_responses(model: type) -> dict[int | str, dict[str, Any]]:
-    """What routes whose errors have this body declare, by status.
+def error_responses(model: type, statuses: Mapping[int, int] = MappingProxyType({})) -> dict[int | str, dict[str, Any]]:
+    """What routes whose errors have this body declare, by status. `statuses`: those of `Dialect`.
 
     FastAPI would make the schema of the model again for every route, which took most of the gateway's start.
     """
     references, _ = _schemas(model)
     content = {"application/json": {"schema": references[model, "serialization"]}}
-    return {status: {"description": text, "content": content} for status, text in STATUS_DESCRIPTIONS.items()}
+    return {
+        statuses.get(status, status): {"description": text, "content": content}
+        for status, text in STATUS_DESCRIPTIONS.items()
+    }
 
 
 def error_schemas(dialects: Iterable[Dialect]) -> dict[str, Any]:
@@ -139,8 +144,10 @@ def error_response(error: Exception, scope: Scope) -> Response:
         if status == 401:
             headers["www-authenticate"] = "Bearer"
     dialect = dialect_of(scope)
-    answer = body if dialect is None else dialect.write_error(error, scope)
-    return Response(to_json(answer), status, headers, media_type="application/json")
+    if dialect is None:
+        return Response(to_json(body), status, headers, media_type="application/json")
+    answer = dialect.write_error(error, scope)
+    return Response(to_json(answer), dialect.statuses.get(status, status), headers, media_type="application/json")
 
 
 def dialect_of(scope: Scope) -> Dialect | None:

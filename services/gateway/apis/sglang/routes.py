@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -35,11 +34,6 @@ from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.link.worker_load import WorkerLoad
 
 
-def _kind_of_generate(body: Any) -> str:
-    has_inputs = isinstance(body, Mapping) and "inputs" in body and not body.keys() & {"text", "input_ids"}
-    return "<texts>" if has_inputs else "<sglang>"
-
-
 def generate_routes(
     service: RequestService,
     section: GatewaySection,
@@ -48,12 +42,12 @@ def generate_routes(
     texts: TextServer,
 ) -> APIRouter:
     """The routes of one gateway. `peers`: its other processes, which may run what is to be aborted."""
-    route_class = json_route(section.max_body_values, service.heavy_work)
+    route_class = json_route(section.max_body_values, service.heavy_work, texts.note_body)
     router = APIRouter(route_class=route_class, tags=["Generation"], responses=ERROR_RESPONSES)
 
     any_body = Annotated[
         Annotated[GenerateBody, Tag("<sglang>")] | Annotated[texts.body, Tag("<texts>")],  # type: ignore[name-defined]
-        Discriminator(_kind_of_generate),
+        Discriminator(lambda body: "<texts>" if texts.is_meant(body) else "<sglang>"),
     ]
 
     async def generate(body: any_body, request: Request) -> Response:  # type: ignore[valid-type]

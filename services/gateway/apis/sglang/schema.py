@@ -99,9 +99,7 @@ class GenerateBody(FeatureFields):
         "return_prompt_token_ids": (False,),
         "return_routed_experts": (False,),
         "return_sampling_mask": (False,),
-        # TGI's route of this name
-        "inputs": (),
-        "parameters": (),
+        "parameters": (),  # of TGI's route of this name
     }
 
     text: Annotated[str | list[str] | None, at_most(MAX_PROMPTS)] = Field(None, description="The prompt, or several")
@@ -139,9 +137,13 @@ class GenerateBody(FeatureFields):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _take_lists(cls, body: Any) -> Any:
-        """Some options may be given for each prompt, too, if they are the same for all."""
+        """Some options may be given for each prompt, too, if they are the same for all. `inputs` are no prompts."""
         if not isinstance(body, dict):
             return body
+        if body.get("inputs") is not None:
+            message = "{field} is Text Generation Inference's name of the prompt, it cannot be used with {other}"
+            other = next(name for name in ("text", "input_ids") if body.get(name) is not None)
+            raise PydanticCustomError("prompts", message, {"field": "inputs", "other": other})
         prompts = body.get("text") if body.get("input_ids") is None else body["input_ids"]
         num_prompts = len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
         for field in ("return_logprob", "top_logprobs_num", "logprob_start_len"):

@@ -33,6 +33,12 @@ class TextServer(Protocol):
 
     body: type[RequestModel]
 
+    def is_meant(self, body: Any) -> bool:
+        """Whether a body at /generate is one of these, and not SGLang's."""
+
+    def note_body(self, request: Request, body: Any) -> None:
+        """Lets errors be of this dialect if the body is. To be called before the body is checked."""
+
     async def answer(self, body: Any, request: Request, *, is_list: bool = False) -> Response:
         """The answer, or a stream of its tokens. `is_list`: the answer is in a list, as at /."""
 

@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+from services.common.errors import AbortedByCaller
 from services.common.token_logprobs import TokenLogprobs
 from services.gateway.apis.shared.json_pieces import LazyList
 from services.gateway.apis.tgi.conversion import PARAM_NAMES
+from services.gateway.apis.tgi.errors import TgiErrorBody, tgi_error
 from services.gateway.apis.tgi.schema import TgiAnswer, TgiEvent, TgiRequest, TgiSequence, TgiToken
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.core.request_service import RequestService
-from services.gateway.http.errors import ErrorBody, describe
 from services.gateway.link.journal_entry import FinishReason
 from services.gateway.text.detokenizer import Detokenizer
 
@@ -43,7 +44,7 @@ class TgiFormat:
     def opening(self) -> Sequence[TgiEvent]:
         return ()
 
-    def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[TgiEvent]:
+    def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[TgiEvent | TgiErrorBody]:
         assert self._detokenizer is not None
         self._texts.append(chunk.text)
         tokens = list(self._tokens(chunk.token_ids, chunk.logprobs or (), self._detokenizer, chunk.finish is not None))
@@ -54,21 +55,24 @@ class TgiFormat:
             if self._parameters.top_n_tokens:
                 event["top_tokens"] = self._top(each)
             events.append(event)
-        if chunk.finish is not None and events:
-            events[-1]["generated_text"] = "".join(self._texts)
-            events[-1]["details"] = {
-                "finish_reason": _reason(chunk.finish),
-                "generated_tokens": chunk.finish.num_output_tokens,
-                "seed": self._seed(chunk.finish),
-                "input_length": len(self._prompt),
-            }
+        if chunk.finish is None:
+            return events
+        if not events or chunk.finish.reason is FinishReason.ABORT:
+            return [*events, tgi_error(AbortedByCaller("the request was aborted: its text is not complete"))]
+        events[-1]["generated_text"] = "".join(self._texts)
+        events[-1]["details"] = {
+            "finish_reason": _reason(chunk.finish),
+            "generated_tokens": chunk.finish.num_output_tokens,
+            "seed": self._seed(chunk.finish),
+            "input_length": len(self._prompt),
+        }
         return events
 
     def closing(self) -> Sequence[TgiEvent]:
         return ()
 
-    def failure(self, error: Exception) -> Sequence[ErrorBody]:
-        return [describe(error)[1]]
+    def failure(self, error: Exception) -> Sequence[TgiErrorBody]:
+        return [tgi_error(error)]
 
     def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> Any:
         [(completions, prompt)] = answers

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
@@ -12,10 +15,10 @@ from services.gateway.apis.shared.prompts import check_prompts
 from services.gateway.apis.shared.streams import STREAM_CONTENT, traced
 from services.gateway.apis.shared.text_server import TextServerInfo
 from services.gateway.apis.tgi.conversion import tgi_messages
+from services.gateway.apis.tgi.errors import ERROR_RESPONSES
 from services.gateway.apis.tgi.format import TgiFormat
 from services.gateway.apis.tgi.schema import StreamRequest, TgiEvent, TgiRequest
 from services.gateway.core.request_service import RequestService
-from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.field_names import client_field_names
 from services.gateway.http.json_route import json_route, next_turn
 from services.gateway.request.generation_request import MAX_STOP_STRINGS
@@ -29,6 +32,15 @@ class TextGeneration:
     def __init__(self, service: RequestService, section: GatewaySection) -> None:
         self._service = service
         self._section = section
+
+    def is_meant(self, body: Any) -> bool:
+        """Whether a body at /generate is one of these, and not SGLang's."""
+        given = {name for name, value in body.items() if value is not None} if isinstance(body, Mapping) else set()
+        return "inputs" in given and not given & {"text", "input_ids"}
+
+    def note_body(self, request: Request, body: Any) -> None:
+        """Lets errors be of this dialect if the body is, see `is_text_generation`."""
+        request.state.is_text_generation = request.url.path == "/" or self.is_meant(body)
 
     async def answer(self, body: TgiRequest, request: Request, *, is_list: bool = False) -> Response:
         """The answer, or a stream of its tokens. `is_list`: the answer is in a list, as at /."""

@@ -337,7 +337,11 @@ def tei_routes(vectors: Vectors, section: GatewaySection, scoring: APIRouter, te
 
     root = handle_any if vectors.makes_any else continue_text
     root.__annotations__["body"] = any_request if vectors.makes_any else texts.body  # FastAPI does not find their names
-    router.add_api_route("/", root, methods=["POST"], response_class=Response, include_in_schema=False)
+    if not vectors.makes_any:
+        route_class = json_route(section.max_body_values, service.heavy_work, texts.note_body)
+    router.add_api_route(
+        "/", root, methods=["POST"], response_class=Response, include_in_schema=False, route_class_override=route_class
+    )
     return router
 
 

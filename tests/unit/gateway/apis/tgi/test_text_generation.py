@@ -7,21 +7,23 @@ import math
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx2
 import pytest
 from huggingface_hub import InferenceClient
-from huggingface_hub.errors import BadRequestError
+from huggingface_hub.errors import IncompleteGenerationError, OverloadedError, ValidationError
 
 from tests.support.clients.gateway_calls import EOS, REFERENCE, ids
 from tests.support.clients.http_clients import async_client
 from tests.support.clients.http_gateway import COMPLETIONS, check_error, say, with_client
 from tests.support.cluster import free_port
-from tests.support.running_gateway import RunningGateway, run, running_gateway
+from tests.support.running_gateway import RunningGateway, run, running_gateway, until
 from tests.support.workers.fake_dense import FakeDense
 
 URL, STREAM = "/generate", "/generate_stream"
 TEXT = " in Łódź, 東京."
 PROMPT = "a city"
+NAME = "hers"  # of a request of Hugging Face's client
 
 
 def ask(directory: Path, dense: FakeDense, **arguments: Any) -> Any:
@@ -30,7 +32,7 @@ def ask(directory: Path, dense: FakeDense, **arguments: Any) -> Any:
     answers = []
 
     def generate(address: str) -> Any:
-        client = InferenceClient(f"http://{address}")
+        client = InferenceClient(f"http://{address}", headers={"x-request-id": NAME})
         found = client.text_generation(PROMPT, **arguments)
         return list(found) if arguments.get("stream") else found
 
@@ -85,8 +87,38 @@ def test_a_stream_of_the_client_has_an_event_for_each_token(tmp_path: Path) -> N
 
 
 def test_errors_are_those_that_the_client_knows(tmp_path: Path) -> None:
-    with pytest.raises(BadRequestError, match="maximum context"):
+    with pytest.raises(ValidationError, match="maximum context"):
         ask(tmp_path, FakeDense(say(" one"), max_model_len=3))
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_busy_server_is_overloaded(is_stream: bool, tmp_path: Path) -> None:
+    dense = FakeDense(say(" one"))
+    dense.errors = {NAME: (grpc.StatusCode.RESOURCE_EXHAUSTED, "no room")}
+    with pytest.raises(OverloadedError, match="no room"):
+        ask(tmp_path, dense, stream=is_stream)
+
+
+def test_an_aborted_stream_is_an_incomplete_generation(tmp_path: Path) -> None:
+    """As TGI ends a stream without a whole text: `Event::from(InferError::IncompleteGeneration)`."""
+    texts = []
+
+    def read(address: str) -> None:
+        client = InferenceClient(f"http://{address}")  # a stream ends with its client
+        for each in client.text_generation(PROMPT, stream=True, details=True):
+            texts.append(each.token.text)
+
+    async def body() -> None:
+        async with running_gateway(tmp_path, dense, http_address=f"127.0.0.1:{free_port()}") as gateway:
+            reading = asyncio.create_task(asyncio.to_thread(read, gateway.http_address))
+            await until(lambda: len(texts) == 2)
+            url = f"http://{gateway.http_address}/abort_request"
+            await asyncio.to_thread(httpx2.post, url, json={"abort_all": True})
+            with pytest.raises(IncompleteGenerationError, match="aborted"):
+                await reading
+
+    dense = FakeDense(lambda submit: ids(TEXT)[:2])  # and no more
+    run(body())
 
 
 def test_a_stop_string_ends_the_answer_and_is_kept(tmp_path: Path) -> None:
@@ -190,9 +222,24 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
 def test_wrong_requests_name_the_field(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         for path, body, param, word in WRONG:
-            check_error(await client.post(path, json=body), 400, param, word)
+            response = await client.post(path, json=body)
+            message = response.json()["error"]
+            assert (response.status_code, response.json()) == (422, {"error": message, "error_type": "validation"})
+            assert param in message and word in message
 
     with_client(tmp_path, FakeDense(say(" one")), test)
+
+
+def test_a_prompt_has_one_name(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for prompt in ({"text": PROMPT}, {"input_ids": [5]}):
+            [name] = prompt
+            answer = await client.post(URL, json=prompt | {"inputs": PROMPT, "parameters": {"details": True}})
+            check_error(answer, 400, "inputs", "Text Generation Inference", f"with {name}")
+            assert (await client.post(URL, json={name: None, "inputs": PROMPT})).json() == {"generated_text": TEXT}
+            assert (await client.post(URL, json=prompt | {"inputs": None})).json()["text"] == TEXT
+
+    with_client(tmp_path, until_eos(), test)
 
 
 @pytest.mark.parametrize(
