@@ -178,9 +178,8 @@ class AttentionEngine:
         if plan.frees_blocks:
             attachment.before_reuse = tuple(running for running, _ in attachment.running)
         try:
-            for group, copies in enumerate(step.block_copies):
-                if copies:
-                    self._runner.copy_blocks(copies, group)
+            if any(step.block_copies):
+                self._runner.copy_blocks(step.block_copies)
             running = self._launch(step, channel, start_s, before) if plan.entries else FinishedStep()
             attachment.running.append((running, plan))
             self._commit_done(attachment)

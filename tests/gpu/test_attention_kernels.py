@@ -304,8 +304,8 @@ def test_a_forked_sequence_goes_on_in_a_copy_of_the_last_block(kernels: Kernels)
     pair.check({"a": 37, "b": 5})
     parent = pair.sequences["a"]
     copy = (parent.blocks[-1], pair.free_blocks.pop())
-    pair.kernels.copy_blocks([copy])
-    pair.reference.copy_blocks([copy])
+    pair.kernels.storage.copy_blocks([[copy]])
+    pair.reference.storage.copy_blocks([[copy]])
     child = Sequence([*parent.blocks[:-1], copy[1]], parent.num_computed, parent.num_prompt)
     pair.sequences["c"] = child
     pair.check({"a": 1, "c": 1, "b": 1})

@@ -141,8 +141,8 @@ def test_a_copied_block_has_its_scales(kernels: Kernels, cache_dtype: torch.dtyp
     check(pair, {"a": 37})
     parent = pair.sequences["a"]
     copy = (parent.blocks[-1], pair.free_blocks.pop())
-    pair.kernels.copy_blocks([copy])
-    pair.reference.copy_blocks([copy])
+    pair.kernels.storage.copy_blocks([[copy]])
+    pair.reference.storage.copy_blocks([[copy]])
     pair.sequences["c"] = Sequence([*parent.blocks[:-1], copy[1]], parent.num_computed, parent.num_prompt)
     check(pair, {"a": 1, "c": 1})
     check(pair, {"c": 3, "a": 1})

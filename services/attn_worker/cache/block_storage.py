@@ -12,6 +12,8 @@ from services.attn_worker.cache.spec import SCALE_DTYPE, KVCacheSpec
 from services.common.errors import CapacityError
 from services.common.kv_cache.scales import KVScales
 
+BlockCopies = Sequence[Sequence[tuple[int, int]]]  # by group: (from, to) of each
+
 _WORD_BYTES = 8
 
 
@@ -61,11 +63,12 @@ class BlockStorage:
         """Sets the scales of FP8 layers, in place. What was stored with others means something else from now on."""
         self._layer_scales[:, :2].copy_(torch.tensor([scales.keys, scales.values]).T)
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
-        """Copies whole blocks, given as (from, to), in every layer of a group, in order."""
-        for source, target in copies:
-            for tensor in self._tensors[group]:
-                tensor[:, target].copy_(tensor[:, source])
+    def copy_blocks(self, copies: BlockCopies) -> None:
+        """Copies whole blocks in all layers of their groups, in order."""
+        for group, pairs in enumerate(copies):
+            for source, target in pairs:
+                for tensor in self._tensors[group]:
+                    tensor[:, target].copy_(tensor[:, source])
 
     @property
     def layout(self) -> str:

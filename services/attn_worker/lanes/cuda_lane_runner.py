@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+from services.attn_worker.cache.block_storage import BlockCopies
 from services.attn_worker.runner.cuda_layer_runner import CudaLayerRunner
 from services.attn_worker.runner.layer_runner import LayerRunner, RunningStep
 from services.attn_worker.runner.step_metadata import StepMetadata
@@ -17,7 +18,7 @@ class CudaLaneRunner(LayerRunner):
     def __init__(self, runners: Sequence[CudaLayerRunner]) -> None:
         self._runners = runners
         self._runner_of: dict[Channel, CudaLayerRunner] = {}
-        self._copies: list[tuple[Sequence[tuple[int, int]], int]] = []  # that the next step makes first
+        self._copies: list[BlockCopies] = []  # that the next step makes first
 
     def attach(self, channels: Iterable[Channel], learned: Learned) -> None:
         """Deals the runners to the channels; each captures its graphs."""
@@ -29,15 +30,15 @@ class CudaLaneRunner(LayerRunner):
     def fence(self) -> None:
         raise AssertionError("`check_lanes` refuses a host tier")
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
+    def copy_blocks(self, copies: BlockCopies) -> None:
         """The next step that is launched makes the copies, on the stream of its lane."""
-        self._copies.append((copies, group))
+        self._copies.append(copies)
 
     def launch(self, step: StepMetadata, channel: Channel, after: Collection[RunningStep] = ()) -> RunningStep:
         """Enqueues a step on the stream of its lane."""
         runner = self._runner_of[channel]
         runner.come_after(after)
         copies, self._copies = self._copies, []
-        for pairs, group in copies:
-            runner.copy_blocks(pairs, group)
+        for each in copies:
+            runner.copy_blocks(each)
         return runner.launch(step, channel)

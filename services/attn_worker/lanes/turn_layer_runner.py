@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 
+from services.attn_worker.cache.block_storage import BlockCopies
 from services.attn_worker.layers import AttentionBackend, use_learned
 from services.attn_worker.runner.layer_runner import LayerRunner, RunningStep
 from services.attn_worker.runner.step_metadata import StepMetadata
@@ -27,7 +28,7 @@ class TurnLayerRunner(LayerRunner):
         self._on_step = on_step
         self._turns = Turns()
         self._backend_of: dict[TurnChannel, AttentionBackend] = {}
-        self._copies: list[tuple[Sequence[tuple[int, int]], int]] = []  # that the next step makes first
+        self._copies: list[BlockCopies] = []  # that the next step makes first
 
     def attach(self, channels: Iterable[TurnChannel], learned: Learned) -> None:
         """Deals the backends to the channels, and passes the values on."""
@@ -41,9 +42,9 @@ class TurnLayerRunner(LayerRunner):
     def fence(self) -> None:
         raise AssertionError("`check_lanes` refuses a host tier")
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
+    def copy_blocks(self, copies: BlockCopies) -> None:
         """The next step that is launched makes the copies, before its layers."""
-        self._copies.append((copies, group))
+        self._copies.append(copies)
 
     def launch(self, step: StepMetadata, channel: TurnChannel, after: Collection[RunningStep] = ()) -> RunningStep:
         """Adds a step to those of its lane."""
@@ -59,13 +60,11 @@ class TurnLayerRunner(LayerRunner):
             self._turns.pause()
         return self._turns.has_any
 
-    def _run(
-        self, step: StepMetadata, channel: TurnChannel, copies: Iterable[tuple[Sequence[tuple[int, int]], int]]
-    ) -> Iterator[Flag]:
+    def _run(self, step: StepMetadata, channel: TurnChannel, copies: Iterable[BlockCopies]) -> Iterator[Flag]:
         start_s, waited_s = time.perf_counter(), channel.waited_s
         backend, num_tokens = self._backend_of[channel], len(step.positions)
-        for pairs, group in copies:
-            backend.copy_blocks(pairs, group)
+        for each in copies:
+            backend.storage.copy_blocks(each)
         backend.begin_step(step)
         qkv, attn_out, qkv_ready = channel.qkv[:num_tokens], channel.attn_out[:num_tokens], qkv_flag(num_tokens)
         for layer in range(self._num_layers):

@@ -27,10 +27,6 @@ class AttentionBackend(Protocol):
         """The blocks of all layers with attention."""
         ...
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
-        """Copies whole blocks, given as (from, to), in every layer of a group, in order."""
-        ...
-
     def use_scales(self, scales: KVScales) -> None:
         """Sets the scales of layers that store FP8, for later steps. Other layers have none, or their own."""
         ...

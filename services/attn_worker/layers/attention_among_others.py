@@ -5,7 +5,7 @@ They choose by layer. The backend of the layers with keys of tokens sees a model
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Protocol
 
@@ -39,12 +39,8 @@ class AttentionAmongOthers:
 
     @property
     def storage(self) -> BlockStorage:
-        """That of the layers with keys of tokens."""
+        """That of the layers with keys of tokens. What others keep is shared by sequences, and never overwritten."""
         return self._attention.storage
-
-    def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
-        """Copies blocks of these layers. What others keep is shared by sequences, and never overwritten."""
-        self._attention.copy_blocks(copies, group)
 
     def use_scales(self, scales: KVScales) -> None:
         """Sets the scales of those of these layers that store FP8."""

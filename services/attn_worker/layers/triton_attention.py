@@ -319,10 +319,6 @@ class TritonAttention:
             return None
         return step.num_later
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
-        """Copies blocks with their scales."""
-        self.storage.copy_blocks(copies, group)
-
     def use_scales(self, scales: KVScales) -> None:
         """Sets the scales of FP8 layers."""
         self.storage.use_scales(scales)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +18,7 @@ import numpy as np
 import structlog
 import torch
 
+from services.attn_worker.cache.block_storage import BlockCopies
 from services.attn_worker.layers import DECODE_ONLY, CapturableAttention, StepShape, use_learned
 from services.attn_worker.runner.layer_runner import LayerRunner, RunningStep, TakeExtraRows, run_layers
 from services.attn_worker.runner.step_metadata import StepMetadata
@@ -106,10 +107,10 @@ class CudaLayerRunner(LayerRunner):
         return self._stream.record_event()
 
     @torch.inference_mode()
-    def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
+    def copy_blocks(self, copies: BlockCopies) -> None:
         """Enqueues the copies on the stream of the steps."""
         with torch.cuda.stream(self._stream):
-            self._backend.copy_blocks(copies, group)
+            self._backend.storage.copy_blocks(copies)
 
     def come_after(self, steps: Iterable[RunningStep]) -> None:
         """Whatever is launched from now on begins when these steps have ended, which may be on other streams."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 
+from services.attn_worker.cache.block_storage import BlockCopies
 from services.attn_worker.layers import AttentionBackend, use_learned
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Channel, Flag, qkv_flag
@@ -41,8 +42,8 @@ class LayerRunner:
         """The end of all steps launched so far; None: they have ended."""
         return None
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
-        """Copies blocks of a group of layers, given as (from, to), after all steps launched so far, before the next."""
+    def copy_blocks(self, copies: BlockCopies) -> None:
+        """Copies blocks after all steps launched so far, before the next."""
         raise NotImplementedError
 
     def launch(self, step: StepMetadata, channel: Channel, after: Collection[RunningStep] = ()) -> RunningStep:
@@ -85,9 +86,9 @@ class EagerLayerRunner(LayerRunner):
         use_learned(self._backend, learned)
 
     @torch.inference_mode()
-    def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
+    def copy_blocks(self, copies: BlockCopies) -> None:
         """Copies at once."""
-        self._backend.copy_blocks(copies, group)
+        self._backend.storage.copy_blocks(copies)
 
     @torch.inference_mode()
     def launch(self, step: StepMetadata, channel: Channel, after: Collection[RunningStep] = ()) -> RunningStep:

@@ -85,9 +85,8 @@ class GroupPair:
     def begin(self, plan: StepPlan, padded_num_rows: int | None = None) -> PlannedStep:
         planned, expected = self.cache.plan_step(plan), self.reference_cache.plan_step(plan)
         assert planned.errors == expected.errors == {}
-        self.kernels.copy_blocks(planned.block_copies[0])
-        self.kernels.copy_blocks(planned.block_copies[1], 1)
-        self.reference.copy_blocks(expected.block_copies[0])
+        self.kernels.storage.copy_blocks(planned.block_copies)
+        self.reference.storage.copy_blocks(expected.block_copies)
         self.kernels.begin_step(planned.metadata, padded_num_rows)
         self.reference.begin_step(expected.metadata)
         for cache in (self.cache, self.reference_cache):

@@ -120,7 +120,7 @@ def test_a_forked_sequence_goes_on_in_a_copy_of_the_last_block(kernels: Kernels)
     pair.check({"a": 21})
     source, copy = pair.sequences["a"].blocks[-1], pair.free_blocks.pop()
     for backend in (pair.reference, pair.kernels):
-        backend.copy_blocks([(source, copy)])
+        backend.storage.copy_blocks([[(source, copy)]])
     pair.sequences["b"] = replace(pair.sequences["a"], blocks=[*pair.sequences["a"].blocks[:-1], copy])
     pair.check({"a": 1, "b": 1})
     pair.check({"a": 1, "b": 4})

@@ -134,9 +134,7 @@ class Harness:
         entries = [(seq_id, n, self.lengths[seq_id]) for seq_id, n in advances]
         planned = self.cache.plan_step(dataclasses.replace(make_plan(entries, forks=forks), evicts_blocks=True))
         assert planned.errors == {}
-        for group, copies in enumerate(planned.block_copies):
-            if copies:
-                self.backend.copy_blocks(copies, group)
+        self.backend.storage.copy_blocks(planned.block_copies)
         self.backend.begin_step(planned.metadata)
         outputs = []
         for layer in range(self.config.num_layers):

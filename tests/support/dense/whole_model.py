@@ -197,9 +197,7 @@ class WholeModel:
             of_pictures.take(prompt, outputs, range(position, position + num_tokens), len(token_ids))
             token_ids += known
         self.dense.begin_step(plan, num_rows or len(token_ids))
-        for group, copies in enumerate(planned.block_copies):
-            if copies:
-                self.attention.copy_blocks(copies, group)
+        self.attention.storage.copy_blocks(planned.block_copies)
         self._write_sources([source for _, source in sources], planned)
         embeds = [each for each in (given.gather(), of_pictures.gather()) if each is not None]
         return planned, token_ids, InputEmbeds.join(embeds)

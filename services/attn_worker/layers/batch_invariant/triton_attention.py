@@ -144,10 +144,6 @@ class BatchInvariantTritonAttention:
         if device.type == "cuda":  # not in Triton's interpreter
             self._compile(min(max_num_tokens, max_model_len))
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
-        """Copies blocks."""
-        self.storage.copy_blocks(copies, group)
-
     def use_scales(self, scales: KVScales) -> None:
         """Does nothing: no layer stores FP8."""
 

@@ -22,9 +22,6 @@ class NoAttention:
         """spec: without layers"""
         self.storage = BlockStorage(spec, spec.token_major_block, device)
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
-        """There is nothing to copy."""
-
     def use_scales(self, scales: KVScales) -> None:
         """There is nothing to scale."""
 

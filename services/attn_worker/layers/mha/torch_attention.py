@@ -138,10 +138,6 @@ class TorchAttention:
         ]
         self._workspaces: dict[str, torch.Tensor] = {}
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]], group: int = 0) -> None:
-        """Copies blocks with their scales."""
-        self.storage.copy_blocks(copies, group)
-
     def use_scales(self, scales: KVScales) -> None:
         """Sets the scales of FP8 layers."""
         self.storage.use_scales(scales)

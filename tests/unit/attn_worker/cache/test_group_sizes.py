@@ -111,7 +111,6 @@ def test_each_layer_has_the_blocks_of_its_group_and_copies_stay_in_it() -> None:
     assert sum(tensor.nbytes for tensor in tensors) == spec.num_bytes + spec.block_bytes
     for tensor in tensors:
         tensor[3] = 7
-    storage.copy_blocks([(3, 4)])
-    storage.copy_blocks([(3, 5)], group=1)
+    storage.copy_blocks([[(3, 4)], [(3, 5)]])
     found = [[bool((tensor[i] == 7).all()) for i in (4, 5)] for tensor in tensors]
     assert found == [[False, True], *[[True, False]] * 4]

@@ -100,7 +100,7 @@ def test_layers_of_different_heads_share_block_numbers_and_one_may_read_the_keys
     assert storage.layers[2].data_ptr() == storage.layers[0].data_ptr() and storage.scales[2] is None
     for layer in (0, 1, 3):
         storage.layers[layer][3] = layer + 1
-    storage.copy_blocks([(3, 5)])
+    storage.copy_blocks([[(3, 5)]])
     assert [bool((layer[5] == i + 1).all()) for i, layer in enumerate(storage.layers)] == [True, True, False, True]
     tensors = [storage.layers[i] for i in (0, 1, 3)] + [storage.scales[1], storage.scales[3]]
     assert sum(tensor.nbytes for tensor in tensors) == spec.num_bytes + spec.block_bytes
@@ -115,7 +115,7 @@ def test_layers_of_different_dtypes_share_block_numbers() -> None:
     assert sum(tensor.nbytes for tensor in tensors) == spec.num_bytes + spec.block_bytes
     for tensor in tensors:
         tensor.copy_(torch.arange(1, 7).view(-1, *[1] * (tensor.dim() - 1)))
-    storage.copy_blocks([(1, 4), (4, 0)])
+    storage.copy_blocks([[(1, 4), (4, 0)]])
     for tensor in tensors:
         assert tensor.float().flatten(1)[:, -1].tolist() == [2, 2, 3, 4, 2, 6]
     storage.use_scales(KVScales((1.0, 2.0, 3.0), (4.0, 5.0, 6.0)))
