@@ -110,9 +110,8 @@ class CudaModelRunner(ModelRunner):
         self._num_launched = 0
         self._unsampled: _Launched | None = None  # a step that waits for tokens of the step before
         self._sampleable: _Launched | None = None  # it, once the step before has been collected
-        if self._hook is not None:
-            with torch.inference_mode(), torch.cuda.stream(self._stream):
-                self._hook.warm_up()  # now, because the KV cache will take the memory that is free
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            self._hook.warm_up()  # now, because the KV cache will take the memory that is free
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -342,9 +341,9 @@ class CudaModelRunner(ModelRunner):
         token_ids, fed_slots, sampled_rows = _unpack(self._input, num_rows)
         fed = self._sampler.last_token[fed_slots.clamp(min=0)]
         token_ids = torch.where(fed_slots < 0, token_ids, fed)
-        layers = LayerRun(self._backend, channel, self._num_layers, self._residuals_out(), readers)
+        layers = LayerRun(self._backend, channel, self._num_layers, self._hook.residuals_out(), readers)
         layers.begin(token_ids, input_embeds)
-        return layers.finish(sampled_rows[:num_sampled], self._hidden_out(num_sampled))
+        return layers.finish(sampled_rows[:num_sampled], self._hook.hidden_out(num_sampled))
 
     def _sampled_sizes(self, num_rows: int) -> list[int]:
         """Numbers of sampled rows to capture: steps with prompts sample few tokens, decode steps one per row.
@@ -377,10 +376,10 @@ class CudaModelRunner(ModelRunner):
         residual = self._backend.first(token_ids, qkv)
         for layer in range(min(self._num_kinds, self._num_layers - 1)):
             residual = self._backend.middle(layer, fetched, residual, qkv)
-        if (residuals_out := self._residuals_out()) is not None:
+        if (residuals_out := self._hook.residuals_out()) is not None:
             residuals_out.put(residuals_out.layers[0], residual)
         if num_hidden is None:
-            self._backend.last(attn_out, residual, sampled_rows[:num_sampled], self._hidden_out(num_sampled))
+            self._backend.last(attn_out, residual, sampled_rows[:num_sampled], self._hook.hidden_out(num_sampled))
         else:
             self._hidden_rows.zero_()
             self._find_hidden(attn_out, residual, num_hidden)

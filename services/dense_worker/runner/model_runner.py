@@ -72,13 +72,13 @@ class ModelRunner:
         features: Iterable[Feature] = (),
         hook: StepHook | None = None,
     ) -> None:
-        """`features`: those of all sequences that are opened"""
+        """`features`: those of all sequences that are opened; `hook`: None: nothing is kept of steps"""
         self._backend = backend
         self._sampler = sampler
         self._num_layers = num_layers
         self._features = {feature.sequence_type: feature for feature in features}
         self._with_kernels = tuple(feature for feature in self._features.values() if feature.has_kernels)
-        self._hook = hook  # None: nothing is kept of steps
+        self._hook = hook or StepHook()
         self._max_num_seqs = max_num_seqs
         self._free_slots = list(range(max_num_seqs))
         self._rows = BatchRows(max_num_seqs)
@@ -97,8 +97,7 @@ class ModelRunner:
             self._release_slot(sequence)
         self._sequences.clear()
         self._batch = None
-        if self._hook is not None:
-            self._hook.forget_all()
+        self._hook.forget_all()
 
     def capture_ahead(self) -> bool:
         """Prepares one kind of later steps while none is under way; False if all are prepared. May take 50 ms."""
@@ -149,7 +148,7 @@ class ModelRunner:
         for sequence in bound.closed:
             if sequence.slot is not None:  # otherwise it never ran
                 self._release_slot(sequence)
-        if self._hook is not None and bound.closed:
+        if bound.closed:
             self._hook.forget(bound.closed)
         batch = bound.batch
         if len(batch.slots) < len(bound.plan.entries):
@@ -235,7 +234,7 @@ class ModelRunner:
             feature = self._features[kind]
             if (part := feature.prepare_step(view, rows)) is not None:
                 parts[feature] = part
-        if not batch.has_output and self._backend.skips_logits and self._hook is None:
+        if not batch.has_output and self._backend.skips_logits and not self._hook.needs_logits:
             step = replace(step, has_output=False, sampled_rows=step.sampled_rows[:0])
         hidden_rows = [part.hidden_rows for part in parts.values() if part.hidden_rows is not None]
         return replace(
@@ -254,7 +253,7 @@ class ModelRunner:
         token_ids = step.token_ids
         token_ids[step.fed_rows] = self._sampler.last_token[step.fed_slots]
         self._begin_step(step, channel, len(token_ids), len(step.sampled_rows))
-        layers = LayerRun(self._backend, channel, self._num_layers, self._residuals_out(), step.layer_readers)
+        layers = LayerRun(self._backend, channel, self._num_layers, self._hook.residuals_out(), step.layer_readers)
         layers.begin(token_ids, step.input_embeds)
         return layers
 
@@ -263,7 +262,7 @@ class ModelRunner:
         self, step: StepInput, layers: LayerRun, channel: Channel, follow_up: FollowUp | None = None
     ) -> StepResult:
         """Runs the other layers, the sampler, and what follows. Raises the errors of `Channel.wait`."""
-        hidden_out = self._hidden_out(len(step.sampled_rows)) if follow_up is not None else None
+        hidden_out = self._hook.hidden_out(len(step.sampled_rows)) if follow_up is not None else None
         logits, residual = layers.finish(step.sampled_rows, hidden_out)
         host_token_ids = torch.empty(len(logits), dtype=torch.int64)
         tokens = self.finish(step, logits, residual, channel, host_token_ids)
@@ -306,8 +305,7 @@ class ModelRunner:
             further = FurtherRows(self._backend, attn_out, residual, self._max_num_seqs)
             for part in parts:
                 part.compute_rows(further)
-        if self._hook is not None:
-            self._hook.keep(step.bound.plan.entries, step.bound.batch.sequences, token_ids)
+        self._hook.keep(step.bound.plan.entries, step.bound.batch.sequences, token_ids)
         return PendingTokens(step.bound, self._rows, host_token_ids, num_logprobs, ranked, parts, token_ids)
 
     def _compute_hidden(self, rows: torch.Tensor, attn_out: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -325,14 +323,6 @@ class ModelRunner:
         bound = tokens.bound
         follow_up.enqueue(bound.plan.entries, bound.batch.sequences, tokens.sampled)
         return replace(tokens, follow_up=follow_up, follow_up_s=time.perf_counter() - begin_s)
-
-    def _hidden_out(self, num_sampled: int) -> torch.Tensor | None:
-        """Where the step's hidden states go, [num_sampled, hidden]; None if nobody reads them."""
-        return None if self._hook is None else self._hook.hidden_out(num_sampled)
-
-    def _residuals_out(self) -> KeptResiduals | None:
-        """Where the step's residuals go; None if nobody reads them."""
-        return None if self._hook is None else self._hook.residuals_out()
 
     def _begin_step(self, step: StepInput, channel: Channel, num_rows: int, num_sampled: int) -> None:
         channel.begin_step(step.bound.plan.step_id, num_rows)

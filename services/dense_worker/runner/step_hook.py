@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -32,6 +32,8 @@ class KeptResiduals:
 
 class StepHook:
     """May keep something of every step; this one does not. No method but `warm_up` waits for the device."""
+
+    needs_logits: ClassVar[bool] = False  # also of steps whose tokens nobody reads
 
     def hidden_out(self, num_sampled: int) -> torch.Tensor | None:
         """Where a step writes its hidden states, [num_sampled, hidden]; None: they are not needed."""

@@ -32,6 +32,8 @@ class PendingDrafts(Protocol):
 class DeviceDrafter(StepHook):
     """Drafts the tokens after those of a step, on the stream of the steps."""
 
+    needs_logits = True
+
     def draft(
         self,
         entries: Iterable[PlanEntry],

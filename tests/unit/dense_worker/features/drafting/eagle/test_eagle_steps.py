@@ -25,6 +25,7 @@ from services.dense_worker.model.weights import load_weights
 from services.dense_worker.runner import cuda_model_runner
 from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
 from services.dense_worker.runner.model_runner import ModelRunner
+from services.dense_worker.runner.step_hook import StepHook
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import Fork, PlanEntries, PlanEntry, StepPlan, StepResult
 from tests.support.dense.eagle_head import config_of, random_head, write_head
@@ -268,6 +269,6 @@ def test_without_a_head_steps_copy_no_residuals(tmp_path: Path, make_runner: Any
     server = Server(tmp_path, make_runner)
     kept = server.on_device.residuals_out().memory
     server.open(1, [5, 9, 17, 3])
-    server.runner._hook = None
+    server.runner._hook = StepHook()
     server.step(PlanEntry(1, 0, 4, 1))
     assert not kept.any()
