@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from services.common.families.names import CheckpointNames, ExpertNames, FusedHeads, mixer_name, mlp_name, names_of
+from services.common.families.names import CheckpointNames, FusedHeads, mixer_name, mlp_name, names_of
 from services.common.families.shape import (
     Activation,
     ExpertOptions,
@@ -33,6 +33,7 @@ from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.kernels.norm.norm import HeadNorms, LayerNorm, Norm, UnweightedRmsNorm
 from services.dense_worker.model.allocator import WeightAllocator, optional_zeros
+from services.dense_worker.model.builder import Builder
 from services.dense_worker.model.expert_mlp import ExpertMlp, MlpBesideExperts, SharedExpert
 from services.dense_worker.model.gated.build import build_gated_output, build_gated_rows
 from services.dense_worker.model.head import Embedding, Head, LayerInputs, LearnedPositions
@@ -58,146 +59,132 @@ from services.dense_worker.parameters import Conversion, Parameter, Source, Stor
 
 def build_decoder(config: ModelConfig, allocator: WeightAllocator) -> ModelWeights:
     """The model of any family: what it is made of is in `config.parts`."""
-    names = names_of(config)
-    table = build_embedding_table(config, allocator, names)
-    encoder = None
-    if config.encoder is not None:
-        encoder = build_source_encoder(config, config.encoder, allocator, names, table)
+    model = Builder(config, names_of(config), allocator)
+    table = build_embedding_table(model)
+    encoder = None if config.encoder is None else build_source_encoder(model, config.encoder, table)
     return ModelWeights(
-        build_embedding(config, allocator, names, table),
-        tuple(build_layer(config, allocator, names, i) for i in range(config.num_layers)),
-        build_head(config, allocator, names, table),
+        build_embedding(model, table),
+        tuple(build_layer(model, i) for i in range(config.num_layers)),
+        build_head(model, table),
         encoder,
     )
 
 
-def build_embedding_table(config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames) -> Parameter:
+def build_embedding_table(model: Builder) -> Parameter:
     """The embedding table, [vocab, embedding_size]."""
-    sources = (Source(f"{names.embedding}.weight", config.vocab_size),)
-    return allocator.parameter("embed", config.vocab_size, config.embedding_size, sources=sources)
+    config = model.config
+    return model.parameter("embed", f"{model.names.embedding}.weight", config.vocab_size, config.embedding_size)
 
 
-def build_embedding(
-    config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, table: Parameter
-) -> Embedding:
+def build_embedding(model: Builder, table: Parameter) -> Embedding:
     """The embedding, with what is done to it before layer 0."""
-    parts, hidden = config.parts, config.hidden_size
-    positions = norm = None
+    config, names, parts, hidden = model.config, model.names, model.config.parts, model.config.hidden_size
+    positions = norm = inputs = projection = None
     if parts.num_learned_positions:
         num_rows = parts.num_learned_positions + parts.learned_position_offset
-        sources = (Source(f"{names.positions}.weight", num_rows),)
-        rows = allocator.parameter("positions", num_rows, hidden, sources=sources)
+        rows = model.parameter("positions", f"{names.positions}.weight", num_rows, hidden)
         positions = LearnedPositions(rows, parts.learned_position_offset)
     if parts.sinusoidal_positions is not None:
         num_rows = config.max_position_embeddings
-        rows = sinusoidal_table("positions", parts.sinusoidal_positions, num_rows, hidden, allocator)
+        rows = sinusoidal_table("positions", parts.sinusoidal_positions, num_rows, hidden, model.allocator)
         positions = LearnedPositions(rows, 0)
     if parts.has_embedding_norm:
-        norm = allocator.norm("embedding_norm", names.embedding_norm, hidden, config.norm_eps, parts.norm)
-    multiplier = _rounded(parts.embedding_multiplier, allocator)
-    inputs = None if parts.layer_inputs is None else build_layer_inputs(config, parts.layer_inputs, allocator, names)
-    projection = None
+        norm = model.norm("embedding_norm", names.embedding_norm)
+    if parts.layer_inputs is not None:
+        inputs = build_layer_inputs(model, parts.layer_inputs)
     if parts.embedding_size is not None:
-        merged = (Projection(names.embedding_projection, hidden),)
-        projection = allocator.linear("embedding_projection", parts.embedding_size, merged, Cut.OUT, False)
+        widening = model.projection(names.embedding_projection, hidden)
+        projection = model.linear("embedding_projection", parts.embedding_size, widening)
+    multiplier = model.rounded(parts.embedding_multiplier)
     return Embedding(table, multiplier, positions, norm, parts.is_multiplier_of_table, inputs, projection)
 
 
-def build_layer_inputs(
-    config: ModelConfig, options: LayerInputOptions, allocator: WeightAllocator, names: CheckpointNames
-) -> LayerInputs:
+def build_layer_inputs(model: Builder, options: LayerInputOptions) -> LayerInputs:
     """What makes the inputs of all layers."""
-    size, width = options.size, options.num_layers * options.size
-    sources = (Source(f"{names.layer_inputs}.weight", options.vocab_size),)
-    table = allocator.parameter("layer_inputs", options.vocab_size, width, sources=sources)
-    merged = (Projection(names.layer_inputs_projection, width),)
-    projection = allocator.linear("layer_inputs_projection", config.hidden_size, merged, Cut.OUT, False)
-    norm = allocator.norm("layer_inputs_norm", names.layer_inputs_norm, size, config.norm_eps, config.parts.norm)
-    return LayerInputs(table, projection, norm, _rounded(size**0.5, allocator))
+    names, size, width = model.names, options.size, options.num_layers * options.size
+    table = model.parameter("layer_inputs", f"{names.layer_inputs}.weight", options.vocab_size, width)
+    of_all = model.projection(names.layer_inputs_projection, width)
+    projection = model.linear("layer_inputs_projection", model.config.hidden_size, of_all)
+    norm = model.norm("layer_inputs_norm", names.layer_inputs_norm, size)
+    return LayerInputs(table, projection, norm, model.rounded(size**0.5))
 
 
-def build_layer(config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, index: int) -> DecoderLayer:
+def build_layer(model: Builder, index: int) -> DecoderLayer:
     """One layer, counted from 0."""
+    config, parts = model.config, model.config.parts
     if config.encoder is not None:
-        return build_stroke(config, allocator, names, index)
-    layer, mlp_layer = mixer_name(config, names, index), mlp_name(config, names, index)
-    heads = config.layer_heads[index]
-    if index in config.parts.key_value_layers:
-        names = replace(names, qkv=(*names.qkv[:2], names.qkv[1]))  # the same rows twice
-    latent, experts = config.parts.latent, config.parts.experts
+        return build_stroke(model, index)
+    layer, heads = model.of_layer(mixer_name(config, model.names, index)), config.layer_heads[index]
+    if index in parts.key_value_layers:
+        qkv = model.names.qkv
+        layer = replace(layer, names=replace(layer.names, qkv=(*qkv[:2], qkv[1])))  # the same rows twice
+    latent, experts = parts.latent, parts.experts
     if isinstance(heads.recurrence, ShortConvolution) and heads.recurrence.is_activated:
-        return build_convolution_stroke(config, allocator, names, layer, heads.recurrence)
-    is_gated = config.parts.has_attention_gate or heads.recurrence is not None
+        return build_convolution_stroke(layer, heads.recurrence)
+    is_gated = parts.has_attention_gate or heads.recurrence is not None
     if is_gated:
-        norms = build_head_norms(config, allocator, names, layer, heads) if heads.recurrence is None else None
-        before: BeforeAttention = build_gated_rows(config, allocator, names, layer, heads, norms)
+        norms = build_head_norms(layer, heads) if heads.recurrence is None else None
+        before: BeforeAttention = build_gated_rows(layer, heads, norms)
     elif latent is None:
-        before = build_normed_qkv(config, allocator, names, layer, heads)
+        before = build_normed_qkv(layer, heads)
     else:
-        before = build_latent_qkv(config, latent, allocator, names, layer)
-    o = build_o(config, allocator, names, layer, heads)
+        before = build_latent_qkv(layer, latent)
+    o = build_o(layer, heads)
     has_experts = experts is not None and index in experts.layers
     mlp: Mlp | None = None
-    if index not in config.parts.layers_without_mlp and (not has_experts or experts.is_beside_mlp):
-        sizes = config.parts.layer_intermediate_sizes
+    if index not in parts.layers_without_mlp and (not has_experts or experts.is_beside_mlp):
+        sizes = parts.layer_intermediate_sizes
         intermediate = sizes[index] if sizes else config.intermediate_size
-        mlp = build_mlp(config, allocator, names, mlp_layer, before.norm, intermediate)
+        mlp = build_mlp(model.of_layer(mlp_name(config, model.names, index)), before.norm, intermediate)
     if has_experts:
         # The last layer computes only the tokens that need logits, and does not count them.
-        is_counted = index < config.num_layers - 1
-        routed = build_experts(config, experts, allocator, names, layer, is_counted)
-        mlp = build_beside(config, allocator, names, layer, mlp, routed) if experts.is_beside_mlp else routed
-    after = build_residual(config, allocator, names, layer, o, mlp)
-    if config.parts.layer_inputs is not None:
+        routed = build_experts(layer, experts, is_counted=index < config.num_layers - 1)
+        mlp = build_beside(layer, mlp, routed) if experts.is_beside_mlp else routed
+    after = build_residual(layer, o, mlp)
+    if parts.layer_inputs is not None:
         assert isinstance(after, SequentialResidual), "only families with a sequential residual have such inputs"
-        after = replace(after, added_input=build_added_input(config, allocator, names, index))
+        own = model.of_layer(f"{model.names.layers}.{index}")
+        after = replace(after, added_input=build_added_input(own, index, parts.layer_inputs))
     if latent is not None:
-        after = build_latent_output(config, latent, allocator, names, layer, after)
+        after = build_latent_output(layer, latent, after)
     if is_gated:
-        after = build_gated_output(config, allocator, names, layer, heads, after)
+        after = build_gated_output(layer, heads, after)
     return DecoderLayer(before, after)
 
 
-def build_stroke(config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, index: int) -> DecoderLayer:
+def build_stroke(model: Builder, index: int) -> DecoderLayer:
     """Half a layer of a decoder with cross attention: self attention alone, or cross attention and the MLP."""
-    parts, page, layer = config.parts, names.of_encoder, f"{names.layers}.{index // 2}"
-    heads = config.layer_heads[index]
+    names, page, config = model.names, model.names.of_encoder, model.config
+    layer, heads = model.of_layer(f"{names.layers}.{index // 2}"), config.layer_heads[index]
     if heads.is_cross:
         names = replace(names, qkv=page.cross_qkv, o=page.cross_o, attention_norm=page.cross_norm)
-    before = build_normed_qkv(config, allocator, names, layer, heads)
-    o = build_o(config, allocator, names, layer, heads)
+        layer = replace(layer, names=names)
+    before = build_normed_qkv(layer, heads)
+    o = build_o(layer, heads)
     norm = None
-    if parts.residual is ResidualKind.NORMED:
-        name = f"{layer}.{names.attention_norm}"
-        norm = allocator.norm("attention_sum_norm", name, config.hidden_size, config.norm_eps, parts.norm)
+    if config.parts.residual is ResidualKind.NORMED:
+        norm = layer.norm("attention_sum_norm", names.attention_norm)
     if not heads.is_cross:
         return DecoderLayer(before, AttentionAlone(o, norm))
-    mlp = build_mlp(config, allocator, names, layer, before.norm, config.intermediate_size)
+    mlp = build_mlp(layer, before.norm, config.intermediate_size)
     if norm is None:
         return DecoderLayer(before, SequentialResidual(o, mlp))
-    name = f"{layer}.{names.mlp_norm}"
-    mlp_norm = allocator.norm("mlp_sum_norm", name, config.hidden_size, config.norm_eps, parts.norm)
-    return DecoderLayer(before, NormedResidual(o, norm, mlp, mlp_norm))
+    return DecoderLayer(before, NormedResidual(o, norm, mlp, layer.norm("mlp_sum_norm", names.mlp_norm)))
 
 
-def build_added_input(
-    config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, index: int
-) -> AddedInput:
+def build_added_input(layer: Builder, index: int, options: LayerInputOptions) -> AddedInput:
     """What a layer does with its own input."""
-    parts, hidden, layer = config.parts, config.hidden_size, f"{names.layers}.{index}"
-    merged = (Projection(f"{layer}.{names.input_gate}", parts.layer_inputs.size),)
-    gate = allocator.linear("input_gate", hidden, merged, Cut.OUT, False)
-    merged = (Projection(f"{layer}.{names.input_projection}", hidden),)
-    projection = allocator.linear("input_projection", parts.layer_inputs.size, merged, Cut.IN, False)
-    norm = allocator.norm("input_out_norm", f"{layer}.{names.norm_after_input}", hidden, config.norm_eps, parts.norm)
-    return AddedInput(index, gate, projection, norm, parts.activation)
+    names, hidden = layer.names, layer.config.hidden_size
+    gate = layer.linear("input_gate", hidden, layer.projection(names.input_gate, options.size))
+    widening = layer.projection(names.input_projection, hidden)
+    projection = layer.linear("input_projection", options.size, widening, cut=Cut.IN)
+    norm = layer.norm("input_out_norm", names.norm_after_input)
+    return AddedInput(index, gate, projection, norm, layer.config.parts.activation)
 
 
-def build_normed_qkv(
-    config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, layer: str, heads: LayerHeads
-) -> NormedQkv:
+def build_normed_qkv(layer: Builder, heads: LayerHeads) -> NormedQkv:
     """The first half of a layer."""
-    parts = config.parts
+    config, names, parts = layer.config, layer.names, layer.config.parts
     sizes = (heads.attn_size, heads.kv_size, heads.kv_size)
     if len(names.qkv) == 1:
         layout: StoredLayout | None = _weight_layout(names)
@@ -205,43 +192,35 @@ def build_normed_qkv(
             layout = GroupedHeads(heads.num_kv_heads, heads.head_dim)
         elif names.fused_heads is FusedHeads.BY_QUARTER:
             layout = PartsByHead(4, (heads.kv_size // 4,) * 3, (0, 2, 1))
-        merged = (Projection(f"{layer}.{names.qkv[0]}", heads.qkv_size, layout),)
+        merged = (layer.projection(names.qkv[0], heads.qkv_size, layout),)
     else:
-        by_name = zip(names.qkv, sizes, strict=True)
-        merged = tuple(Projection(f"{layer}.{name}", size) for name, size in by_name if size)
-    norm = None
-    if parts.has_norms_before:
-        name = f"{layer}.{names.attention_norm}"
-        norm = allocator.norm("input_norm", name, config.hidden_size, config.norm_eps, parts.norm)
-    qkv = allocator.attention_projections(
+        merged = tuple(layer.projection(*each) for each in zip(names.qkv, sizes, strict=True) if each[1])
+    norm = layer.norm("input_norm", names.attention_norm) if parts.has_norms_before else None
+    qkv = layer.allocator.attention_projections(
         "qkv", config.hidden_size, merged, has_bias=config.qkv_bias, has_key_bias=parts.has_key_bias
     )
-    return NormedQkv(norm, qkv, build_head_norms(config, allocator, names, layer, heads) if config.qk_norm else None)
+    return NormedQkv(norm, qkv, build_head_norms(layer, heads) if config.qk_norm else None)
 
 
-def build_head_norms(
-    config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, layer: str, heads: LayerHeads
-) -> HeadNorms:
+def build_head_norms(layer: Builder, heads: LayerHeads) -> HeadNorms:
     """The norms of q and k, and in some families of v."""
-    kind, num_heads, num_kv_heads = config.parts.qk_norm, heads.num_heads, heads.num_kv_heads
+    names, parts, num_heads, num_kv_heads = layer.names, layer.config.parts, heads.num_heads, heads.num_kv_heads
     sizes: tuple[int | tuple[int, int], ...] = (heads.head_dim, heads.head_dim)
-    if kind is QkNormKind.ALL_HEADS:
+    if parts.qk_norm is QkNormKind.ALL_HEADS:
         sizes, num_heads, num_kv_heads = (heads.attn_size, heads.kv_size), 1, 1
-    elif kind is QkNormKind.OWN_HEADS:
+    elif parts.qk_norm is QkNormKind.OWN_HEADS:
         sizes = ((num_heads, heads.head_dim), (num_kv_heads, heads.head_dim))
-    eps, norm = config.norm_eps, config.parts.norm
-    q_norm = allocator.norm("q_norm", f"{layer}.{names.q_norm}", sizes[0], eps, norm)
+    q_norm = layer.norm("q_norm", names.q_norm, sizes[0])
     if not heads.kv_size:
         return HeadNorms(q_norm, None, num_heads, num_kv_heads)
-    k_norm = allocator.norm("k_norm", f"{layer}.{names.k_norm}", sizes[1], eps, norm)
-    v_norm = UnweightedRmsNorm(eps) if config.parts.has_v_norm else None
+    k_norm = layer.norm("k_norm", names.k_norm, sizes[1])
+    v_norm = UnweightedRmsNorm(layer.config.norm_eps) if parts.has_v_norm else None
     return HeadNorms(q_norm, k_norm, num_heads, num_kv_heads, v_norm)
 
 
-def build_o(
-    config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, layer: str, heads: LayerHeads
-) -> Linear:
+def build_o(layer: Builder, heads: LayerHeads) -> Linear:
     """The projection of the output of attention, or of a recurrence."""
+    config, names, latent = layer.config, layer.names, layer.config.parts.latent
     match heads.recurrence:
         case None:
             name, has_bias = names.o, config.o_bias
@@ -253,36 +232,28 @@ def build_o(
             name, has_bias = names.of_short_convolution.o, config.parts.mixer_bias
         case SelectiveScan():
             name, has_bias = names.of_selective_scan.o, config.parts.mixer_bias
-    merged = (Projection(f"{layer}.{name}", config.hidden_size, _weight_layout(names)),)
-    latent = config.parts.latent
     in_features = heads.attn_size if latent is None else heads.num_heads * latent.value_dim
-    return allocator.linear("o", in_features, merged, Cut.IN, has_bias)
+    stored = layer.projection(name, config.hidden_size, _weight_layout(names))
+    return layer.linear("o", in_features, stored, cut=Cut.IN, has_bias=has_bias)
 
 
-def build_mlp(
-    config: ModelConfig,
-    allocator: WeightAllocator,
-    names: CheckpointNames,
-    layer: str,
-    attention_norm: Norm | None,
-    intermediate: int,
-) -> Mlp:
+def build_mlp(layer: Builder, attention_norm: Norm | None, intermediate: int) -> Mlp:
     """The MLP and the norm before it, which some families share with attention."""
-    parts, hidden = config.parts, config.hidden_size
+    config, names, parts, hidden = layer.config, layer.names, layer.config.parts, layer.config.hidden_size
     layout = _weight_layout(names)
     norm = None
     if parts.shares_norm:
         norm = _shared(attention_norm)
     elif parts.has_norms_before:
-        norm = allocator.norm("post_norm", f"{layer}.{names.mlp_norm}", hidden, config.norm_eps, parts.norm)
+        norm = layer.norm("post_norm", names.mlp_norm)
     num_rows = (1 + parts.is_gated) * intermediate // len(names.mlp_in)
-    merged = tuple(Projection(f"{layer}.{name}", num_rows, layout) for name in names.mlp_in)
-    down = (Projection(f"{layer}.{names.down}", hidden, layout),)
-    first = allocator.linear("gate_up" if parts.is_gated else "up", hidden, merged, Cut.OUT, config.mlp_bias)
-    last = allocator.linear("down", intermediate, down, Cut.IN, config.mlp_bias)
+    merged = [layer.projection(name, num_rows, layout) for name in names.mlp_in]
+    down = layer.projection(names.down, hidden, layout)
+    first = layer.linear("gate_up" if parts.is_gated else "up", hidden, *merged, has_bias=config.mlp_bias)
+    last = layer.linear("down", intermediate, down, cut=Cut.IN, has_bias=config.mlp_bias)
     if parts.activation is Activation.XIELU:
-        numbers = tuple(build_number(f"{layer}.{name}") for name in names.xielu)
-        return XieluMlp(norm, first, last, allocator.parameter("xielu", len(numbers), sources=numbers))
+        numbers = tuple(build_number(layer.path(name)) for name in names.xielu)
+        return XieluMlp(norm, first, last, layer.allocator.parameter("xielu", len(numbers), sources=numbers))
     return (GatedMlp if parts.is_gated else PlainMlp)(norm, first, last, parts.activation)
 
 
@@ -292,149 +263,121 @@ def build_number(name: str) -> Source:
     return Source(name, 1, Conversion((stored,), lambda loaded: loaded.tensor.view(1)))
 
 
-def build_experts(
-    config: ModelConfig,
-    options: ExpertOptions,
-    allocator: WeightAllocator,
-    names: CheckpointNames,
-    layer: str,
-    is_counted: bool,
-) -> ExpertMlp:
+def build_experts(layer: Builder, options: ExpertOptions, *, is_counted: bool) -> ExpertMlp:
     """The mixture of experts of a layer, and the norm before it. The router and its gate are never quantized."""
-    parts, hidden, of_experts = config.parts, config.hidden_size, names.of_experts
-
-    def matrix(name: str, num_rows: int, module: str) -> Parameter:
-        return allocator.parameter(name, num_rows, hidden, sources=(Source(f"{layer}.{module}.weight", num_rows),))
+    config, names, parts, hidden = layer.config, layer.names.of_experts, layer.config.parts, layer.config.hidden_size
+    num_experts, size, has_bias = options.num_experts, options.intermediate_size, config.mlp_bias
 
     def projections(module: str, size: int) -> tuple[Projection, ...]:
-        return tuple(Projection(f"{layer}.{module}.{each}", size) for each in (of_experts.gate, of_experts.up))
+        return tuple(layer.projection(f"{module}.{each}", size) for each in (names.gate, names.up))
 
-    def down(module: str, name: str = "") -> Projection:
-        return Projection(f"{layer}.{module}.{name or of_experts.down}", hidden)
-
-    norm_names = ("experts_norm", of_experts.norm) if options.is_beside_mlp else ("post_norm", names.mlp_norm)
     norm = None
     if parts.has_norms_before:
-        norm = allocator.norm(norm_names[0], f"{layer}.{norm_names[1]}", hidden, config.norm_eps, parts.norm)
-    num_experts, size, has_bias = options.num_experts, options.intermediate_size, config.mlp_bias
-    if of_experts.gate_up:
-        gates_and_ups, of_down = _stacked_projections(config, options, of_experts, f"{layer}.{of_experts.experts}")
+        norm_names = ("experts_norm", names.norm) if options.is_beside_mlp else ("post_norm", layer.names.mlp_norm)
+        norm = layer.norm(*norm_names)
+    if names.gate_up:
+        gates_and_ups, downs = _stacked_projections(layer, options)
     else:
-        modules = [f"{of_experts.experts}.{i}" for i in range(num_experts)]
+        modules = [f"{names.experts}.{i}" for i in range(num_experts)]
         gates_and_ups = tuple(each for module in modules for each in projections(module, size))
-        of_down = tuple(map(down, modules))
-    gate_up = allocator.experts("experts_gate_up", num_experts, hidden, gates_and_ups, has_bias)
-    downs = allocator.experts("experts_down", num_experts, size, of_down, has_bias)
+        downs = tuple(layer.projection(f"{module}.{names.down}", hidden) for module in modules)
+    gate_up = layer.allocator.experts("experts_gate_up", num_experts, hidden, gates_and_ups, has_bias)
+    down = layer.allocator.experts("experts_down", num_experts, size, downs, has_bias)
     shared, shared_size = None, options.shared_intermediate_size
     if shared_size is not None:
-        merged = projections(of_experts.shared, shared_size)
-        if of_experts.shared_gate_up:
-            merged = (Projection(f"{layer}.{of_experts.shared}.{of_experts.shared_gate_up}", 2 * shared_size),)
-        first = allocator.linear("shared_expert_gate_up", hidden, merged, Cut.OUT, has_bias)
-        merged = (down(of_experts.shared, of_experts.shared_down),)
-        last = allocator.linear("shared_expert_down", shared_size, merged, Cut.IN, has_bias)
-        gate = matrix("shared_expert_gate", 1, of_experts.shared_gate) if options.has_shared_gate else None
+        merged = projections(names.shared, shared_size)
+        if names.shared_gate_up:
+            merged = (layer.projection(f"{names.shared}.{names.shared_gate_up}", 2 * shared_size),)
+        first = layer.linear("shared_expert_gate_up", hidden, *merged, has_bias=has_bias)
+        stored = layer.projection(f"{names.shared}.{names.shared_down or names.down}", hidden)
+        last = layer.linear("shared_expert_down", shared_size, stored, cut=Cut.IN, has_bias=has_bias)
+        gate = None
+        if options.has_shared_gate:
+            gate = layer.parameter("shared_expert_gate", f"{names.shared_gate}.weight", 1, hidden)
         shared = SharedExpert(GatedMlp(None, first, last, parts.activation), gate)
-    weight = matrix("router", options.num_experts, of_experts.router)
-    bias = None
-    if options.has_router_bias:
-        sources = (Source(f"{layer}.{of_experts.router}.bias", options.num_experts),)
-        bias = allocator.parameter("router_bias", options.num_experts, sources=sources)
-    router: Router = SoftmaxRouter(weight, options.num_per_token, options.renormalizes, bias)
-    if options.grouped is not None:
-        if options.grouped.is_sigmoid or options.grouped.has_softmax_bias:
-            name, shapes = f"{layer}.{of_experts.router_bias}", ((num_experts,), (1, num_experts))  # one row in some
-            conversion = Conversion((StoredTensor((name,), FLOATS, shapes),), lambda loaded: loaded.tensor.flatten())
-            sources = (Source(name, num_experts, conversion),)
-            bias = allocator.parameter("router_bias", options.num_experts, sources=sources, dtype=torch.float32)
-        router = GroupedRouter(weight, bias, options.num_per_token, options.renormalizes, options.grouped)
-    elif options.mixer_jitter is not None:
-        router = SparseMixer(weight, options.num_per_token, options.mixer_jitter)
-    elif options.is_beside_mlp:
-        scales = [
-            allocator.parameter(name, size, sources=(Source(f"{layer}.{stored}", size),))
-            for name, stored, size in (
-                ("router_scale", of_experts.router_scale, hidden),
-                ("expert_scale", of_experts.expert_scale, num_experts),
-            )
-        ]
-        router = ScaledRouter(weight, options.num_per_token, *scales, UnweightedRmsNorm(config.norm_eps))
-    loads = torch.zeros(num_experts, dtype=torch.int64, device=allocator.device) if is_counted else None
-    routed = RoutedExperts(router, gate_up, downs, parts.activation, options.clamped, loads)
+    router = build_router(layer, options)
+    loads = torch.zeros(num_experts, dtype=torch.int64, device=layer.allocator.device) if is_counted else None
+    routed = RoutedExperts(router, gate_up, down, parts.activation, options.clamped, loads)
     return ExpertMlp(norm, routed, shared)
 
 
-def build_beside(
-    config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, layer: str, mlp: Mlp, experts: ExpertMlp
-) -> MlpBesideExperts:
+def build_router(layer: Builder, options: ExpertOptions) -> Router:
+    """What chooses the experts of each token."""
+    names, hidden, num_experts = layer.names.of_experts, layer.config.hidden_size, options.num_experts
+    weight = layer.parameter("router", f"{names.router}.weight", num_experts, hidden)
+    bias = None
+    if options.has_router_bias:
+        bias = layer.parameter("router_bias", f"{names.router}.bias", num_experts)
+    if options.grouped is not None:
+        if options.grouped.is_sigmoid or options.grouped.has_softmax_bias:
+            name, shapes = layer.path(names.router_bias), ((num_experts,), (1, num_experts))  # one row in some
+            conversion = Conversion((StoredTensor((name,), FLOATS, shapes),), lambda loaded: loaded.tensor.flatten())
+            sources = (Source(name, num_experts, conversion),)
+            bias = layer.allocator.parameter("router_bias", num_experts, sources=sources, dtype=torch.float32)
+        return GroupedRouter(weight, bias, options.num_per_token, options.renormalizes, options.grouped)
+    if options.mixer_jitter is not None:
+        return SparseMixer(weight, options.num_per_token, options.mixer_jitter)
+    if options.is_beside_mlp:
+        scale = layer.parameter("router_scale", names.router_scale, hidden)
+        expert_scale = layer.parameter("expert_scale", names.expert_scale, num_experts)
+        norm = UnweightedRmsNorm(layer.config.norm_eps)
+        return ScaledRouter(weight, options.num_per_token, scale, expert_scale, norm)
+    return SoftmaxRouter(weight, options.num_per_token, options.renormalizes, bias)
+
+
+def build_beside(layer: Builder, mlp: Mlp | None, experts: ExpertMlp) -> MlpBesideExperts:
     """An MLP and experts side by side."""
     assert isinstance(mlp, GatedMlp)
-
-    def norm(name: str, checkpoint_name: str) -> Norm:
-        return allocator.norm(
-            name, f"{layer}.{checkpoint_name}", config.hidden_size, config.norm_eps, config.parts.norm
-        )
-
-    of_experts = names.of_experts
-    after_mlp = norm("beside_out_norm", of_experts.norm_after_mlp)
-    return MlpBesideExperts(mlp, after_mlp, experts, norm("experts_out_norm", of_experts.norm_after))
+    names = layer.names.of_experts
+    after_mlp = layer.norm("beside_out_norm", names.norm_after_mlp)
+    return MlpBesideExperts(mlp, after_mlp, experts, layer.norm("experts_out_norm", names.norm_after))
 
 
-def _stacked_projections(
-    config: ModelConfig, options: ExpertOptions, names: ExpertNames, module: str
-) -> tuple[tuple[Projection], tuple[Projection]]:
+def _stacked_projections(layer: Builder, options: ExpertOptions) -> tuple[tuple[Projection], tuple[Projection]]:
     """Gates with ups, and downs, of all experts of a layer: one tensor each."""
-    gate_up, down = f"{module}.{names.gate_up}", f"{module}.{names.down}"
-    quantization = config.quantization
-    is_quantized = quantization is not None and isinstance(quantization.scheme_of(gate_up), Mxfp4Scheme)
+    names, quantization = layer.names.of_experts, layer.config.quantization
+    gate_up, down = f"{names.experts}.{names.gate_up}", f"{names.experts}.{names.down}"
+    scheme = None if quantization is None else quantization.scheme_of(layer.path(gate_up))
 
     def layout(is_interleaved: bool) -> StackedExperts:
         if names.has_plain_stack:
             return StackedExperts(options.num_experts, is_interleaved=False, is_transposed=False)
-        return StackedExperts(options.num_experts, is_interleaved, is_transposed=not is_quantized)
+        return StackedExperts(options.num_experts, is_interleaved, is_transposed=not isinstance(scheme, Mxfp4Scheme))
 
     num_rows = 2 * options.num_experts * options.intermediate_size
-    return (Projection(gate_up, num_rows, layout(True)),), (
-        Projection(down, options.num_experts * config.hidden_size, layout(False)),
+    return (layer.projection(gate_up, num_rows, layout(True)),), (
+        layer.projection(down, options.num_experts * layer.config.hidden_size, layout(False)),
     )
 
 
-def build_residual(
-    config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, layer: str, o: Linear, mlp: Mlp | None
-) -> AfterAttention:
+def build_residual(layer: Builder, o: Linear, mlp: Mlp | None) -> AfterAttention:
     """The second half of a layer, around its output projection and its MLP."""
-    parts = config.parts
+    names, parts = layer.names, layer.config.parts
     if parts.residual is ResidualKind.PARALLEL:
         return ParallelResidual(o, mlp)
     if not parts.has_norms_after and parts.residual is ResidualKind.SEQUENTIAL:
         return SequentialResidual(o, mlp, multiplier=parts.residual_multiplier)
-
-    def norm(name: str, checkpoint_name: str) -> Norm:
-        return allocator.norm(name, f"{layer}.{checkpoint_name}", config.hidden_size, config.norm_eps, parts.norm)
-
     if parts.residual is ResidualKind.NORMED:
-        attention_norm = norm("attention_out_norm", names.attention_norm)
-        return NormedResidual(o, attention_norm, mlp, norm("mlp_out_norm", names.mlp_norm))
-    after_attention = norm("attention_out_norm", names.norm_after_attention)
-    after_mlp = norm("mlp_out_norm", names.norm_after_mlp)
-    scalar = None
-    if parts.has_layer_scalar:
-        scalar = allocator.parameter("layer_scalar", 1, sources=(Source(f"{layer}.{names.layer_scalar}", 1),))
+        attention_norm = layer.norm("attention_out_norm", names.attention_norm)
+        return NormedResidual(o, attention_norm, mlp, layer.norm("mlp_out_norm", names.mlp_norm))
+    after_attention = layer.norm("attention_out_norm", names.norm_after_attention)
+    after_mlp = layer.norm("mlp_out_norm", names.norm_after_mlp)
+    scalar = layer.parameter("layer_scalar", names.layer_scalar, 1) if parts.has_layer_scalar else None
     return SequentialResidual(o, mlp, after_attention, after_mlp, parts.residual_multiplier, layer_scalar=scalar)
 
 
-def build_head(config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, table: Parameter) -> Head:
+def build_head(model: Builder, table: Parameter) -> Head:
     """The final norm and the lm_head, which is the embedding's tensor if the two are tied."""
-    parts = config.parts
-    merged = (Projection(names.head, config.vocab_size, UnitRows() if parts.has_unit_head else None),)
+    config, names, parts = model.config, model.names, model.config.parts
+    merged = (model.projection(names.head, config.vocab_size, UnitRows() if parts.has_unit_head else None),)
     norm = projection = None
     if parts.residual is not ResidualKind.NORMED:
-        norm = allocator.norm("final_norm", names.final_norm, config.hidden_size, config.norm_eps, parts.norm)
+        norm = model.norm("final_norm", names.final_norm)
     if parts.embedding_size is not None:
-        narrowing = (Projection(names.head_projection, parts.embedding_size),)
-        projection = allocator.linear("head_projection", config.hidden_size, narrowing, Cut.OUT, False)
+        narrowing = model.projection(names.head_projection, parts.embedding_size)
+        projection = model.linear("head_projection", config.hidden_size, narrowing)
     if not config.tie_word_embeddings:
-        weight = allocator.weight("lm_head", config.embedding_size, merged)
+        weight = model.allocator.weight("lm_head", config.embedding_size, merged)
     else:
         weight = PlainWeight(Parameter("lm_head", table.data))
     bias = None
@@ -442,14 +385,9 @@ def build_head(config: ModelConfig, allocator: WeightAllocator, names: Checkpoin
         sources = (Source(f"{names.head}.bias", config.vocab_size),)
         if config.encoder is not None:
             sources = (optional_zeros(names.of_encoder.logits_bias, config.vocab_size, (1, config.vocab_size)),)
-        bias = allocator.parameter("lm_head_bias", config.vocab_size, sources=sources)
+        bias = model.allocator.parameter("lm_head_bias", config.vocab_size, sources=sources)
     lm_head = Linear("lm_head", config.embedding_size, config.vocab_size, merged, Cut.OUT, weight, bias)
     return Head(norm, lm_head, parts.logit_multiplier, parts.logit_softcap, projection)
-
-
-def _rounded(number: float, allocator: WeightAllocator) -> float:
-    """A number in the model's dtype, as transformers rounds the multipliers of embeddings."""
-    return torch.tensor(number, dtype=allocator.dtype).item()
 
 
 def _weight_layout(names: CheckpointNames) -> StoredLayout | None:

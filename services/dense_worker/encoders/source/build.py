@@ -6,9 +6,7 @@ import math
 
 import torch
 
-from services.common.families.names import CheckpointNames
 from services.common.families.shape import EncoderConfig, LayerHeads, ResidualKind, SinusoidalPositions
-from services.common.model_config import ModelConfig
 from services.dense_worker.encoders.source.picture_tokens import PictureTokenEncoder
 from services.dense_worker.encoders.source.source_encoder import (
     Body,
@@ -20,8 +18,9 @@ from services.dense_worker.encoders.source.source_encoder import (
 )
 from services.dense_worker.encoders.source.swin_encoder import build_swin_encoder
 from services.dense_worker.encoders.vision.blip2 import build_blip2_tower
-from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
+from services.dense_worker.kernels.linear.linear import Cut, Linear
 from services.dense_worker.model.allocator import WeightAllocator
+from services.dense_worker.model.builder import Builder
 from services.dense_worker.model.layer import DecoderLayer, NormedQkv, NormedResidual, SequentialResidual
 from services.dense_worker.model.mlp import GatedMlp, PlainMlp
 from services.dense_worker.parameters import Conversion, Parameter, Source
@@ -29,87 +28,65 @@ from services.dense_worker.parameters import Conversion, Parameter, Source
 _BASE = 10000.0  # of the frequencies of positions
 
 
-def build_source_encoder(
-    config: ModelConfig, encoder: EncoderConfig, allocator: WeightAllocator, names: CheckpointNames, table: Parameter
-) -> SourceEncoder:
+def build_source_encoder(model: Builder, encoder: EncoderConfig, table: Parameter) -> SourceEncoder:
     """The encoder. `table`: the decoder's embedding, which it mostly shares."""
     body: Body
     if encoder.swin is not None:
-        body = build_swin_encoder(encoder.swin, allocator)
+        body = build_swin_encoder(encoder.swin, model.allocator)
     else:
-        body = build_sequence_encoder(config, encoder, allocator, names, table)
+        body = build_sequence_encoder(model, encoder, table)
         if encoder.pictures is not None:
-            tower = build_blip2_tower(encoder.pictures.tower, allocator)
+            tower = build_blip2_tower(encoder.pictures.tower, model.allocator)
             body = PictureTokenEncoder(body, tower, encoder.pictures)
-    return SourceEncoder(body, tuple(_build_cross_kv(config, allocator, names, layer) for layer in config.cross_layers))
+    return SourceEncoder(body, tuple(_build_cross_kv(model, layer) for layer in model.config.cross_layers))
 
 
-def build_sequence_encoder(
-    config: ModelConfig, encoder: EncoderConfig, allocator: WeightAllocator, names: CheckpointNames, table: Parameter
-) -> SequenceEncoder:
+def build_sequence_encoder(model: Builder, encoder: EncoderConfig, table: Parameter) -> SequenceEncoder:
     """What reads tokens or sound."""
-    page, parts, hidden = names.of_encoder, config.parts, config.hidden_size
+    config, page = model.config, model.names.of_encoder
     biases = None
     if config.attention.relative_bias is not None:
-        shape = (config.attention.relative_bias.num_buckets, encoder.num_heads)
-        biases = allocator.parameter("relative_bias", *shape, sources=(Source(page.relative_bias, shape[0]),))
+        num_buckets = config.attention.relative_bias.num_buckets
+        biases = model.parameter("relative_bias", page.relative_bias, num_buckets, encoder.num_heads)
     attention = EncoderAttention(
         encoder.num_heads, encoder.head_dim, config.attention.scale, config.attention.relative_bias, biases
     )
-    norm = None
-    if encoder.has_final_norm:
-        norm = allocator.norm("encoder_norm", page.final_norm, hidden, config.norm_eps, parts.norm)
-    make_rows = build_sound_rows if encoder.num_mel_bins else build_token_rows
+    norm = model.norm("encoder_norm", page.final_norm) if encoder.has_final_norm else None
+    rows = build_sound_rows(model, encoder) if encoder.num_mel_bins else build_token_rows(model, encoder, table)
     return SequenceEncoder(
-        make_rows(config, encoder, allocator, names, table),
-        attention,
-        tuple(_build_layer(config, encoder, allocator, names, layer) for layer in range(encoder.num_layers)),
-        norm,
+        rows, attention, tuple(_build_layer(model, encoder, layer) for layer in range(encoder.num_layers)), norm
     )
 
 
-def build_token_rows(
-    config: ModelConfig, encoder: EncoderConfig, allocator: WeightAllocator, names: CheckpointNames, table: Parameter
-) -> TokenRows:
+def build_token_rows(model: Builder, encoder: EncoderConfig, table: Parameter) -> TokenRows:
     """What makes rows of tokens."""
-    page, parts, hidden = names.of_encoder, config.parts, config.hidden_size
+    page, parts, hidden = model.names.of_encoder, model.config.parts, model.config.hidden_size
     own = Parameter("source_embed", table.data)
     if encoder.has_own_embedding:
-        sources = (Source(f"{page.embedding}.weight", encoder.vocab_size),)
-        own = allocator.parameter("source_embed", encoder.vocab_size, hidden, sources=sources)
+        own = model.parameter("source_embed", f"{page.embedding}.weight", encoder.vocab_size, hidden)
     positions = None
     if parts.sinusoidal_positions is not None:
         positions = sinusoidal_table(
-            "source_positions", parts.sinusoidal_positions, encoder.max_source_len, hidden, allocator
+            "source_positions", parts.sinusoidal_positions, encoder.max_source_len, hidden, model.allocator
         )
     elif encoder.num_learned_positions:
         num_rows = encoder.num_learned_positions + parts.learned_position_offset
-        sources = (Source(f"{page.positions}.weight", num_rows),)
-        positions = allocator.parameter("source_positions", num_rows, hidden, sources=sources)
-    norm = None
-    if parts.has_embedding_norm:
-        norm = allocator.norm("source_embedding_norm", page.embedding_norm, hidden, config.norm_eps, parts.norm)
-    multiplier = torch.tensor(parts.embedding_multiplier, dtype=allocator.dtype).item()
+        positions = model.parameter("source_positions", f"{page.positions}.weight", num_rows, hidden)
+    norm = model.norm("source_embedding_norm", page.embedding_norm) if parts.has_embedding_norm else None
     offset = 0 if parts.sinusoidal_positions is not None else parts.learned_position_offset
-    return TokenRows(own, multiplier, positions, offset, norm)
+    return TokenRows(own, model.rounded(parts.embedding_multiplier), positions, offset, norm)
 
 
-def build_sound_rows(
-    config: ModelConfig, encoder: EncoderConfig, allocator: WeightAllocator, names: CheckpointNames, table: Parameter
-) -> SoundRows:
-    """What makes rows of log-mel features; `table` has no part in it."""
-    page, hidden = names.of_encoder, config.hidden_size
-
-    def tensor(name: str, stored: str, *shape: int) -> Parameter:
-        return allocator.parameter(name, *shape, sources=(Source(stored, shape[0]),))
-
+def build_sound_rows(model: Builder, encoder: EncoderConfig) -> SoundRows:
+    """What makes rows of log-mel features."""
+    page, hidden = model.names.of_encoder, model.config.hidden_size
     first, second = page.convolutions
     return SoundRows(
-        tensor("convolution_1", f"{first}.weight", hidden, encoder.num_mel_bins, 3),
-        tensor("convolution_1_bias", f"{first}.bias", hidden),
-        tensor("convolution_2", f"{second}.weight", hidden, hidden, 3),
-        tensor("convolution_2_bias", f"{second}.bias", hidden),
-        tensor("source_positions", f"{page.positions}.weight", encoder.num_learned_positions, hidden),
+        model.parameter("convolution_1", f"{first}.weight", hidden, encoder.num_mel_bins, 3),
+        model.parameter("convolution_1_bias", f"{first}.bias", hidden),
+        model.parameter("convolution_2", f"{second}.weight", hidden, hidden, 3),
+        model.parameter("convolution_2_bias", f"{second}.bias", hidden),
+        model.parameter("source_positions", f"{page.positions}.weight", encoder.num_learned_positions, hidden),
     )
 
 
@@ -130,30 +107,24 @@ def sinusoidal_table(
     return allocator.parameter(name, num_positions, hidden, sources=sources)
 
 
-def _build_layer(
-    config: ModelConfig, encoder: EncoderConfig, allocator: WeightAllocator, names: CheckpointNames, index: int
-) -> DecoderLayer:
-    page, parts, hidden, eps = names.of_encoder, config.parts, config.hidden_size, config.norm_eps
-    layer = f"{page.layers}.{index}"
+def _build_layer(model: Builder, encoder: EncoderConfig, index: int) -> DecoderLayer:
+    config, names, page = model.config, model.names, model.names.of_encoder
+    layer, parts, hidden = model.of_layer(f"{page.layers}.{index}"), config.parts, config.hidden_size
     heads = LayerHeads(encoder.num_heads, encoder.num_heads, encoder.head_dim)
-    qkv = allocator.attention_projections(
+    qkv = layer.allocator.attention_projections(
         "qkv",
         hidden,
-        tuple(Projection(f"{layer}.{name}", heads.q_size) for name in names.qkv),
+        tuple(layer.projection(name, heads.q_size) for name in names.qkv),
         has_bias=config.qkv_bias,
         has_key_bias=parts.has_key_bias,
     )
-    o = allocator.linear("o", heads.attn_size, (Projection(f"{layer}.{names.o}", hidden),), Cut.IN, config.o_bias)
-    input_norm, mlp_norm = (
-        allocator.norm(name, f"{layer}.{stored}", hidden, eps, parts.norm)
-        for name, stored in (("input_norm", names.attention_norm), ("post_norm", page.mlp_norm))
-    )
+    o = layer.linear("o", heads.attn_size, layer.projection(names.o, hidden), cut=Cut.IN, has_bias=config.o_bias)
+    input_norm, mlp_norm = layer.norm("input_norm", names.attention_norm), layer.norm("post_norm", page.mlp_norm)
     intermediate = encoder.intermediate_size
-    merged = tuple(Projection(f"{layer}.{name}", intermediate) for name in page.mlp_in)
-    name = "gate_up" if parts.is_gated else "up"
-    first = allocator.linear(name, hidden, merged, Cut.OUT, config.mlp_bias)
-    down = (Projection(f"{layer}.{page.down}", hidden),)
-    last = allocator.linear("down", intermediate, down, Cut.IN, config.mlp_bias)
+    merged = [layer.projection(name, intermediate) for name in page.mlp_in]
+    down = layer.projection(page.down, hidden)
+    first = layer.linear("gate_up" if parts.is_gated else "up", hidden, *merged, has_bias=config.mlp_bias)
+    last = layer.linear("down", intermediate, down, cut=Cut.IN, has_bias=config.mlp_bias)
     has_norms_before = parts.residual is not ResidualKind.NORMED
     mlp = (GatedMlp if parts.is_gated else PlainMlp)(
         mlp_norm if has_norms_before else None, first, last, parts.activation
@@ -163,15 +134,14 @@ def _build_layer(
     return DecoderLayer(NormedQkv(None, qkv, None), NormedResidual(o, input_norm, mlp, mlp_norm))
 
 
-def _build_cross_kv(config: ModelConfig, allocator: WeightAllocator, names: CheckpointNames, layer: int) -> Linear:
+def _build_cross_kv(model: Builder, index: int) -> Linear:
     """The projection to keys and values of a layer of the decoder, counted as in `ModelConfig`."""
-    size = config.layer_heads[layer].source_size // 2
-    prefix = f"{names.layers}.{layer // 2}"
-    merged = tuple(Projection(f"{prefix}.{name}", size) for name in names.of_encoder.cross_qkv[1:])
-    return allocator.attention_projections(
+    config, names = model.config, model.names
+    layer, size = model.of_layer(f"{names.layers}.{index // 2}"), config.layer_heads[index].source_size // 2
+    return layer.allocator.attention_projections(
         "cross_kv",
         config.hidden_size,
-        merged,
+        tuple(layer.projection(name, size) for name in names.of_encoder.cross_qkv[1:]),
         has_bias=config.qkv_bias,
         has_key_bias=config.parts.has_key_bias,
         key_index=0,

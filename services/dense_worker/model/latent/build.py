@@ -5,14 +5,12 @@ from __future__ import annotations
 import torch
 
 from services.common.errors import ModelError
-from services.common.families.names import CheckpointNames
-from services.common.families.shape import LatentAttention
-from services.common.model_config import ModelConfig
+from services.common.families.shape import LatentAttention, NormKind
 from services.common.quantization.schemes import BlockFp8Scheme, OnTheFlyFp8
-from services.dense_worker.kernels.linear.linear import Cut, Projection
 from services.dense_worker.kernels.linear.quantized.block_fp8_weight import dequantized_source
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS, converted
-from services.dense_worker.model.allocator import WeightAllocator
+from services.dense_worker.kernels.norm.norm import Norm
+from services.dense_worker.model.builder import Builder
 from services.dense_worker.model.latent.attention import LatentOutput, LatentQkv, LatentQueries
 from services.dense_worker.model.layer import AfterAttention
 from services.dense_worker.parameters import Loaded, Parameter, Source, StoredTensor
@@ -20,54 +18,45 @@ from services.dense_worker.parameters import Loaded, Parameter, Source, StoredTe
 _EPS = 1e-6  # of the norms of latent vectors, whatever config.json says
 
 
-def build_latent_qkv(
-    config: ModelConfig, latent: LatentAttention, allocator: WeightAllocator, names: CheckpointNames, layer: str
-) -> LatentQkv:
+def build_latent_qkv(layer: Builder, latent: LatentAttention) -> LatentQkv:
     """The half of a layer before attention."""
-    modules, num_heads = names.of_latents, config.num_heads
-    query_size, queries = num_heads * (latent.plain_dim + latent.rotated_dim), None
-    first = Projection(f"{layer}.{modules.q}", query_size)
+    config, names = layer.config, layer.names.of_latents
+    query_size, queries = config.num_heads * (latent.plain_dim + latent.rotated_dim), None
+    first = layer.projection(names.q, query_size)
     if latent.query_rank is not None:
-        first = Projection(f"{layer}.{modules.q_down}", latent.query_rank)
-        up = (Projection(f"{layer}.{modules.q_up}", query_size),)
+        first = layer.projection(names.q_down, latent.query_rank)
         queries = LatentQueries(
-            allocator.norm("query_latent_norm", f"{layer}.{modules.q_norm}", latent.query_rank, _EPS),
-            allocator.linear("q_up", latent.query_rank, up, Cut.OUT, has_bias=False),
+            _latent_norm(layer, "query_latent_norm", names.q_norm, latent.query_rank),
+            layer.linear("q_up", latent.query_rank, layer.projection(names.q_up, query_size)),
         )
-    second = Projection(f"{layer}.{modules.kv_down}", latent.rank + latent.rotated_dim)
-    norm = f"{layer}.{names.attention_norm}"
+    second = layer.projection(names.kv_down, latent.rank + latent.rotated_dim)
     return LatentQkv(
-        allocator.norm("input_norm", norm, config.hidden_size, config.norm_eps, config.parts.norm),
-        allocator.linear("qkv_down", config.hidden_size, (first, second), Cut.OUT, config.qkv_bias),
+        layer.norm("input_norm", layer.names.attention_norm),
+        layer.linear("qkv_down", config.hidden_size, first, second, has_bias=config.qkv_bias),
         queries,
-        allocator.norm("latent_norm", f"{layer}.{modules.kv_norm}", latent.rank, _EPS),
-        _matrices(config, latent, allocator, f"{layer}.{modules.kv_up}", are_values=False),
+        _latent_norm(layer, "latent_norm", names.kv_norm, latent.rank),
+        _matrices(layer, latent, are_values=False),
         latent.rotated_dim,
     )
 
 
-def build_latent_output(
-    config: ModelConfig,
-    latent: LatentAttention,
-    allocator: WeightAllocator,
-    names: CheckpointNames,
-    layer: str,
-    after: AfterAttention,
-) -> LatentOutput:
+def build_latent_output(layer: Builder, latent: LatentAttention, after: AfterAttention) -> LatentOutput:
     """The half of a layer after attention; `after` begins with the output projection."""
-    values = _matrices(config, latent, allocator, f"{layer}.{names.of_latents.kv_up}", are_values=True)
-    return LatentOutput(values, after)
+    return LatentOutput(_matrices(layer, latent, are_values=True), after)
 
 
-def _matrices(
-    config: ModelConfig, latent: LatentAttention, allocator: WeightAllocator, name: str, *, are_values: bool
-) -> Parameter:
+def _latent_norm(layer: Builder, name: str, stored: str, size: int) -> Norm:
+    return layer.norm(name, stored, size, eps=_EPS, kind=NormKind.RMS)
+
+
+def _matrices(layer: Builder, latent: LatentAttention, *, are_values: bool) -> Parameter:
     """The matrix of each head's keys, or of its values: rows of one matrix of the checkpoint, dequantized.
 
     Raises ModelError for a quantization from which they are not made.
     """
-    num_heads, sizes = config.num_heads, [latent.plain_dim, latent.value_dim]
-    projection = Projection(name, num_heads * sum(sizes))
+    num_heads, sizes = layer.config.num_heads, [latent.plain_dim, latent.value_dim]
+    projection = layer.projection(layer.names.of_latents.kv_up, num_heads * sum(sizes))
+    name = projection.name
 
     def of_heads(matrix: torch.Tensor) -> torch.Tensor:
         return matrix.unflatten(0, (num_heads, -1)).split(sizes, dim=1)[are_values]
@@ -75,7 +64,7 @@ def _matrices(
     def convert(loaded: Loaded) -> torch.Tensor:
         return of_heads(loaded.tensor)
 
-    scheme = allocator.scheme_of(projection)
+    scheme = layer.allocator.scheme_of(projection)
     if isinstance(scheme, BlockFp8Scheme):
         source: Source = dequantized_source(scheme, projection, latent.rank, num_heads, of_heads)
     elif scheme is None or isinstance(scheme, OnTheFlyFp8):
@@ -84,4 +73,4 @@ def _matrices(
     else:
         raise ModelError(f"{name} is quantized as {scheme}, supported: unquantized, or FP8 in blocks")
     parameter = "latent_values" if are_values else "latent_keys"
-    return allocator.parameter(parameter, num_heads, sizes[are_values], latent.rank, sources=(source,))
+    return layer.allocator.parameter(parameter, num_heads, sizes[are_values], latent.rank, sources=(source,))

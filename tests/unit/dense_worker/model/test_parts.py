@@ -22,6 +22,7 @@ from services.dense_worker.kernels.linear.linear_choice import LinearChoice, Lin
 from services.dense_worker.kernels.norm.norm import RmsNorm
 from services.dense_worker.model import weights as weights_module
 from services.dense_worker.model.allocator import WeightAllocator, checkpoint_sources, sum_of_sizes
+from services.dense_worker.model.builder import Builder
 from services.dense_worker.model.families import (
     build_decoder,
     build_embedding_table,
@@ -91,8 +92,8 @@ class ScaledEmbedding:
 
 
 def build_parallel(config: ModelConfig, allocator: WeightAllocator) -> ModelWeights:
-    names, hidden = NAMES["llama"], config.hidden_size
-    table = build_embedding_table(config, allocator, names)
+    model, hidden = Builder(config, NAMES["llama"], allocator), config.hidden_size
+    table = build_embedding_table(model)
 
     def layer(prefix: str) -> DecoderLayer:
         up = (Projection(f"{prefix}.mlp.up_proj", config.intermediate_size),)
@@ -102,12 +103,12 @@ def build_parallel(config: ModelConfig, allocator: WeightAllocator) -> ModelWeig
             allocator.linear("up", hidden, up, Cut.OUT, has_bias=True),
             allocator.linear("down", config.intermediate_size, down, Cut.IN, has_bias=False),
         )
-        o = build_o(config, allocator, names, prefix, config.heads)
-        before = build_normed_qkv(config, allocator, names, prefix, config.heads)
+        own = model.of_layer(prefix)
+        o, before = build_o(own, config.heads), build_normed_qkv(own, config.heads)
         return DecoderLayer(before, ParallelResidual(o, mlp))
 
     layers = tuple(layer(f"model.layers.{i}") for i in range(config.num_layers))
-    return ModelWeights(ScaledEmbedding(table), layers, build_head(config, allocator, names, table))
+    return ModelWeights(ScaledEmbedding(table), layers, build_head(model, table))
 
 
 def parallel_formula(weights: ModelWeights, config: ModelConfig) -> torch.Tensor:
