@@ -22,6 +22,7 @@ from services.common.encoders.encoder_types import is_encoder
 from services.common.max_model_len import check_before_start
 from services.common.several_attention_workers import check_attention_workers, has_several
 from services.common.several_lanes import check_lanes_config
+from services.common.weight_files import check_weights
 from services.launch.addresses import check_addresses, check_api_keys, check_chat_template, check_tls, place_sockets
 from services.launch.attention_workers import AttentionWorkers
 from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, SECTIONS, SHAPE_FILE, Child
@@ -104,6 +105,7 @@ class Launcher:
         check_attention_workers(config)
         check_lanes_config(config)
         await asyncio.to_thread(check_before_start, config)
+        await asyncio.to_thread(check_weights, config)
         await asyncio.to_thread(check_rank_gpus, config)
         check_tls(config)
         check_chat_template(config)

@@ -12,15 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from services.common.errors import ModelError
-from services.common.json_files.read_json import read_json
+from services.common.weight_files import checkpoint_files
 from services.dense_worker.parameters import TensorPart
-
-_INDEX_FILE = "model.safetensors.index.json"
-_PICKLED = (".bin", ".pt", ".pth")
-_DANGER = (
-    ". Files of pickled tensors are never loaded: loading one can run any program that its author put there. Convert"
-    " it in a place where that does no harm, or take a conversion that you trust."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,23 +119,6 @@ def open_checkpoint(path: Path, canonical: Callable[[str], str]) -> Iterator[Che
     files = checkpoint_files(path)
     with ExitStack() as opened:
         yield Checkpoint(files, opened, canonical)
-
-
-def checkpoint_files(path: Path) -> list[Path]:
-    """The safetensors files of `path`, sorted by name. A single file takes precedence, as in transformers."""
-    single, index = path / "model.safetensors", path / _INDEX_FILE
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        others = sorted(f.name for f in path.glob("*") if f.suffix in (".bin", ".pt", ".pth", ".gguf"))
-        found = f"found {', '.join(others[:3])}, supported: safetensors" if others else "found no weights"
-        is_pickled = any(name.endswith(_PICKLED) for name in others)
-        raise ModelError(f"{path} has neither model.safetensors nor {_INDEX_FILE} ({found})" + _DANGER * is_pickled)
-    try:
-        names = set((read_json(index) or {})["weight_map"].values())
-        return [path / name for name in sorted(names)]
-    except (LookupError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} is not a safetensors index: {error!r}") from error
 
 
 @contextmanager

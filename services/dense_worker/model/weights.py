@@ -24,13 +24,14 @@ from services.common.families.names import names_of
 from services.common.model_config import ModelConfig
 from services.common.rank import ALONE, Rank
 from services.common.terminal import progress_bar
+from services.common.weight_files import checkpoint_files
 from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.attention_sinks import sink_names
-from services.dense_worker.model.checkpoint import Checkpoint, MatrixRows, checkpoint_files, open_checkpoint
+from services.dense_worker.model.checkpoint import Checkpoint, MatrixRows, open_checkpoint
 from services.dense_worker.model.families import build_decoder
 from services.dense_worker.model.gated.recurrence_weights import recurrence_names
 from services.dense_worker.model.head import Head

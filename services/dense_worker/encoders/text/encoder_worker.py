@@ -16,6 +16,7 @@ from services.common.max_model_len import check_max_model_len
 from services.common.pooling.pooling_config import PoolingConfig, read_pooling
 from services.common.ready_shape import read_encoder
 from services.common.resolve import resolve_device, use_device
+from services.common.weight_files import checkpoint_files
 from services.dense_worker.encoders.text.encoder_engine import EncoderEngine
 from services.dense_worker.encoders.text.load_encoder import load_encoder, random_encoder
 from services.dense_worker.encoders.text.pooled_text import TextPooling
@@ -26,7 +27,6 @@ from services.dense_worker.engine.step_log import writing_step_log
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
 from services.dense_worker.metrics import DenseMetrics
-from services.dense_worker.model.checkpoint import checkpoint_files
 from services.dense_worker.model.weights import heads_hash
 from services.dense_worker.readiness import Readiness
 from services.dense_worker.service import METRICS, STOP_GRACE_S, make_server, scheduler_limits

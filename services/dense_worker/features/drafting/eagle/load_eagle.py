@@ -15,6 +15,7 @@ from services.common.errors import ConfigError, ModelError
 from services.common.gpu import naming_what_needs_memory
 from services.common.model_config import ModelConfig
 from services.common.resolve import ResolvedModel
+from services.common.weight_files import checkpoint_files
 from services.dense_worker.features.drafting.eagle.eagle_config import NUM_RESIDUALS, EagleConfig, read_eagle_config
 from services.dense_worker.features.drafting.eagle.eagle_layer import EagleLayer
 from services.dense_worker.features.drafting.eagle.eagle_model import EagleModel
@@ -22,7 +23,7 @@ from services.dense_worker.features.drafting.kv_cache.draft_attention import byt
 from services.dense_worker.features.drafting.kv_cache.draft_blocks import BLOCK_SIZE
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.kernels.norm.norm import RmsNorm
-from services.dense_worker.model.checkpoint import Checkpoint, checkpoint_files, open_checkpoint
+from services.dense_worker.model.checkpoint import Checkpoint, open_checkpoint
 from services.dense_worker.model.held_weights import HeldWeights
 from services.dense_worker.model.weight_memory import Empty
 from services.dense_worker.model.weights import heads_hash

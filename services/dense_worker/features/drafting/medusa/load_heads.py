@@ -17,10 +17,11 @@ from services.common.errors import ModelError
 from services.common.gpu import naming_what_needs_memory
 from services.common.model_config import ModelConfig
 from services.common.resolve import ResolvedModel
+from services.common.weight_files import checkpoint_files
 from services.dense_worker.features.drafting.medusa.heads import MedusaHeads, ResidualBlocks
 from services.dense_worker.features.drafting.medusa.heads_config import MAX_HEADS, HeadsConfig, read_heads_config
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS
-from services.dense_worker.model.checkpoint import Checkpoint, checkpoint_files
+from services.dense_worker.model.checkpoint import Checkpoint
 from services.dense_worker.model.held_weights import HeldWeights
 from services.dense_worker.model.weight_memory import Empty
 from services.dense_worker.model.weights import heads_hash
