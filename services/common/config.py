@@ -7,6 +7,7 @@ documentation: docs/configuration.md is generated from these comments (`make doc
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import tomllib
@@ -635,11 +636,25 @@ def _apply_override(document: dict[str, object], override: str) -> None:
 def _describe(error: pydantic.ErrorDict) -> str:
     key = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
-        return f"unknown config key {key}"
+        section, _, name = key.partition(".")
+        if not name and isinstance(error["input"], dict):  # the section is unknown
+            name = next(iter(error["input"]), "")
+        nearest = _nearest_key(section, name)
+        return f"unknown config key {key}" + (f": did you mean {nearest}?" if nearest else "")
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "tuple_type":
         message = 'Input should be a list, such as ["a", "b"]'
     return f"{key} = {error['input']!r}: {message}" if key else message
+
+
+def _nearest_key(section: str, name: str) -> str | None:
+    """The key that may have been meant: one of the section, or else of any."""
+    sections = {each: [*field.annotation.model_fields] for each, field in Config.model_fields.items()}  # type: ignore[union-attr]
+    for within, least in (({section: sections.get(section, [])}, 0.6), (sections, 0.8)):
+        keys = {key: each for each, names in within.items() for key in names}
+        if nearest := difflib.get_close_matches(name, keys, 1, least):
+            return f"{keys[nearest[0]]}.{nearest[0]}"
+    return None
 
 
 def toml_value(value: object) -> str:

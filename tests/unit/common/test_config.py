@@ -41,8 +41,10 @@ def test_a_dumped_config_reads_back_equal(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("nothing.key=1", ["unknown config key nothing"]),
-        ("model.lenght=1", ["unknown config key model.lenght"]),
+        ("nothing.xyz=1", ["unknown config key nothing"]),
+        ("model.pth=x", ["unknown config key model.pth: did you mean model.path?"]),
+        ("model.gateway_proceses=1", ["gateway_proceses: did you mean launch.gateway_processes?"]),
+        ("schedulr.policy=x", ["unknown config key schedulr: did you mean scheduler.policy?"]),
         ("model.num_layers=0", ["model.num_layers", "0", "greater than or equal to 1"]),
         ("model.num_layers=two", ["model.num_layers", "two", "integer"]),
         ("channel.wait_timeout_s=0", ["channel.wait_timeout_s", "greater than 0"]),
