@@ -212,7 +212,18 @@ def _print_error(arguments: argparse.Namespace, error: grpc.RpcError) -> None:
         print(f"{program}: {nobody_answers(address, 'gRPC')}", file=sys.stderr)
         return
     details = " ".join(error.details().split())
+    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        details = _about_key(arguments)
     print(f"{program}: gateway at {address}: {error.code().name}: {safe_for(sys.stderr, details)}", file=sys.stderr)
+
+
+def _about_key(arguments: argparse.Namespace) -> str:
+    """What to do about a key that is missing or unknown. The gateway tells of headers, which users do not write."""
+    if arguments.api_key:
+        return "it does not know the key of --api-key"
+    if api_key_of_environment():
+        return f"it does not know the key in {API_KEY_VARIABLE}"
+    return f"it wants an API key: set {API_KEY_VARIABLE}, or give --api-key KEY"
 
 
 def make_parser(program: str) -> argparse.ArgumentParser:

@@ -55,6 +55,31 @@ def test_a_prompt_prints_only_its_continuation(tmp_path: Path) -> None:
     run(test())
 
 
+def test_a_key_that_is_missing_or_unknown_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[[keys]]\nname = "team"\nkey = "0123456789abcdef"\n')
+
+    async def test() -> None:
+        async with running_gateway(tmp_path, FakeDense(lambda submit: ids(" a")), api_keys_file=keys) as gateway:
+            asked = ["--address", gateway.address, "--prompt", "a", "--max-tokens", "1"]
+            for given, said in (
+                ([], "set TWOSTROKE_API_KEY, or give --api-key KEY"),
+                (["--api-key", "wrong"], "it does not know the key of --api-key"),
+            ):
+                capsys.readouterr()
+                assert await asyncio.to_thread(chat_client.main, [*asked, *given]) == 1
+                [line] = capsys.readouterr().err.splitlines()
+                assert line.startswith(f"services.gateway.chat_client: gateway at {gateway.address}: UNAUTHENTICATED: ")
+                assert line.endswith(said)
+            monkeypatch.setenv("TWOSTROKE_API_KEY", "0123456789abcdef")
+            assert await asyncio.to_thread(chat_client.main, asked) == 0
+
+    monkeypatch.delenv("TWOSTROKE_API_KEY", raising=False)
+    run(test())
+
+
 def test_a_prompt_can_be_a_message_of_a_chat(tmp_path: Path) -> None:
     async def test() -> None:
         dense = FakeDense(lambda submit: [*ids("Hi."), REFERENCE.eos_token_id])
