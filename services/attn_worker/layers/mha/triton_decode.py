@@ -39,6 +39,7 @@ FEW_BELOW = 1  # program per SM: contexts are split into pieces of few tiles, an
 ALL_AT_ONCE_BELOW = 3  # the same, for one query head per kv head: all programs run at once, of four warps each
 # The same, for one query head per kv head, where whole contexts are split; with more, splitting gains nothing.
 SPLIT_FROM, SPLIT_BELOW = 4, 24
+LONGEST_SPLIT_FROM = 6  # over a cache of 16 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +98,13 @@ def programs_of_pieces(cache_dtype: torch.dtype, group: int, programs_per_sm: fl
     """Into how many programs per SM contexts are split; `programs_per_sm` have whole ones.
 
     Over a cache of 8 bits an SM runs up to 14 programs, and many short ones leave it idle for less time in the end.
-    With several heads per kv head a program reads less, and so many pieces cost more than they gain.
+    Over 16 bits only the longest of many contexts are split, so that no program ends long after the others. With
+    several heads per kv head a program reads less, and so many pieces cost more than they gain.
     """
-    if cache_dtype.itemsize > 1 or group > 1 or programs_per_sm >= SPLIT_BELOW:
+    if group > 1 or (cache_dtype.itemsize == 1 and programs_per_sm >= SPLIT_BELOW):
         return 2
+    if cache_dtype.itemsize > 1:
+        return 6 if programs_per_sm >= LONGEST_SPLIT_FROM else 2
     return 8 if programs_per_sm < SPLIT_FROM else 40
 
 
