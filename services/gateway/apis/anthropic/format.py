@@ -9,6 +9,7 @@ from services.gateway.apis.anthropic.answer_objects import MessageObject, StopRe
 from services.gateway.apis.anthropic.content_blocks import ContentBlocks
 from services.gateway.apis.anthropic.errors import anthropic_error
 from services.gateway.apis.anthropic.schema import CountTokensRequest, MessagesRequest
+from services.gateway.apis.shared.answer import Format
 from services.gateway.apis.shared.answer_deltas import chunk_deltas, completion_deltas
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.core.request_service import RequestService
@@ -34,12 +35,10 @@ def param_names(body: CountTokensRequest) -> Mapping[str, str]:
     return names
 
 
-class MessagesFormat:
+class MessagesFormat(Format):
     """The `Format` of messages. A message is the only answer to a single prompt."""
 
     has_event_names = True
-    text_frame = None
-    end_of_stream = b""
 
     def __init__(self, service: RequestService, body: MessagesRequest, request_id: str) -> None:
         self.param_names = param_names(body)

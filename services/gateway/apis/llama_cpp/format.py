@@ -12,6 +12,7 @@ from services.gateway.apis.llama_cpp.schema import (
     LlamaCppObject,
     TokenProbability,
 )
+from services.gateway.apis.shared.answer import Format
 from services.gateway.apis.shared.llama_cpp_errors import LlamaCppErrorBody, llama_cpp_error
 from services.gateway.apis.shared.logprobs import LEAST_LOGPROB
 from services.gateway.apis.shared.timings import TimingsSoFar, prompt_progress, timings
@@ -27,12 +28,11 @@ RANDOM_SEED = 2**32 - 1
 _MISSING = object()
 
 
-class LlamaCppFormat:
-    """The `Format` of llama.cpp's answers. It belongs to one request, because it keeps what each answer has so far."""
+class LlamaCppFormat(Format):
+    """The `Format` of llama.cpp's answers. It belongs to one request, because it keeps what each answer has so far.
 
-    has_event_names = False
-    text_frame = None
-    end_of_stream = b""  # the last event has `stop`
+    Nothing follows the last event of a stream, which has `stop`.
+    """
 
     def __init__(self, service: RequestService, body: LlamaCppBody) -> None:
         names = {
@@ -60,9 +60,6 @@ class LlamaCppFormat:
         self._timings.begin(prompts)
         self._prompts = prompts
         self._texts = [await self._tokenizer.write_text(each, False) for each in prompts]
-
-    def opening(self) -> Sequence[LlamaCppObject]:
-        return ()
 
     def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[LlamaCppObject]:
         index = prompt_index * self._num_answers + chunk.index
@@ -101,9 +98,6 @@ class LlamaCppFormat:
         if chunk.finish is not None:
             objects.append(self._last(index, prompt_index, chunk.finish, "", [], index in self._with_new_line))
         return objects
-
-    def closing(self) -> Sequence[LlamaCppObject]:
-        return ()
 
     def failure(self, error: Exception) -> Sequence[LlamaCppErrorBody]:
         return [llama_cpp_error(error)]

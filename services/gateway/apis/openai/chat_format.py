@@ -16,15 +16,11 @@ from services.gateway.apis.openai.chat_schema import (
     ChunkChoice,
     Delta,
 )
-from services.gateway.apis.openai.head import UsageCounter, head, running_usage, stop_fields
-from services.gateway.apis.openai.logprobs import prompt_logprobs
+from services.gateway.apis.openai.format import OpenAIFormat
 from services.gateway.apis.openai.tool_schema import AnswerToolCall, NamedToolChoice, ToolCallDeltaObject
-from services.gateway.apis.shared.answer import DONE
 from services.gateway.apis.shared.logprobs import chat_logprobs
-from services.gateway.apis.shared.text_objects import TextObjects
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.core.request_service import RequestService
-from services.gateway.http.errors import ErrorBody, describe
 from services.gateway.http.request_id import REQUEST_ID_HEADER
 from services.gateway.link.journal_entry import FinishReason
 from services.gateway.text.answer_parts import AnswerParts, ToolCall
@@ -41,38 +37,18 @@ PARAM_NAMES = {
 }
 
 
-class ChatFormat:
+class ChatFormat(OpenAIFormat):
     """The `Format` of chats. A chat is a single prompt, so `prompt_index` is always 0."""
-
-    has_event_names = False
-    end_of_stream = DONE
 
     def __init__(self, service: RequestService, body: ChatRequest, request_id: str) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        self._head = head(service, kind, f"chatcmpl-{request_id}", body.model)
-        self._tokenizer = service.tokenizer
-        self._eos_token_ids = service.eos_token_ids
+        super().__init__(service, body, kind, f"chatcmpl-{request_id}")
         self._body = body
         self.param_names = _param_names(body)
-        self._has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        self._has_running_usage = body.stream_options is not None and body.stream_options.has_running_usage
-        self._usage = UsageCounter()
-        # Whether an object of a stream may have nothing of its own but its text.
-        self._is_plain = not (
-            body.logprobs or body.return_token_ids or self._has_running_usage or body.timings_per_token
-        )
-        self._text_objects = TextObjects(self._text_object)
-        self.text_frame = self._text_objects.first_frame if self._is_plain else None
-        self._prompt: list[int] = []  # token ids
         self._lead = _last_of_assistant(body) if body.echo else ""
         self._is_named = isinstance(body.tool_choice, NamedToolChoice)
         has_format = service.tokenizer.chat_formats.reasoning is not None
         self._has_reasoning = has_format and body.include_reasoning is not False
-
-    async def begin(self, prompts: Sequence[list[int]]) -> None:
-        [self._prompt] = prompts
-        if self._body.stream and self._is_plain:
-            self._text_objects.first_frame()  # is made ahead of the first text
 
     def opening(self) -> Sequence[ChatChunkObject]:
         """Objects with the role of every answer and, for `echo`, the text that the answer continues."""
@@ -85,7 +61,7 @@ class ChatFormat:
             for i in range(self._body.n or 1)
         ]
         if self._body.return_token_ids:
-            objects[0]["prompt_token_ids"] = self._prompt
+            objects[0]["prompt_token_ids"] = self._prompts[0]
         return objects
 
     def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[ChatChunkObject | bytes]:
@@ -98,8 +74,7 @@ class ChatFormat:
             choice["logprobs"] = self._logprobs(chunk.token_ids, chunk.logprobs or ())
         if self._body.return_token_ids:
             choice["token_ids"] = chunk.token_ids
-        prompt = chunk.prompt
-        has_prompt_logprobs = prompt is not None and prompt.logprobs is not None
+        prompt_logprobs = self._prompt_logprobs(chunk.prompt)
         has_text = len(delta) > 1  # beside the reasoning, which may be null
         choices = [choice]
         if chunk.finish is not None:
@@ -107,25 +82,15 @@ class ChatFormat:
             if has_text:  # as with OpenAI, the delta beside the reason has no text
                 choices.append(_piece(chunk.index, _delta_object((), has_reasoning=False)))
             choices[-1]["finish_reason"] = _finish_reason(chunk.finish, self._is_named)
-            choices[-1] |= stop_fields(chunk.finish, self._eos_token_ids)  # type: ignore[typeddict-item]
-            if chunk.finish.beam_score is not None:
-                choices[-1]["beam_score"] = chunk.finish.beam_score
-        elif not has_text and choice["logprobs"] is None and len(choice) == 4 and not has_prompt_logprobs:
+            choices[-1] |= self._end_fields(chunk.finish)  # type: ignore[typeddict-item]
+        elif not has_text and choice["logprobs"] is None and len(choice) == 4 and prompt_logprobs is None:
             if not self._has_usage:
                 return ()  # the token is an incomplete character, or a part of a marker
             delta["content"] = ""  # who counts tokens also measures when they come
         objects = [self._object(each, chunk.num_output_tokens) for each in choices]
-        if has_prompt_logprobs:
-            objects[0]["prompt_logprobs"] = prompt_logprobs(
-                self._tokenizer, prompt.token_ids, prompt.logprobs, self._body.num_named
-            )
+        if prompt_logprobs is not None:
+            objects[0]["prompt_logprobs"] = prompt_logprobs
         return objects
-
-    def closing(self) -> Sequence[ChatChunkObject]:
-        return [{**self._head, "choices": [], "usage": self._usage.usage()}] if self._has_usage else ()
-
-    def failure(self, error: Exception) -> Sequence[ErrorBody]:
-        return [describe(error)[1]]
 
     def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> ChatObject:
         [(completions, prompt)] = answers
@@ -138,14 +103,10 @@ class ChatFormat:
             **self._head,
             "choices": choices,
             "usage": self._usage.usage(),
-            "prompt_logprobs": None,
+            "prompt_logprobs": self._prompt_logprobs(prompt),
         }
-        if prompt is not None and prompt.logprobs is not None:
-            whole["prompt_logprobs"] = prompt_logprobs(
-                self._tokenizer, prompt.token_ids, prompt.logprobs, self._body.num_named
-            )
         if self._body.return_token_ids:
-            whole["prompt_token_ids"] = self._prompt
+            whole["prompt_token_ids"] = self._prompts[0]
         return whole
 
     def _choice(self, completion: Completion) -> ChatChoice:
@@ -163,10 +124,8 @@ class ChatFormat:
             "message": message,
             "logprobs": None,
             "finish_reason": _finish_reason(completion.finish, self._is_named),
-            **stop_fields(completion.finish, self._eos_token_ids),  # type: ignore[typeddict-item]
+            **self._end_fields(completion.finish),  # type: ignore[typeddict-item]
         }
-        if completion.finish.beam_score is not None:
-            choice["beam_score"] = completion.finish.beam_score
         if self._body.logprobs:
             choice["logprobs"] = self._logprobs(completion.token_ids, completion.logprobs)
         if self._body.return_token_ids:
@@ -183,7 +142,7 @@ class ChatFormat:
     def _object(self, choice: ChunkChoice, num_output_tokens: int) -> ChatChunkObject:
         whole: ChatChunkObject = {**self._head, "choices": [choice]}
         if self._has_running_usage:
-            whole["usage"] = running_usage(len(self._prompt), num_output_tokens)
+            whole["usage"] = self._running_usage(0, num_output_tokens)
         elif self._has_usage:
             whole["usage"] = None
         return whole

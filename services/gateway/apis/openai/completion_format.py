@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from services.common.token_logprobs import TokenLogprobs
 from services.gateway.apis.openai.completion_schema import (
@@ -13,51 +12,25 @@ from services.gateway.apis.openai.completion_schema import (
     CompletionRequest,
     LegacyLogprobs,
 )
-from services.gateway.apis.openai.head import UsageCounter, head, running_usage, stop_fields
-from services.gateway.apis.openai.logprobs import LegacyLogprobsBuilder, prompt_logprobs
-from services.gateway.apis.shared.answer import DONE
-from services.gateway.apis.shared.text_objects import TextObjects
+from services.gateway.apis.openai.format import OpenAIFormat
+from services.gateway.apis.openai.logprobs import LegacyLogprobsBuilder
 from services.gateway.core.chunks import Chunk, Completion, Prompt
 from services.gateway.core.request_service import RequestService
-from services.gateway.http.errors import ErrorBody, describe
 from services.gateway.http.request_id import REQUEST_ID_HEADER
 
 
-class CompletionFormat:
-    """The `Format` of completions. It belongs to one request, because it counts the characters of each answer."""
-
-    has_event_names = False
-    end_of_stream = DONE
+class CompletionFormat(OpenAIFormat):
+    """The `Format` of completions."""
 
     def __init__(self, service: RequestService, body: CompletionRequest, request_id: str) -> None:
         length = "max_tokens" if body.n_predict is None else "n_predict"
         names = {"prompt_token_ids": "prompt", "request_id": REQUEST_ID_HEADER, "max_tokens": length}
         self.param_names: Mapping[str, str] = names
-        self._head = head(service, "text_completion", f"cmpl-{request_id}", body.model)
-        self._tokenizer = service.tokenizer
-        self._eos_token_ids = service.eos_token_ids
+        super().__init__(service, body, "text_completion", f"cmpl-{request_id}")
         self._body = body
         self._num_answers = body.n or 1  # to each prompt
-        self._has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        self._has_running_usage = body.stream_options is not None and body.stream_options.has_running_usage
-        self._usage = UsageCounter()
-        # Whether an object of a stream may have nothing of its own but its text.
-        self._is_plain = body.logprobs is None and not (
-            body.return_token_ids or self._has_running_usage or body.timings_per_token
-        )
-        self._text_objects = TextObjects(lambda index, text: self._object(_piece(index, text)))
-        self.text_frame = self._text_objects.first_frame if self._is_plain else None
-        self._prompts: Sequence[list[int]] = ()
         self._begun: set[int] = set()  # indexes of choices that had a chunk, if the token ids of prompts are requested
         self._logprobs: dict[int, LegacyLogprobsBuilder] = {}  # by index of the choice
-
-    async def begin(self, prompts: Sequence[list[int]]) -> None:
-        self._prompts = prompts
-        if self._body.stream and self._is_plain:
-            self._text_objects.first_frame()  # is made ahead of the first text
-
-    def opening(self) -> Sequence[CompletionObject]:
-        return ()
 
     def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[CompletionObject | bytes]:
         index = prompt_index * self._num_answers + chunk.index
@@ -76,21 +49,13 @@ class CompletionFormat:
         if chunk.finish is not None:
             self._usage.add(prompt_index, chunk.finish)
             choice["finish_reason"] = chunk.finish.reason.value
-            choice |= stop_fields(chunk.finish, self._eos_token_ids)  # type: ignore[typeddict-item]
-            if chunk.finish.beam_score is not None:
-                choice["beam_score"] = chunk.finish.beam_score
+            choice |= self._end_fields(chunk.finish)  # type: ignore[typeddict-item]
         if not (chunk.text or self._has_usage) and choice["logprobs"] is None and len(choice) == 4:
             return ()  # the token is an incomplete character; who counts tokens also measures when they come
         whole = self._object(choice)
         if self._has_running_usage:
-            whole["usage"] = running_usage(len(self._prompts[prompt_index]), chunk.num_output_tokens)
+            whole["usage"] = self._running_usage(prompt_index, chunk.num_output_tokens)
         return (whole,)
-
-    def closing(self) -> Sequence[CompletionObject]:
-        return [{**self._head, "choices": [], "usage": self._usage.usage()}] if self._has_usage else ()
-
-    def failure(self, error: Exception) -> Sequence[ErrorBody]:
-        return [describe(error)[1]]
 
     def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> CompletionObject:
         for prompt_index, (completions, _) in enumerate(answers):
@@ -103,6 +68,9 @@ class CompletionFormat:
             for completion in completions
         )
         return {**self._head, "choices": choices, "usage": self._usage.usage()}
+
+    def _text_object(self, index: int, text: str) -> CompletionObject:
+        return self._object(_piece(index, text))
 
     def _object(self, choice: CompletionChoice) -> CompletionObject:
         whole: CompletionObject = {**self._head, "choices": [choice]}
@@ -117,18 +85,16 @@ class CompletionFormat:
             "text": completion.text,
             "logprobs": None,
             "finish_reason": completion.finish.reason.value,
-            **stop_fields(completion.finish, self._eos_token_ids),  # type: ignore[typeddict-item]
+            **self._end_fields(completion.finish),  # type: ignore[typeddict-item]
             "prompt_logprobs": None,
         }
-        if completion.finish.beam_score is not None:
-            choice["beam_score"] = completion.finish.beam_score
         if self._body.logprobs is not None:
             choice["logprobs"] = self._legacy_logprobs(index, completion.token_ids, completion.logprobs, prompt)
         if self._body.return_token_ids:
             choice["token_ids"] = completion.token_ids
             choice["prompt_token_ids"] = self._prompts[prompt_index]
         if self._body.prompt_logprobs is not None:  # all answers to a prompt have the same: only the first shows them
-            choice["prompt_logprobs"] = None if completion.index or prompt is None else self._prompt_logprobs(prompt)
+            choice["prompt_logprobs"] = None if completion.index else self._prompt_logprobs(prompt)
         return choice
 
     def _legacy_logprobs(
@@ -149,11 +115,6 @@ class CompletionFormat:
             token_ids = [*prompt.token_ids, *token_ids]
             return builder.append(token_ids, _Echoed(prompt, logprobs), num_prompt_tokens)
         return builder.append(token_ids, logprobs)
-
-    def _prompt_logprobs(self, prompt: Prompt) -> Any:
-        return None if prompt.logprobs is None else prompt_logprobs(
-            self._tokenizer, prompt.token_ids, prompt.logprobs, self._body.num_named
-        )
 
 
 def _piece(index: int, text: str) -> CompletionChoice:

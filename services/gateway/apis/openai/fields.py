@@ -31,11 +31,6 @@ class StreamOptions(RequestModel):
     )
     include_obfuscation: bool | None = Field(None, description=IGNORED)
 
-    @property
-    def has_running_usage(self) -> bool:
-        """Whether every chunk carries token counts."""
-        return bool(self.include_usage and self.continuous_usage_stats)
-
 
 class OpenAIFields(SamplingFields, AnswerFields, BeamFields, StructuredOutputFields):
     """The fields that completions and chats share. Null always means the default."""
@@ -65,6 +60,22 @@ class OpenAIFields(SamplingFields, AnswerFields, BeamFields, StructuredOutputFie
     )
 
     @property
+    def has_logprobs(self) -> bool:
+        """Whether the answer has log-probabilities. In `logprobs` completions have a count, chats a switch."""
+        given = getattr(self, "logprobs", None)
+        return given is not None and given is not False
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether a stream ends with token counts."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def has_running_usage(self) -> bool:
+        """Whether every chunk of a stream has token counts."""
+        return self.has_usage and bool(self.stream_options.continuous_usage_stats)
+
+    @property
     def num_named(self) -> int:
         """How many tokens the request names in `logprob_token_ids`."""
         return len(set(self.logprob_token_ids or ()))
@@ -79,8 +90,7 @@ class OpenAIFields(SamplingFields, AnswerFields, BeamFields, StructuredOutputFie
 
     @pydantic.model_validator(mode="after")
     def _check_named_tokens(self) -> OpenAIFields:
-        given = getattr(self, "logprobs", None)  # completions have a count there, chats a switch
-        if self.logprob_token_ids and (given is None or given is False):
+        if self.logprob_token_ids and not self.has_logprobs:
             raise PydanticCustomError("logprobs", "has an effect only with logprobs", {"field": "logprob_token_ids"})
         return self
 

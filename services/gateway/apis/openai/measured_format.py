@@ -23,15 +23,13 @@ def measured(form: Format, body: OpenAIFields, *, has_metrics: bool) -> Format:
     return MeasuredFormat(form, has_timings=bool(body.timings_per_token), has_metrics=has_metrics)
 
 
-class MeasuredFormat:
+class MeasuredFormat(Format):
     """The objects of completions or chats with `timings`, as in llama.cpp, and `metrics`, as in vLLM.
 
     `timings` is in every event of a stream, with one answer also in that with the usage. A whole answer has it, or with
     several answers each choice. `metrics` is in the whole object, or in the event with the usage, if there is one
     answer in all. While the prompt of a streamed chat is computed, events have `prompt_progress`, as in llama.cpp.
     """
-
-    text_frame = None
 
     def __init__(self, form: Format, *, has_timings: bool, has_metrics: bool) -> None:
         self.param_names: Mapping[str, str] = form.param_names

@@ -11,6 +11,7 @@ from services.gateway.apis.responses.output_items import Event, OutputItems
 from services.gateway.apis.responses.schema import ResponsesRequest
 from services.gateway.apis.responses.stored_record import ResponseRecord
 from services.gateway.apis.responses.tool_conversion import OfferedTool
+from services.gateway.apis.shared.answer import Format
 from services.gateway.apis.shared.answer_deltas import chunk_deltas, completion_deltas
 from services.gateway.apis.shared.timings import TimingsSoFar, prompt_progress, timings
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
@@ -32,12 +33,10 @@ PARAM_NAMES = {
 }
 
 
-class ResponsesFormat:
+class ResponsesFormat(Format):
     """The `Format` of responses. A response is the only answer to a single prompt."""
 
     has_event_names = True
-    text_frame = None
-    end_of_stream = b""
 
     def __init__(
         self,

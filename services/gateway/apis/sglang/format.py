@@ -8,11 +8,10 @@ from typing import Any
 
 from services.common.token_logprobs import TokenLogprobs
 from services.gateway.apis.sglang.schema import FinishObject, GenerateBody, GenerateObject, LogprobTriple, MetaInfo
-from services.gateway.apis.shared.answer import DONE
+from services.gateway.apis.shared.answer import DONE, Format
 from services.gateway.apis.shared.feature_fields import report_objects
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.core.request_service import RequestService
-from services.gateway.http.errors import ErrorBody, describe
 from services.gateway.link.journal_entry import FinishReason
 
 # Each event repeats all text so far. After n characters, events come only every n / 1024 characters: else a long answer
@@ -31,11 +30,9 @@ PARAM_NAMES = {
 }
 
 
-class GenerateFormat:
+class GenerateFormat(Format):
     """The `Format` of SGLang's answers. It belongs to one request, because it keeps the text of each answer."""
 
-    has_event_names = False
-    text_frame = None
     end_of_stream = DONE
 
     def __init__(self, service: RequestService, body: GenerateBody, request_id: str) -> None:
@@ -53,9 +50,6 @@ class GenerateFormat:
 
     async def begin(self, prompts: Sequence[list[int]]) -> None:
         self._prompts = prompts
-
-    def opening(self) -> Sequence[Any]:
-        return ()
 
     def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Any]:
         index = prompt_index * self._num_answers + chunk.index
@@ -78,12 +72,6 @@ class GenerateFormat:
         shown = self._shown_prompts.get(index) if is_first or chunk.finish is not None else None
         described = self._describe(prompt_index, answer, shown)
         return [{**described, "index": index} if self._is_list else described]
-
-    def closing(self) -> Sequence[Any]:
-        return ()
-
-    def failure(self, error: Exception) -> Sequence[ErrorBody]:
-        return [describe(error)[1]]
 
     def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> Any:
         described = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -20,6 +20,7 @@ from services.gateway.core.chunks import MAX_INLINE_VALUES, Chunk, Completion, P
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.body_writer import BodyWriter
 from services.gateway.http.connection import while_connected
+from services.gateway.http.errors import describe
 from services.gateway.http.field_names import client_field_names
 from services.gateway.link.stepwise import check_one_prompt
 from services.gateway.request.generation_request import check_can_stream
@@ -35,33 +36,41 @@ STREAM_HEADERS = [
 ]
 
 
-class Format(Protocol):
-    """The objects of one kind of answer. `prompt_index` is the index of a prompt in the request."""
+class Format:
+    """The objects of one kind of answer. A dialect overrides what is another in it.
+
+    `prompt_index` is the index of a prompt in the request.
+    """
 
     param_names: Mapping[str, str]  # names of fields of `GenerateRequest` here, where they differ
-    has_event_names: bool  # whether the `type` of a streamed object is also the name of its event
-    end_of_stream: bytes  # follows the last event of a complete stream
+    has_event_names: bool = False  # whether the `type` of a streamed object is also the name of its event
+    end_of_stream: bytes = b""  # follows the last event of a complete stream
     # What surrounds the JSON of the text in the event of a piece of the first answer that has nothing but its text; to
     # be called after `begin`. None: there are no such events.
-    text_frame: Callable[[], tuple[bytes, bytes]] | None
+    text_frame: Callable[[], tuple[bytes, bytes]] | None = None
 
     async def begin(self, prompts: Sequence[list[int]]) -> None:
         """Takes the token ids of each prompt; called before all other methods."""
 
     def opening(self) -> Sequence[Any]:
         """Objects to send before all others."""
+        return ()
 
     def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Any]:
         """Objects for a piece of an answer; none if the piece has nothing to show. Bytes are an event."""
+        raise NotImplementedError
 
     def closing(self) -> Sequence[Any]:
         """Objects to send after all others."""
+        return ()
 
     def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> Any:
         """The object with all answers, grouped by prompt."""
+        raise NotImplementedError
 
     def failure(self, error: Exception) -> Sequence[Any]:
-        """The last objects of a stream that fails."""
+        """The last objects of a stream that fails: OpenAI's error object."""
+        return [describe(error)[1]]
 
 
 class Answer(Response):

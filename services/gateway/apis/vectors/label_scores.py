@@ -15,16 +15,15 @@ from typing_extensions import TypedDict
 from services.common.config import GatewaySection
 from services.common.errors import AbortedByCaller
 from services.common.sampling_params import MAX_LOGPROB_TOKENS
-from services.gateway.apis.shared.answer import Answer
+from services.gateway.apis.shared.answer import Answer, Format
 from services.gateway.apis.shared.prompts import Prompt, check_prompts, prompt_list
 from services.gateway.apis.shared.request_model import Int32, RequestModel, TokenIdList, UInt32, at_most
 from services.gateway.apis.shared.streams import traced
 from services.gateway.apis.shared.to_message import messages_of
 from services.gateway.apis.vectors.schema import InputUsage
-from services.gateway.core.chunks import Chunk, Completion, Finish
+from services.gateway.core.chunks import Completion, Finish
 from services.gateway.core.chunks import Prompt as ShownPrompt
 from services.gateway.core.request_service import RequestService
-from services.gateway.http.errors import ErrorBody, describe
 from services.gateway.http.field_names import client_field_names
 from services.gateway.request.generation_request import check_token_ids
 from services.gateway.resources.heavy_work import MAX_INLINE_BYTES
@@ -79,33 +78,15 @@ class LabelScores(TypedDict):
     usage: LabelUsage
 
 
-class LabelScoreFormat:
+class LabelScoreFormat(Format):
     """The `Format` of SGLang's answer. There are no streams."""
 
-    has_event_names = False
-    text_frame = None
-    end_of_stream = b""
     param_names: Mapping[str, str] = PARAM_NAMES
 
     def __init__(self, service: RequestService, body: LabelScoreRequest) -> None:
         self._model = body.model or service.names.first
         self._labels = body.label_token_ids
         self._is_softmax = bool(body.apply_softmax)
-
-    async def begin(self, prompts: Sequence[list[int]]) -> None:
-        """The token ids of the prompts are not needed."""
-
-    def opening(self) -> Sequence[Any]:
-        return ()
-
-    def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Any]:
-        raise NotImplementedError("scores are not streamed")
-
-    def closing(self) -> Sequence[Any]:
-        return ()
-
-    def failure(self, error: Exception) -> Sequence[ErrorBody]:
-        return [describe(error)[1]]
 
     def whole(self, answers: Sequence[tuple[Sequence[Completion], ShownPrompt | None]]) -> Any:
         if not all(completion.logprobs for [completion], _ in answers):
