@@ -19,6 +19,7 @@ from services.gateway.apis.anthropic.blocks import (
 )
 from services.gateway.apis.anthropic.schema import CountTokensRequest, MessagesRequest, ToolChoiceObject
 from services.gateway.apis.shared.conversation import ASSISTANT, SYSTEM, USER, Conversation
+from services.gateway.apis.shared.to_message import sampling_options
 from services.gateway.request.generation_request import MAX_USER_CHARACTERS
 from services.gateway.text.tools.tool import FUNCTION_PREFIX
 from services.pb import gateway_pb2, sampling_pb2
@@ -30,12 +31,7 @@ TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 def anthropic_message(body: MessagesRequest, request_id: str, *, reasons: bool) -> gateway_pb2.GenerateRequest:
     """The message of a request for an answer. `reasons`: whether the model does. Raises `InvalidRequest`."""
-    sampling: dict[str, Any] = {}
-    for name in ("temperature", "top_p"):
-        if (value := getattr(body, name)) is not None:
-            sampling[name] = value
-    if body.top_k not in (None, 0, -1):
-        sampling["top_k"] = body.top_k
+    sampling = sampling_options(body)
     configured = body.output_config and body.output_config.format
     output_format = configured or body.output_format
     if output_format is not None:

@@ -23,7 +23,7 @@ from services.gateway.apis.responses.schema import ResponsesRequest
 from services.gateway.apis.responses.tool_conversion import LOCAL_SHELL, OfferedTool, choice_text, function_name
 from services.gateway.apis.shared.conversation import ASSISTANT, SYSTEM, Conversation
 from services.gateway.apis.shared.structured_output import of_structured_outputs
-from services.gateway.apis.shared.to_message import add_logit_bias
+from services.gateway.apis.shared.to_message import add_logit_bias, sampling_options
 from services.pb import gateway_pb2, sampling_pb2
 
 ROLES = {"developer": SYSTEM}
@@ -54,14 +54,7 @@ def responses_message(
 
 
 def _sampling_of(body: ResponsesRequest) -> sampling_pb2.SamplingParams:
-    sampling: dict[str, Any] = {}
-    for name in ("temperature", "top_p", "frequency_penalty", "presence_penalty", "repetition_penalty"):
-        if (value := getattr(body, name)) is not None:
-            sampling[name] = value
-    if body.top_k not in (None, 0, -1):
-        sampling["top_k"] = body.top_k
-    if body.seed is not None:
-        sampling["seed"] = body.seed % 2**64
+    sampling = sampling_options(body)
     form = None if body.text is None else body.text.format
     if (structure := of_structured_outputs(body.structured_outputs)) is not None:
         sampling["structured_output"] = structure

@@ -8,6 +8,7 @@ from typing import Any
 from services.common.errors import InvalidRequest
 from services.common.sampling_params import NUMBERS
 from services.gateway.apis.shared.generation_fields import BeamFields, SamplingFields, StructuredOutputFields
+from services.gateway.apis.shared.request_model import RequestModel
 from services.gateway.apis.shared.structured_output import structured_output_of
 from services.gateway.features.prompt_logprobs import MAX_PROMPT_LOGPROBS
 from services.pb import gateway_pb2, sampling_pb2
@@ -25,13 +26,20 @@ SAME_FIELDS = (
 )
 
 
+def sampling_options(body: RequestModel) -> dict[str, Any]:
+    """The options of `SamplingParams` that a body gives in fields of its own: numbers, `top_k` and the seed."""
+    fields = type(body).model_fields  # what else a client sends are attributes, too
+    options = _given(body, [name for name in (*NUMBERS, "top_k", "seed") if name in fields])
+    if options.get("top_k") in (0, -1):
+        del options["top_k"]
+    if "seed" in options:
+        options["seed"] %= 2**64
+    return options
+
+
 def sampling_message(body: SamplingFields) -> gateway_pb2.GenerateRequest:
     """A message with these fields, still without a prompt."""
-    sampling = _given(body, NUMBERS)
-    if body.top_k is not None and body.top_k not in (0, -1):
-        sampling["top_k"] = body.top_k
-    if body.seed is not None:
-        sampling["seed"] = body.seed % 2**64
+    sampling = sampling_options(body)
     if body.allowed_token_ids:
         sampling["allowed_token_ids"] = body.allowed_token_ids
     message = gateway_pb2.GenerateRequest(
@@ -112,5 +120,5 @@ def messages_of(
     return messages
 
 
-def _given(body: SamplingFields, names: Iterable[str]) -> dict[str, Any]:
+def _given(body: RequestModel, names: Iterable[str]) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(body, name)) is not None}
