@@ -63,16 +63,14 @@ class AttentionWorkers:
             address = f"unix:{self._run_dir}/{name}.sock"
             config = attention_worker_config(self._config, index, address)
             child = self._make_child(name, ATTENTION_ROLE, config, ChildOptions(attention_index=index))
-            watcher = asyncio.create_task(child.watch())
+            child.start()
             try:
-                await self._attach(child, watcher)
+                await self._attach(child)
             except BaseException as error:
-                child.stop()
-                await uninterrupted(child.wait(config.launch.stop_grace_s))
-                await asyncio.gather(watcher, return_exceptions=True)
+                await uninterrupted(child.end())
                 await uninterrupted(self._undo(_remove, child))
                 raise PeerError(f"no attention worker was added: {_describe(error)}") from error
-            await uninterrupted(self._keep(child, watcher))  # the dense worker has it now, whatever the caller wants
+            await uninterrupted(self._keep(child))  # the dense worker has it now, whatever the caller wants
             return child
 
     async def drain(self, name: str, timeout_s: float) -> None:
@@ -99,9 +97,9 @@ class AttentionWorkers:
                 raise
             await uninterrupted(self._end(child, timeout_s))  # the dense worker has left it, whatever the caller wants
 
-    async def _keep(self, child: Child, watcher: asyncio.Task[None]) -> None:
+    async def _keep(self, child: Child) -> None:
         child.may_restart = True
-        self._children.adopt(child, watcher)
+        self._children.adopt(child)
         await self._tell_successors(lambda addresses: (*addresses, child.address))
         await self._ask_again(_add, child, child.config.launch.start_timeout_s)
         log.info("attention worker added", name=child.name, pid=child.pid)
@@ -114,12 +112,12 @@ class AttentionWorkers:
         await self._children.forget(child)
         log.info("attention worker drained", name=child.name)
 
-    async def _attach(self, child: Child, watcher: asyncio.Task[None]) -> None:
+    async def _attach(self, child: Child) -> None:
         """Lets the dense worker attach to a worker that starts. Raises the worker's error if it ends before that."""
         timeout_s = child.config.launch.start_timeout_s
         adding = asyncio.ensure_future(self._ask_dense(_add, child.address, timeout_s))
         try:
-            await asyncio.wait([adding, watcher], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([adding, child.watching], return_when=asyncio.FIRST_COMPLETED)
             if not adding.done():
                 raise PeerError(f"it ended: {child.last_end}")
             adding.result()

@@ -58,6 +58,7 @@ class Child:
         """
         self.name = name  # prefix of its files
         self.role = role
+        self.watching: asyncio.Task[None]  # from its first start on
         self.last_end = ""
         self.last_return_code: int | None = None
         self._succeed, self._lifelines, self._early = succeed, lifelines, early
@@ -80,6 +81,16 @@ class Child:
         # Before all services have served once, an end is an error that would repeat itself. Only a process that was
         # stopped from outside is restarted then, once: clients may see that it serves before the launcher does.
         self.may_restart = False
+
+    def start(self) -> None:
+        """Runs and watches the service from now on: `watching` is what `watch` does."""
+        self.watching = asyncio.create_task(self.watch())
+
+    async def end(self) -> None:
+        """Stops the service within `launch.stop_grace_s`. Whatever `watch` raises does not matter any more."""
+        self.stop()
+        await self.wait(self.config.launch.stop_grace_s)
+        await asyncio.gather(self.watching, return_exceptions=True)
 
     async def watch(self) -> None:
         """Runs the service until `stop`, until it ends after `retire`, or until another process succeeds it.

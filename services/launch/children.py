@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 
 from services.launch.child import Child
 
@@ -12,11 +13,11 @@ class Children:
     """The services in starting order. Used in the event loop; may be iterated on any thread."""
 
     def __init__(self) -> None:
-        self._watchers: dict[Child, asyncio.Task[None]] = {}
+        self._children: list[Child] = []
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def __iter__(self) -> Iterator[Child]:
-        return iter(list(self._watchers))
+        return iter(list(self._children))
 
     def of_role(self, role: str) -> list[Child]:
         """The services of one role; of several ranks, or of several attention workers, the first one's."""
@@ -33,28 +34,25 @@ class Children:
         return child
 
     def start(self, child: Child) -> None:
-        """Starts and watches a service."""
-        self._watchers[child] = asyncio.create_task(child.watch())
-        self._watchers[child].add_done_callback(self._note_end)
+        """Starts a service, a new one or one that has ended."""
+        child.start()
+        self.adopt(child)
 
-    def adopt(self, child: Child, watcher: asyncio.Task[None]) -> None:
-        """Adds a service, which its `watch` task `watcher` has started."""
-        self._watchers[child] = watcher
-        watcher.add_done_callback(self._note_end)
+    def adopt(self, child: Child) -> None:
+        """Adds a service that has been started."""
+        if child not in self._children:
+            self._children.append(child)
+        child.watching.add_done_callback(partial(self._note_end, child))
 
     async def forget(self, child: Child) -> None:
         """Leaves out a service that has been stopped."""
-        await asyncio.gather(self._watchers.pop(child), return_exceptions=True)
+        self._children.remove(child)
+        await asyncio.gather(child.watching, return_exceptions=True)
 
-    def replace(self, old: Child, new: Child, watcher: asyncio.Task[None]) -> None:
-        """Replaces a service by another one, which its `watch` task `watcher` has started."""
-        self._watchers = {new if child is old else child: each for child, each in self._watchers.items()}
-        self._watchers[new] = watcher
-        watcher.add_done_callback(self._note_end)
-
-    def has_ended(self, child: Child) -> bool:
-        """Whether this service has ended for good."""
-        return self._watchers[child].done()
+    def replace(self, old: Child, new: Child) -> None:
+        """Replaces a service by another one that has been started."""
+        self._children[self._children.index(old)] = new
+        self.adopt(new)
 
     async def wait_failure(self) -> None:
         """Waits for a service to fail for good, and raises its error."""
@@ -65,13 +63,13 @@ class Children:
         for child in reversed(list(self)):
             child.stop()
         await asyncio.gather(*(child.wait(grace_s) for child in self))
-        for watcher in self._watchers.values():
-            watcher.cancel()  # it may be waiting to restart a service
-        await asyncio.gather(*self._watchers.values(), return_exceptions=True)
+        for child in self:
+            child.watching.cancel()  # it may be waiting to restart a service
+        await asyncio.gather(*(child.watching for child in self), return_exceptions=True)
 
-    def _note_end(self, watcher: asyncio.Task[None]) -> None:
-        if watcher.cancelled() or self._failure.done() or watcher not in self._watchers.values():
+    def _note_end(self, child: Child, watching: asyncio.Task[None]) -> None:
+        if watching.cancelled() or self._failure.done() or child not in self._children:
             return
-        error = watcher.exception()
+        error = watching.exception()
         if error is not None:
             self._failure.set_exception(error)

@@ -114,11 +114,11 @@ class DenseReplacer:
                 stated_weights_hash=present_hash if keeps_caches else None,
                 continues_sequences=open_requests in (ReplaceDenseRequest.KEEP, ReplaceDenseRequest.WAIT),
             )
-            async with self._standby.suspended(is_taken=not overrides and not keeps_caches) as taken:
-                if taken is None:
+            async with self._standby.suspended(is_taken=not overrides and not keeps_caches) as new:
+                if new is None:
                     new = self._make_child(f"{DENSE_ROLE}-{self._num_started}", DENSE_ROLE, config, options)
-                    taken = new, asyncio.create_task(new.watch())
-                return await self._replace(old, *taken, accepts_others=accepts_others, wait_s=wait_s)
+                    new.start()
+                return await self._replace(old, new, accepts_others=accepts_others, wait_s=wait_s)
         finally:
             self._task = None
 
@@ -155,28 +155,28 @@ class DenseReplacer:
             raise InvalidRequest(str(error)) from error
 
     async def _replace(
-        self, old: Child, new: Child, watcher: asyncio.Task[None], *, accepts_others: bool, wait_s: float | None
+        self, old: Child, new: Child, *, accepts_others: bool, wait_s: float | None
     ) -> Replacement:
         log.info("replacing the dense worker", old_pid=old.pid)
         timeout_s = new.config.launch.start_timeout_s
         try:
             async with _dense_stub(old) as old_stub, _dense_stub(new) as new_stub:
                 loading = StartDeadline(timeout_s).wait_loaded(new_stub, "the new dense worker")
-                loaded = await self._or_end(loading, new, watcher)
+                loaded = await self._or_end(loading, new)
                 present = await _present_status(old, old_stub)
                 _check_weights(present.weights_hash, loaded.weights_hash, accepts_others=accepts_others)
                 if wait_s is not None:
                     await _drain(old_stub, wait_s)
-                pause_ms, backend = await self._switch(old, old_stub, new, new_stub, watcher)
+                pause_ms, backend = await self._switch(old, old_stub, new, new_stub)
         except BaseException as error:
-            await _end(new, watcher)
+            await new.end()
             reason = _describe(error)
             log.error("the dense worker was not replaced", reason=reason, pid=old.pid)
             if isinstance(error, TwostrokeError | grpc.aio.AioRpcError):
                 raise RolledBack(f"{reason}; the present dense worker, process {old.pid}, goes on") from error
             raise
         new.leave_standby(old)
-        self._children.replace(old, new, watcher)
+        self._children.replace(old, new)
         old.stop()
         await uninterrupted(old.wait(old.config.launch.stop_grace_s))  # nothing else would kill it
         assert new.pid is not None
@@ -189,7 +189,6 @@ class DenseReplacer:
         old_stub: dense_pb2_grpc.DenseWorkerStub,
         new: Child,
         new_stub: dense_pb2_grpc.DenseWorkerStub,
-        watcher: asyncio.Task[None],
     ) -> tuple[float, str]:
         """Switches the workers; returns the pause in milliseconds and the new backend. A failure is undone."""
         old.retire()  # if it restarted now, it would replace the new one
@@ -203,12 +202,12 @@ class DenseReplacer:
                 await old_stub.Leave(dense_pb2.LeaveRequest(), timeout=timeout_s)
             take_over = new_stub.TakeOver(dense_pb2.TakeOverRequest(), timeout=timeout_s)
             with _names_limit(f"the new dense worker, process {new.pid}, has not taken over", timeout_s, keys):
-                await self._or_end(take_over, new, watcher)
+                await self._or_end(take_over, new)
             pause_ms = 1e3 * (time.monotonic() - begin)
-            info = await self._or_end(self._check_service(new, new_stub), new, watcher)
+            info = await self._or_end(self._check_service(new, new_stub), new)
         except BaseException:
             self._dense_address.point_to(old.config.dense.address)
-            await _end(new, watcher)  # before the old one attaches, since they would replace each other
+            await new.end()  # before the old one attaches, since they would replace each other
             await self._bring_back(old, old_stub)
             raise
         return pause_ms, info.backend
@@ -237,24 +236,24 @@ class DenseReplacer:
                     raise PeerError(f"the new dense worker has completed no step within {timeout_s:g} s")
 
     async def _or_end(
-        self, work: Coroutine[Any, Any, Any] | grpc.aio.UnaryUnaryCall, new: Child, watcher: asyncio.Task[None]
+        self, work: Coroutine[Any, Any, Any] | grpc.aio.UnaryUnaryCall, new: Child
     ) -> Any:
         """The result of `work`. If the new worker ends first, raises the worker's last error."""
         task = asyncio.ensure_future(work)
         try:
-            await asyncio.wait([task, watcher], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([task, new.watching], return_when=asyncio.FIRST_COMPLETED)
             if task.done() and not isinstance(task.exception(), grpc.aio.AioRpcError | PeerError):
                 return task.result()
-            await asyncio.wait([watcher], timeout=self._error_grace_s)
-            if watcher.done():
-                raise PeerError(f"the new dense worker ended: {new.last_end}") from watcher.exception()
+            await asyncio.wait([new.watching], timeout=self._error_grace_s)
+            if new.watching.done():
+                raise PeerError(f"the new dense worker ended: {new.last_end}") from new.watching.exception()
             return await task
         finally:
             task.cancel()
 
     async def _bring_back(self, old: Child, stub: dense_pb2_grpc.DenseWorkerStub) -> None:
         old.undo_retire()
-        if self._children.has_ended(old):
+        if old.watching.done():
             self._children.start(old)  # it died in standby
             return
         timeout_s = old.config.peers.connect_timeout_s
@@ -300,12 +299,6 @@ def _check_weights(present: str, loaded: str, *, accepts_others: bool) -> None:
             "present ones are of no use to it. --open-requests says what becomes of the requests under way. "
             "--keep-caches goes on with them, for another precision of the same model"
         )
-
-
-async def _end(child: Child, watcher: asyncio.Task[None]) -> None:
-    child.stop()
-    await child.wait(child.config.launch.stop_grace_s)
-    await asyncio.gather(watcher, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager

@@ -50,7 +50,6 @@ class Spare:
     """A process that waits to take over."""
 
     child: Child
-    watcher: asyncio.Task[None]  # of `Child.watch`
     channel: grpc.aio.Channel
     is_taken: asyncio.Event = field(default_factory=asyncio.Event)  # set when it is no spare any more
     is_successor: bool = False  # of a worker that has died
@@ -128,7 +127,8 @@ class Standby:
             await spare.channel.close()
             if self._spare is spare:  # it has ended by itself
                 self._spare = None
-                await asyncio.gather(spare.watcher, return_exceptions=True)  # its error says what the child knows
+                # Its error says what the child knows.
+                await asyncio.gather(spare.child.watching, return_exceptions=True)
                 self._num_never_ready = 0 if spare.is_ready else self._num_never_ready + 1
                 await self._handle_failure(spare.child)
         if self._mode != "off":
@@ -147,22 +147,22 @@ class Standby:
         new.leave_standby(old)
         new.num_restarts += 1
         self.num_take_overs += 1
-        self._children.replace(old, new, spare.watcher)
+        self._children.replace(old, new)
         self._address.point_to(new.address)
         return True
 
     @contextlib.asynccontextmanager
-    async def suspended(self, *, is_taken: bool) -> AsyncIterator[tuple[Child, asyncio.Task[None]] | None]:
+    async def suspended(self, *, is_taken: bool) -> AsyncIterator[Child | None]:
         """A context without a spare, in which the worker is replaced.
 
-        With `is_taken` it gives the spare and the task that watches it, if it holds the weights. Otherwise the spare is
-        stopped first, because there may be no memory for a third worker.
+        With `is_taken` it gives the spare, if that holds the weights. Otherwise the spare is stopped first, because
+        there may be no memory for a third worker.
         """
         self._is_wanted.clear()
         spare, taken = self._spare, None
         try:
             if spare is not None and is_taken and spare.is_ready and spare.state.has_weights and spare.child.is_running:
-                taken = self._take(spare), spare.watcher
+                taken = self._take(spare)
             else:
                 await self.close()
             yield taken
@@ -171,13 +171,8 @@ class Standby:
 
     async def close(self) -> None:
         """Stops the spare."""
-        spare = self._spare
-        if spare is None:
-            return
-        child = self._take(spare)
-        child.stop()
-        await uninterrupted(child.wait(self._section.stop_grace_s))
-        await asyncio.gather(spare.watcher, return_exceptions=True)
+        if self._spare is not None:
+            await uninterrupted(self._take(self._spare).end())
 
     def _take(self, spare: Spare) -> Child:
         self._spare = None
@@ -192,9 +187,8 @@ class Standby:
         options = ChildOptions(standby=self._mode, has_predecessor=True, **of_present)
         config = with_address(present.config, self.role, self._address.new_address())
         child = self._make_child(f"{self._name}-standby-{self._num_started}", self.role, config, options)
-        watcher = asyncio.create_task(child.watch())
-        channel = open_channel(child.address, config.peers.max_message_bytes, child.tls)
-        self._spare = Spare(child, watcher, channel)
+        child.start()
+        self._spare = Spare(child, open_channel(child.address, config.peers.max_message_bytes, child.tls))
         return self._spare
 
     async def _wait_serving(self) -> None:
@@ -212,13 +206,13 @@ class Standby:
         ready = asyncio.create_task(self._wait_ready(spare))
         taken = asyncio.create_task(spare.is_taken.wait())
         try:
-            await asyncio.wait([ready, spare.watcher, taken], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([ready, spare.child.watching, taken], return_when=asyncio.FIRST_COMPLETED)
             if ready.done():
                 try:
                     ready.result()
                 except PeerError as error:
                     spare.child.kill(str(error))
-                await asyncio.wait([spare.watcher, taken], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([spare.child.watching, taken], return_when=asyncio.FIRST_COMPLETED)
         finally:
             ready.cancel()
             taken.cancel()

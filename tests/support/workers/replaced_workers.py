@@ -11,6 +11,7 @@ import grpc
 
 from services.common.child_options import ChildOptions
 from services.common.config import Config, dump_config, load_config
+from services.launch.child import Child
 from services.launch.children import Children
 from services.launch.replace import DenseReplacer
 from services.launch.service_configs import with_address
@@ -26,6 +27,7 @@ class FakeChild(dense_pb2_grpc.DenseWorkerServicer):
     """A dense worker and its `Child` in one object. It records calls in `calls`, which all of them share."""
 
     tls = None
+    start, end = Child.start, Child.end
 
     def __init__(self, name: str, config: Config, options: ChildOptions, calls: list[str], directory: Path) -> None:
         self.name, self.role, self.calls = name, "dense_worker", calls

@@ -84,8 +84,12 @@ class Launcher:
             note("stopped")
             is_stopped.set()
 
-        async def watch() -> None:
-            await is_stopped.wait()
+        def start() -> None:
+            self.child.watching = asyncio.ensure_future(is_stopped.wait())
+
+        async def end() -> None:
+            stop()
+            await wait(0.0)
 
         async def forget(child: object) -> None:
             note("forgotten")
@@ -99,11 +103,12 @@ class Launcher:
             pid=1,
             stop=stop,
             wait=wait,
-            watch=watch,
+            start=start,
+            end=end,
         )
         self.children: Any = Children([self.child], self.dense)
         self.children.forget = forget
-        self.children.adopt = lambda child, watcher: watcher.cancel()
+        self.children.adopt = lambda child: child.watching.cancel()
         standby: Any = SimpleNamespace(suspended=self._suspended)
         self.workers = AttentionWorkers(self.children, self._make_child, standby, config, directory)
 

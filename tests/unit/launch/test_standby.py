@@ -230,7 +230,7 @@ def test_a_replacement_takes_a_spare_with_weights_or_stops_it(tmp_path: Path, mo
             spare = await it.until_ready()
             async with it.standby.suspended(is_taken=is_taken) as taken:
                 if mode == "loaded" and is_taken:
-                    assert taken is not None and taken[0] is spare and not spare.is_over
+                    assert taken is not None and taken is spare and not spare.is_over
                 else:
                     assert taken is None and spare.is_over
                 assert it.standby.spare is None
@@ -238,7 +238,7 @@ def test_a_replacement_takes_a_spare_with_weights_or_stops_it(tmp_path: Path, mo
                 assert len(it.spares) == 1, "no other one is started meanwhile"
             await it.until(lambda: len(it.spares) == 2)
             if taken is not None:
-                await taken[0].die()
+                await taken.die()
 
     run(main)
 
