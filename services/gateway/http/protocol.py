@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from services.common.config import GatewaySection
 from services.gateway.http.body_writer import BodyWriter
 from services.gateway.http.cross_origin import answer_headers
 from services.gateway.http.errors import error_body
@@ -33,22 +33,10 @@ class TooManyHeadersError(Exception):
     """Within the parser, after the client has been told."""
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """The limits of each connection, and the number of connections."""
-
-    max_connections: int
-    max_header_bytes: int  # of one request: its first line and all its headers
-    header_timeout_s: float  # from connecting, or the first byte of a further request, to the end of its headers
-    body_timeout_s: float  # from there to the end of the body
-    slow_reader_timeout_s: float  # how long a full write buffer may stay full
-
-
 class BoundedProtocol(HttpToolsProtocol):
-    """Enforces `ConnectionLimits`. A subclass sets these values, because uvicorn creates the objects."""
+    """Enforces the limits of its section. A subclass sets these values, because uvicorn creates the objects."""
 
-    limits: ConnectionLimits
-    cors_origins: Collection[str] = ()
+    section: GatewaySection
     announce: Callable[[], None] = staticmethod(lambda: None)  # a request with a body has begun to arrive
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -72,10 +60,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.limits.max_connections:
-            self._refuse(503, f"there are {self.limits.max_connections} connections, the limit", "too_many_connections")
+        most = self.section.max_connections
+        if len(self.connections) > most:
+            self._refuse(503, f"there are {most} connections, the limit", "too_many_connections")
             return
-        self._limit_reading(self.limits.header_timeout_s)
+        self._limit_reading(self.section.header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._clear_read_deadline()
@@ -123,16 +112,16 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if self._is_in_headers:
             if self._read_deadline is None:
-                self._limit_reading(self.limits.header_timeout_s)
+                self._limit_reading(self.section.header_timeout_s)
             self._num_header_bytes += len(data)
         else:
             self._num_frame_bytes += len(data)  # `on_body` resets it
         super().data_received(data)
         # While the headers are incomplete, everything received belongs to them.
-        if self._is_in_headers and self._num_header_bytes > self.limits.max_header_bytes:
+        if self._is_in_headers and self._num_header_bytes > self.section.max_header_bytes:
             self._refuse_headers()
-        elif not self._is_in_headers and self._num_frame_bytes > self.limits.max_header_bytes:
-            limit = self.limits.max_header_bytes
+        elif not self._is_in_headers and self._num_frame_bytes > self.section.max_header_bytes:
+            limit = self.section.max_header_bytes
             self._refuse(431, f"the frame of the body has more than {limit} bytes, the limit", "headers_too_large")
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -146,7 +135,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if num_bytes > self.limits.max_header_bytes:
+        if num_bytes > self.section.max_header_bytes:
             self._refuse_headers()
         if self._is_refused:
             return
@@ -154,7 +143,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.announce()
         super().on_headers_complete()
         self._is_in_headers, self._num_frame_bytes = False, 0
-        self._limit_reading(self.limits.body_timeout_s)
+        self._limit_reading(self.section.body_timeout_s)
 
     def on_body(self, body: bytes) -> None:
         self._num_frame_bytes = 0
@@ -172,7 +161,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._write_deadline is None:
-            timeout_s = self.limits.slow_reader_timeout_s
+            timeout_s = self.section.slow_reader_timeout_s
             self._write_deadline = self.loop.call_later(timeout_s, self._cut, "does not read", timeout_s)
 
     def resume_writing(self) -> None:
@@ -202,7 +191,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, _WithoutChunks(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
 
     def _refuse_headers(self) -> None:
-        limit = self.limits.max_header_bytes
+        limit = self.section.max_header_bytes
         self._refuse(431, f"the headers have more than {limit} bytes, the limit", "headers_too_large")
 
     def _refuse(self, status: int, message: str, code: str) -> None:
@@ -218,7 +207,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 "connection": "close",
                 REQUEST_ID_HEADER: new_request_id(),
                 "content-length": str(len(body)),
-                **answer_headers(self.headers or (), self.cors_origins),
+                **answer_headers(self.headers or (), self.section.cors_origins),
             }
             lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
             self.transport.write(STATUS_LINE[status] + lines.encode("latin-1") + b"\r\n" + body)
@@ -267,7 +256,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Sends the rest of the buffer, within a time limit, and closes the connection."""
         self.transport.close()
         if self._write_deadline is None and self.transport.get_write_buffer_size() > 0:
-            timeout_s = self.limits.slow_reader_timeout_s
+            timeout_s = self.section.slow_reader_timeout_s
             self._write_deadline = self.loop.call_later(timeout_s, self._cut, "does not read", timeout_s)
 
     def _cut(self, reason: str, timeout_s: float) -> None:

@@ -19,7 +19,7 @@ from services.gateway.http.arrivals import Arrivals
 from services.gateway.http.cross_origin import CrossOrigin
 from services.gateway.http.envelope import Envelope
 from services.gateway.http.errors import Dialect
-from services.gateway.http.protocol import BoundedProtocol, ConnectionLimits
+from services.gateway.http.protocol import BoundedProtocol
 from services.rpc.bindable import cannot_listen
 from services.rpc.server import check_socket_free
 from services.rpc.tls import TlsFiles, warn_if_exposed
@@ -186,16 +186,9 @@ def _tls_options(tls: TlsFiles) -> dict[str, Any]:
     }
 
 
-def _protocol_of(section: GatewaySection, announce_request: Callable[[], None]) -> type[BoundedProtocol]:
+def _protocol_of(of_gateway: GatewaySection, announce_request: Callable[[], None]) -> type[BoundedProtocol]:
     class Protocol(BoundedProtocol):
+        section = of_gateway
         announce = staticmethod(announce_request)
-        cors_origins = section.cors_origins
-        limits = ConnectionLimits(
-            max_connections=section.max_connections,
-            max_header_bytes=section.max_header_bytes,
-            header_timeout_s=section.header_timeout_s,
-            body_timeout_s=section.body_timeout_s,
-            slow_reader_timeout_s=section.slow_reader_timeout_s,
-        )
 
     return Protocol

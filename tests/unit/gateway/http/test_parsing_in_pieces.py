@@ -11,15 +11,16 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from services.common.config import GatewaySection
 from services.gateway.http import protocol
-from services.gateway.http.protocol import BoundedProtocol, ConnectionLimits
+from services.gateway.http.protocol import BoundedProtocol
 from tests.support.running_gateway import run, until
 
 CHUNKED = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 class Connection(BoundedProtocol):
-    limits = ConnectionLimits(10, 2**15, 10.0, 60.0, 30.0)
+    section = GatewaySection()
 
 
 class FakeTransport(asyncio.Transport):
