@@ -137,19 +137,19 @@ class Gateway:
             config.dense.address, config.peers, self._journal, self._note_connection, section.num_dense_streams
         )
         options = self._options
-        peers = GatewayPeers(options.peer_addresses, section.max_message_bytes, options.change_lock)
-        service = self._make_request_service(tokenizer, model_config, tracer, peers)
-        self._speech = self._make_speech(service)
+        peers = self._peers = GatewayPeers(options.peer_addresses, section.max_message_bytes, options.change_lock)
+        service = self._service = self._make_request_service(tokenizer, model_config, tracer)
+        self._speech = self._make_speech()
         self._vectors = Vectors(service, read_pooling(config.model), section.max_inputs)
-        triton = Triton(service, section.max_prompts, peers, self._vectors)
-        resumption = self._resumption = self._make_resumption() if section.resume else None
-        measured = AllProcesses(self._registry, lambda: service.num_open_requests, peers, options.process_index)
-        self._opened.push_async_callback(measured.close)
+        self._triton = Triton(service, section.max_prompts, peers, self._vectors)
+        self._resumption = self._make_resumption() if section.resume else None
+        self._measured = AllProcesses(self._registry, lambda: service.num_open_requests, peers, options.process_index)
+        self._opened.push_async_callback(self._measured.close)
         if options.peer_address is not None:
-            await self._listen_to_peers(options.peer_address, PeerServicer(service, triton, measured, resumption))
+            await self._listen_to_peers(options.peer_address)
         await service.adapters.load_configured(section.lora_modules)
         await service.adapters.load_recorded(self._access.key_names)
-        await self._listen(service, triton, peers, measured, resumption)
+        await self._listen()
 
     async def run(self) -> None:
         """Serves until it has drained. Raises `PeerError` if no dense worker connects, or any error that ends it."""
@@ -171,8 +171,9 @@ class Gateway:
         """Ends all requests with an error, and closes everything in reverse order."""
         await self._opened.aclose()
 
-    async def _listen_to_peers(self, address: str, servicer: PeerServicer) -> None:
+    async def _listen_to_peers(self, address: str) -> None:
         """Before adapters are loaded, so that no change of them is missed."""
+        servicer = PeerServicer(self._service, self._triton, self._measured, self._resumption)
         server = GrpcServer(address, [PEERS_SERVICE_NAME], self._section.max_message_bytes)
         gateway_peers_pb2_grpc.add_GatewayPeersServicer_to_server(servicer, server.server)
         await server.start()
@@ -195,28 +196,30 @@ class Gateway:
         self._opened.push_async_callback(peers.close)
         return Resumption(recordings, registry, peers, metrics, section.resume_timeout_s, self._dense.wait_connected)
 
-    async def _listen(
-        self,
-        service: RequestService,
-        triton: Triton,
-        peers: GatewayPeers,
-        measured: AllProcesses,
-        resumption: Resumption | None,
-    ) -> None:
-        config, section = self._config, self._section
+    async def _listen(self) -> None:
+        config, section, service = self._config, self._section, self._service
         tls = tls_files(section.tls_certificate, section.tls_key, section.tls_client_ca)
-        self._server = self._make_server(service, triton, peers, resumption, tls)
+        self._server = self._make_server(tls)
         self._address = await self._server.start()
         self._opened.push_async_callback(self._server.stop, STOP_GRACE_S)
         launcher = self._options.control_address
         worker_load = WorkerLoad(config.dense.address, config.attention.address, config.peers, launcher)
         self._opened.push_async_callback(worker_load.close)
-        pool_metrics = self._make_pool_metrics(worker_load, service)
+        pool_metrics = self._make_pool_metrics(worker_load)
         self._registry.register(pool_metrics)
         self._opened.callback(self._registry.unregister, pool_metrics)
         updates = WeightUpdates(section.weights_directory, section.weights_admins, launcher)
         app = build_app(
-            service, section, measured, worker_load, triton, updates, self._vectors, peers, resumption, self._speech
+            service,
+            section,
+            self._measured,
+            worker_load,
+            self._triton,
+            updates,
+            self._vectors,
+            self._peers,
+            self._resumption,
+            self._speech,
         )
         is_shared, listener = self._options.shares_ports, self._options.http_listener
         self._http = HttpServer(
@@ -228,12 +231,12 @@ class Gateway:
         if listener is None:
             self._http_address = await self._http.start()
 
-    def _make_pool_metrics(self, worker_load: WorkerLoad, service: RequestService) -> Collector:
-        config, name = self._config, service.names.first
+    def _make_pool_metrics(self, worker_load: WorkerLoad) -> Collector:
+        config, name = self._config, self._service.names.first
         pool = PoolMetrics(worker_load, name)
         if config.metrics.compat == "none":
             return pool
-        max_loras, adapters = config.dense.max_loras, service.adapters
+        max_loras, adapters = config.dense.max_loras, self._service.adapters
 
         def read_adapters() -> AdapterUse:
             running, waiting = self._journal.adapter_names()
@@ -243,7 +246,7 @@ class Gateway:
         return VllmMetrics(self._registry, self._metrics, pool, name, max_loras, read_adapters)
 
     def _make_request_service(
-        self, tokenizer: Tokenizer, model_config: ModelConfig | TextEncoderConfig, tracer: Tracer, peers: GatewayPeers
+        self, tokenizer: Tokenizer, model_config: ModelConfig | TextEncoderConfig, tracer: Tracer
     ) -> RequestService:
         section, model = self._section, self._config.model
         names = ModelNames(
@@ -264,7 +267,7 @@ class Gateway:
             model_config.embedding_size,
             self._config.dense.max_lora_rank,
             section.lora_directory,
-            peers,
+            self._peers,
             section.adapter_admins,
         )
         return RequestService(
@@ -295,9 +298,10 @@ class Gateway:
         self._opened.push_async_callback(reader.close)
         return reader
 
-    def _make_speech(self, service: RequestService) -> Speech | None:
+    def _make_speech(self) -> Speech | None:
         """What a model that reads sound needs; None for others. Raises ModelError if its files lack something."""
-        if service.sources is None or not service.sources.reads_sound:
+        sources = self._service.sources
+        if sources is None or not sources.reads_sound:
             return None
         path = self._config.model.path
         if read_processor(path, FEATURE_EXTRACTOR) is None:
@@ -306,15 +310,8 @@ class Gateway:
         self._opened.push_async_callback(reader.close)
         return Speech(read_speech_model(path), reader)
 
-    def _make_server(
-        self,
-        service: RequestService,
-        triton: Triton,
-        peers: GatewayPeers,
-        resumption: Resumption | None,
-        tls: TlsFiles | None,
-    ) -> GrpcServer:
-        section = self._section
+    def _make_server(self, tls: TlsFiles | None) -> GrpcServer:
+        section, service = self._section, self._service
         for exposed in filter(is_exposed, (section.address, section.http_address)):
             if not self._access.needs_key:
                 log.warning("whoever reaches this address is served: there are no API keys", address=exposed)
@@ -344,9 +341,9 @@ class Gateway:
                 )
             ],
         )
-        servicer = GatewayServicer(service, section.slow_reader_timeout_s, peers, self._vectors, resumption)
+        servicer = GatewayServicer(service, section.slow_reader_timeout_s, self._peers, self._vectors, self._resumption)
         gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, server.server)
-        triton_servicer = TritonServicer(triton, section.slow_reader_timeout_s, section.grpc_idle_timeout_s)
+        triton_servicer = TritonServicer(self._triton, section.slow_reader_timeout_s, section.grpc_idle_timeout_s)
         triton_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(triton_servicer, server.server)
         return server
 
