@@ -39,7 +39,7 @@ async def read_decoder(file: Path | None, section: ModelSection) -> ModelConfig:
 
 
 async def read_encoder(file: Path | None, section: ModelSection) -> TextEncoderConfig:
-    """The same of an encoder."""
+    """The shape of an encoder, from `file` if that is ready or becomes so. Raises `ModelError`."""
     shape = await _ready_shape(file, section)
     return shape if isinstance(shape, TextEncoderConfig) else read_encoder_config(section.path, section.num_layers)
 

@@ -317,7 +317,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def read_flags(arguments: argparse.Namespace) -> dict[str, object]:
     """The keys of the config that the flags set, with their values, all but `gateway.http_address`.
 
-    Raises `ConfigError` for a value that is none, and for flags that contradict each other.
+    Raises `ConfigError` for an invalid value, and for flags that contradict each other.
     """
     given = {flag.name: getattr(arguments, flag.attribute) for flag in FLAGS}
     values = {

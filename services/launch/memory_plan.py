@@ -525,7 +525,7 @@ def _lower(key: str, value: int, least: int, count: int = 1) -> Mend:
 
 
 def _of_each(need: Need, count: int) -> Need:
-    """The same for each of so many attention workers."""
+    """What `count` attention workers need, of which each needs this."""
     if count == 1:
         return need
     what = f"{need.what} of {count} workers"

@@ -18,7 +18,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def read_json_list(file: Path) -> list[Any] | None:
-    """The same of a JSON list."""
+    """The JSON list in `file`, or None if the file does not exist. Raises ModelError for anything else."""
     return _read(file, list, "a list")
 
 

@@ -16,7 +16,7 @@ def has_language_head(raw: dict[str, Any]) -> bool:
     if is_encoder_type(raw):
         return False
     architecture, family = _architecture_of(raw), FAMILIES.get(str(raw.get("model_type")))
-    if not architecture or family is None:  # the latter are models of text and images
+    if not architecture or family is None:  # those without a family are models of text and images
         return True
     names = (family.architecture, *family.other_architectures)
     return architecture.casefold() in {name.casefold() for name in names}

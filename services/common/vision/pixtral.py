@@ -84,7 +84,7 @@ def read_mistral3(fields: VisionFields) -> tuple[PixtralTower, PixtralLayout]:
 
 
 def read_pixtral(fields: VisionFields, merge: int) -> tuple[PixtralTower, PixtralLayout]:
-    """The same for squares of so many patches along a side."""
+    """The tower and the layout of a model in which one token stands for a square of `merge` x `merge` patches."""
     patch, text = fields.size("patch_size"), fields.outer["text_config"]
     longest = (fields.processor.get("size") or {}).get("longest_edge", 1024)
     if type(longest) is not int or longest < patch * merge:

@@ -33,7 +33,7 @@ def begins_with_columns(size: Size, new_size: Size) -> bool:
 
 
 def resize_in_bands(picture: Image.Image, size: Size, resample: int, num_threads: int) -> Image.Image:
-    """The same for a picture of any size."""
+    """`picture.resize(size, resample)` by several threads, each of which makes some of the lines."""
     with ThreadPoolExecutor(num_threads) as threads:
         for axis in (1, 0) if begins_with_columns(picture.size, size) else (0, 1):
             picture = _resize_lines(picture, axis, size[axis], resample, threads, num_threads)

@@ -50,7 +50,7 @@ class ClientAddresses:
         return _network_of(client)
 
     def find_peer(self, peer: str, forwarded: Iterable[str]) -> str:
-        """The same for a peer as gRPC writes it, such as `ipv4:10.0.0.7:4321` or `ipv6:%5B::1%5D:4321`."""
+        """The client's address for a peer as gRPC writes it, such as `ipv4:10.0.0.7:4321` or `ipv6:%5B::1%5D:4321`."""
         scheme, _, address = peer.partition(":")
         return self.find(None if scheme == UNIX else _without_port(unquote(address)), forwarded)
 

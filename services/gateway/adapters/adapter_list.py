@@ -48,7 +48,7 @@ class AdapterList:
             raise InvalidRequest(refusal(what, 1, MAX_ADAPTERS), "lora_name")
 
     def check_memory(self, owner: str, adapter: Adapter) -> None:
-        """The same for the bytes of its virtual tokens."""
+        """Raises `InvalidRequest` if there is no room for the bytes of an adapter's virtual tokens."""
         if adapter.table is None:
             return
         num_more, num_replaced = _num_bytes(adapter), _num_bytes(self.of(owner).get(adapter.name))

@@ -79,5 +79,5 @@ class Report(Feature):
         raise NotImplementedError
 
     def json(self, parts: Sequence[Any], num_prompt_tokens: int) -> Any:
-        """The same for the answer to a body with `json_field`; no parts: an abort came first."""
+        """What the answer over HTTP has of them, under the name of the report. Without parts an abort came first."""
         raise NotImplementedError

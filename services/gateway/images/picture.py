@@ -75,7 +75,7 @@ def _places_of(token_ids: list[int], own: Sequence[list[int]], token_id: int) ->
 
 
 def encode_pictures(pictures: Sequence[Picture]) -> bytes:
-    """What the dense worker's feature "images" is told of a prompt's pictures."""
+    """The message for the dense worker's feature "images": the shapes of a prompt's pictures."""
     shapes = [
         images_pb2.PictureShape(
             num_tiles=each.shape.num_tiles,

@@ -36,7 +36,7 @@ class Repeatable:
         self._random = Random(self.entropy)
 
     def again(self) -> Repeatable:
-        """The same for a further run."""
+        """The `Repeatable` of a further run, which draws the same numbers."""
         return Repeatable(self.request_id, self.entropy, self.created)
 
     @property

@@ -80,7 +80,7 @@ class Resumption:
             raise
 
     async def read_here(self, name: Name, fingerprint: bytes | None, received: Received | None) -> AnswerReader:
-        """The same of a request that should run here, for a peer. Raises `NotFound` if it does not."""
+        """A reader of the answer to a request that runs here, for a peer. Raises `NotFound` if it does not."""
         async with self._lock(name):
             recording = self._recordings.find(name)
             if recording is None:

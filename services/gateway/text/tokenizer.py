@@ -109,8 +109,9 @@ class Tokenizer:
             self.hf_tokenizer.chat_template = picture_text.chat_template
 
     def compile_template(self, source: str) -> None:
-        """Done before the first chat, it makes that as fast as others. A template that is none is logged with its
-        `source`, and refuses the chats.
+        """Compiles the chat template before the first chat, which is as fast as others then.
+
+        A template that cannot be compiled is logged with its `source`, and refuses the chats.
         """
         self._template.compile(source)
 
@@ -147,8 +148,8 @@ class Tokenizer:
         0 if the model is not told.
 
         If `is_cut`, the longer text loses tokens at its end until all are `max_tokens`, or with `keeps_last` at its
-        beginning; special tokens remain. With
-        `max_last` the last text keeps at most so many of its own, and so many that all are `max_tokens` if they can be.
+        beginning; special tokens remain. With `max_last` the last text keeps at most so many of its own, and so many
+        that all are `max_tokens` if they can be.
         """
         size = sum(map(len, texts))
         given = (texts, adds_special_tokens, max_tokens, is_cut, max_last, keeps_last)
@@ -239,7 +240,7 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     async def write_text(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Like `decode`, but off the event loop if there are many tokens."""
+        """`decode`, off the event loop if there are many tokens."""
         return await self.off_loop(len(token_ids), self.decode, token_ids, skip_special_tokens)
 
     async def write_tokens(self, token_ids: Sequence[int]) -> list[str]:

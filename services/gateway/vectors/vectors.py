@@ -124,14 +124,14 @@ class Vectors:
 
     @property
     def embeds(self) -> PoolingConfig:
-        """The same of a model whose vectors are embeddings; otherwise raises `InvalidRequest`."""
+        """How the model makes embeddings, one of each input. Raises `InvalidRequest` if it makes no such vectors."""
         if self.pooling.is_classifier:
             raise InvalidRequest("this model makes no embeddings: it is a classifier", "model")
         return self.one_each
 
     @property
     def one_each(self) -> PoolingConfig:
-        """The same of a model that makes one vector of each input; otherwise raises `InvalidRequest`."""
+        """How the model makes one vector of each input. Raises `InvalidRequest` if it makes one of each token."""
         if self.pooling.has_each_token:
             raise InvalidRequest("this model makes a vector of each token of an input: ask /pooling for them", "model")
         return self.pooling

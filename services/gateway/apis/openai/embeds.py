@@ -33,7 +33,10 @@ async def read_prompt_embeds(
 async def read_chat_embeds(
     body: ChatRequest, message: gateway_pb2.GenerateRequest, reader: PromptEmbedsReader | None, max_model_len: int
 ) -> None:
-    """Adds the vectors in the messages of `body` to the table of its `message`. The rest is as above."""
+    """Adds the vectors in the messages of `body` to the table of its `message`.
+
+    `reader`: None if clients may send none. Raises `InvalidRequest`.
+    """
     if reader is None:
         refuse_embeds(body, "gateway.enable_prompt_embeds is not set")
         return

@@ -51,7 +51,7 @@ def timings(finish: Finish) -> TimingsObject:
 
 
 class TimingsSoFar:
-    """The same for the chunks of a stream: `begin` when its prompts are known, then `of` for each chunk."""
+    """The object for the chunks of a stream: `begin` when its prompts are known, then `of` for each chunk."""
 
     def __init__(self) -> None:
         self._begun_at = 0.0

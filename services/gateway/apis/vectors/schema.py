@@ -58,7 +58,7 @@ class InputFields(RequestModel):
     )
 
     def options(self, request: Request) -> InputOptions:
-        """The same for all inputs of the body."""
+        """What all inputs of the body have in common."""
         cut = self.truncate_prompt_tokens
         return InputOptions(
             model=self.model or "",

@@ -46,7 +46,7 @@ class TruncationFields(RequestModel):
     )
 
     def options(self, request: Request) -> InputOptions:
-        """The same for all inputs."""
+        """What all inputs have in common."""
         return InputOptions(
             request_id=request.state.request_id,
             traceparent=request.headers.get("traceparent", ""),
