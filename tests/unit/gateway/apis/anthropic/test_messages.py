@@ -10,7 +10,7 @@ import httpx2
 from tests.support.clients.gateway_calls import EOS, REFERENCE, ids, text_of
 from tests.support.clients.http_clients import named_events
 from tests.support.clients.http_gateway import MODEL, say, with_client
-from tests.support.running_gateway import RunningGateway, until
+from tests.support.running_gateway import RunningGateway
 from tests.support.workers.fake_dense import FakeDense
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -182,36 +182,3 @@ def test_options_reach_the_sampler(tmp_path: Path) -> None:
     sampling = dense.submits[0].spec.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.25, 7)
     assert dense.submits[0].spec.max_tokens == 50
-
-
-def test_a_client_that_leaves_frees_its_request(tmp_path: Path) -> None:
-    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
-        async with client.stream("POST", MESSAGES, json={**BODY, "stream": True, "max_tokens": 1000}) as response:
-            async for line in response.aiter_lines():
-                if "text_delta" in line:
-                    break
-        await until(lambda: not dense.running)
-
-    dense = FakeDense(lambda submit: ids(" one") * 1000, step_s=0.01)
-    with_client(tmp_path, dense, test)
-    assert len(dense.cancelled_seq_ids) == 1
-
-
-def test_a_worker_that_dies_in_the_middle_changes_nothing(tmp_path: Path) -> None:
-    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
-        text = ""
-        async with client.stream("POST", MESSAGES, json={**BODY, "stream": True}) as response:
-            async for line in response.aiter_lines():
-                text += line + "\n"
-                if '"text_delta"' in line and text.count('"text_delta"') == 1:
-                    await dense.kill()
-                    await dense.start(gateway.dense_address)
-        events = named_events(text)
-        pieces = [each["delta"]["text"] for each in events if each["type"] == "content_block_delta"]
-        assert "".join(pieces) == TEXT
-        assert events[-2]["delta"]["stop_reason"] == "end_turn"
-        assert [each["type"] for each in events].count("message_start") == 1
-        assert len(dense.submits) == 2, "the worker got the request again"
-
-    dense = FakeDense(lambda submit: [*ids(TEXT), EOS], step_s=0.02)
-    with_client(tmp_path, dense, test)

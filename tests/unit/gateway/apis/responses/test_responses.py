@@ -13,7 +13,7 @@ import pytest
 from tests.support.clients.gateway_calls import EOS, ids, text_of
 from tests.support.clients.http_clients import async_client, named_events
 from tests.support.clients.http_gateway import MODEL, say
-from tests.support.running_gateway import RunningGateway, run, running_gateway, until
+from tests.support.running_gateway import RunningGateway, run, running_gateway
 from tests.support.workers.fake_dense import FakeDense, fake_logprob
 from tests.unit.gateway.apis.anthropic.test_messages import prompt_of
 
@@ -238,37 +238,6 @@ def test_a_failure_in_the_middle_of_a_stream_is_told(tmp_path: Path) -> None:
 
     dense = FakeDense(lambda submit: ids(" one") * 100, step_s=0.02)
     with_api(tmp_path, dense, test, connect_timeout_s=1.5)
-
-
-def test_a_worker_that_dies_in_the_middle_changes_nothing(tmp_path: Path) -> None:
-    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
-        events: list[Any] = []
-        async for event in await api.responses.create(model=MODEL, input="Hi", stream=True):
-            events.append(event)
-            if [each.type for each in events].count("response.output_text.delta") == 1 == len(dense.submits):
-                await dense.kill()
-                await dense.start(gateway.dense_address)
-        assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == TEXT
-        assert events[-1].type == "response.completed" and events[-1].response.output_text == TEXT
-        assert [event.sequence_number for event in events] == list(range(len(events)))
-        assert len(dense.submits) == 2, "the worker got the request again"
-
-    dense = FakeDense(lambda submit: [*ids(TEXT), EOS], step_s=0.02)
-    with_api(tmp_path, dense, test)
-
-
-def test_a_client_that_leaves_frees_its_request(tmp_path: Path) -> None:
-    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
-        stream = await api.responses.create(model=MODEL, input="Hi", stream=True)
-        async for event in stream:
-            if event.type == "response.output_text.delta":
-                break
-        await stream.close()
-        await until(lambda: not dense.running)
-
-    dense = FakeDense(lambda submit: ids(" one") * 1000, step_s=0.01)
-    with_api(tmp_path, dense, test)
-    assert len(dense.cancelled_seq_ids) == 1
 
 
 def test_nothing_is_stored(tmp_path: Path) -> None:
