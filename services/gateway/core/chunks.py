@@ -10,8 +10,8 @@ from services.common.token_logprobs import LogprobRows
 from services.gateway.features.installed import PROMPT_LOGPROBS
 from services.gateway.features.report import ReportPart
 from services.gateway.link.journal_entry import FinishReason, Timings
-from services.gateway.text.answer_parts import AnswerParts
-from services.gateway.text.deltas import Delta
+from services.gateway.text.answer_parts import AnswerParts, ReasoningPart, TextPart
+from services.gateway.text.deltas import CallArguments, CallBegin, CallEnd, ContentDelta, Delta, ReasoningDelta
 
 NO_REPORTS: Mapping[str, ReportPart] = MappingProxyType({})
 VALUES_PER_ANSWER = 30  # beside its tokens
@@ -65,6 +65,12 @@ class Chunk:
     reports: Mapping[str, ReportPart] = field(default_factory=lambda: NO_REPORTS)
     num_cached_tokens: int = 0  # of the prompt
 
+    def all_deltas(self) -> Sequence[Delta]:
+        """What it adds to the answer; a plain text is content."""
+        if self.deltas:
+            return self.deltas
+        return (ContentDelta(self.text),) if self.text else ()
+
 
 @dataclass(slots=True)
 class Completion:
@@ -93,6 +99,28 @@ class Completion:
         if chunk.finish is not None and self.parts is not None:
             self.parts.finish()
             self.text = self.parts.text()
+
+    def all_deltas(self) -> Sequence[Delta]:
+        """The deltas of the whole answer, as few as possible; a plain text is content."""
+        if self.parts is None:
+            return (ContentDelta(self.text),) if self.text else ()
+        assert self.finish is not None, "the answer is whole"
+        deltas: list[Delta] = []
+        num_calls = 0
+        for part in self.parts.parts:
+            if isinstance(part, TextPart):
+                deltas.append(ContentDelta(part.text))
+            elif isinstance(part, ReasoningPart):
+                deltas.append(ReasoningDelta(part.text))
+            else:
+                is_cut = num_calls >= self.finish.num_calls  # which counts complete calls
+                deltas += (
+                    CallBegin(num_calls, part.call_id, part.name),
+                    CallArguments(num_calls, part.arguments),
+                    CallEnd(num_calls, is_cut=is_cut),
+                )
+                num_calls += 1
+        return deltas
 
 
 def is_large(pieces: Sequence[Chunk | Completion], prompts: Sequence[Prompt | None]) -> bool:

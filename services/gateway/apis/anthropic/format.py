@@ -10,7 +10,6 @@ from services.gateway.apis.anthropic.content_blocks import ContentBlocks
 from services.gateway.apis.anthropic.errors import anthropic_error
 from services.gateway.apis.anthropic.schema import CountTokensRequest, MessagesRequest
 from services.gateway.apis.shared.answer import Format
-from services.gateway.apis.shared.answer_deltas import chunk_deltas, completion_deltas
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.request_id import REQUEST_ID_HEADER
@@ -58,7 +57,7 @@ class MessagesFormat(Format):
 
     def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Any]:
         self._finish = chunk.finish
-        return self._blocks.add(chunk_deltas(chunk))
+        return self._blocks.add(chunk.all_deltas())
 
     def closing(self) -> Sequence[Any]:
         """The events after the last delta. The message has reason and counts now."""
@@ -70,7 +69,7 @@ class MessagesFormat(Format):
     def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> MessageObject:
         [([completion], _)] = answers
         self._finish = completion.finish
-        self._blocks.add(completion_deltas(completion))
+        self._blocks.add(completion.all_deltas())
         self._blocks.end()
         return self._message()
 

@@ -67,8 +67,7 @@ class ChatFormat(OpenAIFormat):
     def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[ChatChunkObject | bytes]:
         if self._is_plain and chunk.text and not chunk.deltas and chunk.finish is None and chunk.prompt is None:
             return (self._text_objects.event(chunk.index, chunk.text),)
-        pieces = chunk.deltas or ([ContentDelta(chunk.text)] if chunk.text else ())
-        delta = _delta_object(pieces, has_reasoning=self._has_reasoning)
+        delta = _delta_object(chunk.all_deltas(), has_reasoning=self._has_reasoning)
         choice = _piece(chunk.index, delta)
         if self._body.logprobs and chunk.token_ids:
             choice["logprobs"] = self._logprobs(chunk.token_ids, chunk.logprobs or ())

@@ -12,7 +12,6 @@ from services.gateway.apis.responses.schema import ResponsesRequest
 from services.gateway.apis.responses.stored_record import ResponseRecord
 from services.gateway.apis.responses.tool_conversion import OfferedTool
 from services.gateway.apis.shared.answer import Format
-from services.gateway.apis.shared.answer_deltas import chunk_deltas, completion_deltas
 from services.gateway.apis.shared.timings import TimingsSoFar, prompt_progress, timings
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.core.request_service import RequestService
@@ -73,7 +72,7 @@ class ResponsesFormat(Format):
             response = self._response("in_progress")
             events.append({"type": "response.in_progress", "response": response, "prompt_progress": progress})
         self._finish = chunk.finish
-        events += self._add(chunk_deltas(chunk), chunk)
+        events += self._add(chunk.all_deltas(), chunk)
         if self._timings is not None and (chunk.token_ids or chunk.finish is not None):
             found = self._timings.of(prompt_index, chunk)
             events = [{**each, "timings": found} for each in events]
@@ -90,7 +89,7 @@ class ResponsesFormat(Format):
     def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> ResponseObject:
         [([completion], _)] = answers
         self._finish = completion.finish
-        self._add(completion_deltas(completion), completion)
+        self._add(completion.all_deltas(), completion)
         status = self._end_status()
         self._items.end(is_cut=status == "incomplete")
         response = self._kept(status)
