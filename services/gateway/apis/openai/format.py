@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from pydantic_core import to_json
 
 from services.gateway.apis.openai.answer_objects import UsageObject
 from services.gateway.apis.openai.fields import OpenAIFields
 from services.gateway.apis.openai.logprobs import prompt_logprobs
 from services.gateway.apis.shared.answer import DONE, Format
-from services.gateway.apis.shared.text_objects import TextObjects
 from services.gateway.core.chunks import Finish, Prompt
 from services.gateway.core.request_service import RequestService
 from services.gateway.resources.repeatable import created_at
+
+PLACEHOLDER = "\N{OBJECT REPLACEMENT CHARACTER}"  # in the place of a text
 
 
 class OpenAIFormat(Format):
@@ -112,3 +115,30 @@ class UsageCounter:
         if self._num_reasoning_tokens is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": self._num_reasoning_tokens}
         return usage
+
+
+class TextObjects:
+    """The events of streamed objects that differ in nothing but their text: only that is encoded for each of them."""
+
+    __slots__ = ("_frames", "_make")
+
+    def __init__(self, make: Callable[[int, str], Any]) -> None:
+        """`make`: the object with an index and a text, which is its last value that may have the placeholder."""
+        self._make = make
+        self._frames: dict[int, tuple[bytes, bytes]] = {}  # what surrounds the text, by index
+
+    def first_frame(self) -> tuple[bytes, bytes]:
+        """What surrounds the JSON of the text in `event` of index 0."""
+        return self._frame(0)
+
+    def event(self, index: int, text: str) -> bytes:
+        """The event, which has no name, of the object with this index and text."""
+        frame = self._frame(index)
+        return b"%b%b%b" % (frame[0], to_json(text), frame[1])
+
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        if (frame := self._frames.get(index)) is not None:
+            return frame
+        before, _, after = to_json(self._make(index, PLACEHOLDER)).rpartition(to_json(PLACEHOLDER))
+        frame = self._frames[index] = (b"data: " + before, after + b"\n\n")
+        return frame

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic_core import to_json
 
-from services.gateway.apis.shared.text_objects import PLACEHOLDER, TextObjects
+from services.gateway.apis.openai.format import PLACEHOLDER, TextObjects
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.just(PLACEHOLDER) | st.just('"\\\n</script>')
 
