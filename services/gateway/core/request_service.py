@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Sequence, Set
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest, TwostrokeError
@@ -60,6 +60,25 @@ COPIES_OF_MESSAGES = 3  # of gRPC: the object, its bytes, and those that are bei
 BYTES_PER_TOKEN_ID = 40  # in a list of Python's
 BYTES_PER_CHARACTER = 8  # of a text that was asked for, and its JSON while it is sent
 BYTES_PER_LOGPROB = 12  # in `LogprobRows`, with what its arrays keep free to grow
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a request is of all that its client has asked for at once."""
+
+    prompt_name: str = "prompt"  # in error messages
+    num_other_logprobs: int = 0  # log-probabilities of the other prompts, which count towards the limit, too
+    is_counted: bool = False  # whether the client's request is counted already: see `is_part` of `Admission.open`
+    is_being_read: bool = False  # whether the caller is in a context of `reading` for all parts
+    in_one_message: bool = False  # whether the answers are sent in one message of gRPC, which takes more memory
+
+    @property
+    def num_messages(self) -> int:
+        """Copies of the answers as messages."""
+        return COPIES_OF_MESSAGES if self.in_one_message else 0
+
+
+WHOLE = Part()
 
 
 class RequestService:
@@ -162,32 +181,18 @@ class RequestService:
         return self.adapters.names_for(caller)
 
     async def start(
-        self,
-        message: gateway_pb2.GenerateRequest,
-        caller: Caller,
-        num_other_logprobs: int = 0,
-        prompt_name: str = "prompt",
-        *,
-        in_one_message: bool = False,
-        is_part: bool = False,
-        in_batch: bool = False,
+        self, message: gateway_pb2.GenerateRequest, caller: Caller, part: Part = WHOLE
     ) -> Generation:
-        """Checks and submits a request. The caller must close the generation. Raises a `TwostrokeError`.
-
-        `num_other_logprobs`: log-probabilities of the other prompts of the same client's request, which count towards
-        the limit too. `prompt_name`: the name of the prompt in error messages. `in_one_message`: whether the answers
-        are sent in one message of gRPC, which takes more memory. `is_part`: see `Admission.open`. `in_batch`: whether
-        the caller is in a context of `reading` for several messages.
-        """
+        """Checks and submits a request. The caller must close the generation. Raises a `TwostrokeError`."""
         ticket = None
         span = self._tracer.start("request", message.traceparent)
         message.traceparent = span.traceparent  # so that the workers' spans are below this one
         try:
-            ticket = self._admission.open(caller, is_part=is_part)
-            held, num_messages = HeldMemory(self.memory, caller.number), COPIES_OF_MESSAGES if in_one_message else 0
+            ticket = self._admission.open(caller, is_part=part.is_counted)
+            held = HeldMemory(self.memory, caller.number)
             ticket.at_close(held.release)
-            async with nullcontext() if in_batch else self.reading([message], caller):
-                request = await self._read(message, caller, num_other_logprobs, prompt_name, ticket, held, num_messages)
+            async with nullcontext() if part.is_being_read else self.reading([message], caller):
+                request = await self._read(message, caller, part, ticket, held)
             ticket.admit(request)
             if request.is_stepwise:
                 check_repeatable(request)
@@ -207,14 +212,7 @@ class RequestService:
         return self._being_read.until_started(caller.owner, [message.request_id for message in messages])
 
     async def _read(
-        self,
-        message: gateway_pb2.GenerateRequest,
-        caller: Caller,
-        num_other_logprobs: int,
-        prompt_name: str,
-        ticket: Ticket,
-        held: HeldMemory,
-        num_messages: int,
+        self, message: gateway_pb2.GenerateRequest, caller: Caller, part: Part, ticket: Ticket, held: HeldMemory
     ) -> GenerationRequest:
         """The request that a message asks for, with all that it needs reserved."""
         num_bytes = len(message.prompt_embeds.values) + len(message.prompt_embedding_table.values)
@@ -229,7 +227,7 @@ class RequestService:
                 message,
                 self.tokenizer,
                 limits,
-                prompt_name,
+                part.prompt_name,
                 count,
                 reading,
                 client=caller.client,
@@ -237,7 +235,7 @@ class RequestService:
                 is_stepwise=current_run() is not None,
             )
         request = caller.adapt(read)
-        check_num_logprobs(num_other_logprobs + request.max_num_logprobs, self._section.max_request_logprobs)
+        check_num_logprobs(part.num_other_logprobs + request.max_num_logprobs, self._section.max_request_logprobs)
         structure = request.spec.sampling.structured_output
         if structure is not None:
             compiled = await self._compile(structure, request)
@@ -245,9 +243,9 @@ class RequestService:
             sampling = replace(request.spec.sampling, structured_output=compiled)
             request = replace(request, spec=replace(request.spec, sampling=sampling))
         if request.max_num_held_logprobs:
-            num_bytes = (1 + num_messages) * BYTES_PER_LOGPROB * request.max_num_held_logprobs
+            num_bytes = (1 + part.num_messages) * BYTES_PER_LOGPROB * request.max_num_held_logprobs
             await held.reserve(num_bytes, "log-probabilities", "logprobs", "lower max_tokens, logprobs or n")
-        await self._reserve(request, held, num_messages)
+        await self._reserve(request, held, part.num_messages)
         return request
 
     def check_pictures(self, count: int) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from services.common.errors import AbortedByCaller
 from services.gateway.access.access import Caller
 from services.gateway.core.chunks import Completion, Prompt
-from services.gateway.core.request_service import RequestService
+from services.gateway.core.request_service import Part, RequestService
 from services.gateway.features.installed import ALIGNMENT
 from services.gateway.features.token_rows import TokenRows
 from services.gateway.link.journal_entry import FinishReason
@@ -241,7 +241,7 @@ class Transcription:
         return (await self._run_whole(message))[0]
 
     async def _run_whole(self, message: gateway_pb2.GenerateRequest) -> tuple[Completion, Prompt | None]:
-        generation = await self.service.start(message, self.caller, prompt_name="file")
+        generation = await self.service.start(message, self.caller, Part("file"))
         try:
             [completion], prompt = await generation.completions()
         finally:

@@ -21,7 +21,7 @@ from services.common.pooling.pair_template import PairTemplate
 from services.common.pooling.pooling_config import PoolingConfig, TokenHead
 from services.common.sampling_params import MAX_PRIORITY
 from services.gateway.access.access import Caller
-from services.gateway.core.request_service import RequestService
+from services.gateway.core.request_service import Part, RequestService
 from services.gateway.features.installed import POOLING
 from services.gateway.features.pooling import PooledVector
 from services.gateway.request.context_length import too_long
@@ -228,7 +228,7 @@ class Vectors:
                     message = await self._message(each, options)
                     has_parts = options.request_id and len(results) > 1  # without a name each gets one of its own
                     message.request_id = f"{options.request_id}-{index}" if has_parts else options.request_id
-                    generation = await self.service.start(message, caller, prompt_name=each.name, is_part=True)
+                    generation = await self.service.start(message, caller, Part(each.name, is_counted=True))
                 try:
                     _, prompt = await generation.completions()
                 finally:

@@ -11,7 +11,7 @@ from services.common.errors import InvalidRequest, TwostrokeError
 from services.gateway.access.access import Caller
 from services.gateway.core.chunks import Chunk, Completion, Prompt
 from services.gateway.core.generation import Generation
-from services.gateway.core.request_service import RequestService
+from services.gateway.core.request_service import Part, RequestService
 from services.gateway.resources.gather import gather_or_cancel
 from services.gateway.resources.heavy_work import HeavyWork
 from services.pb import gateway_pb2
@@ -70,7 +70,7 @@ class Generations:
     ) -> None:
         """Starts one generation per message. Raises the `TwostrokeError` of the first one that is refused.
 
-        `in_one_message`: see `RequestService.start`.
+        `in_one_message`: see `Part`.
         """
         num_answers = sum(max(1, message.n, message.best_of) for message in messages)
         try:
@@ -89,10 +89,9 @@ class Generations:
             for prompt_index, message in enumerate(messages):
                 if prompt_index:  # starting the answers to one prompt may take milliseconds
                     await self._heavy_work.beginning()
-                prompt_name = f"prompt[{prompt_index}]" if in_batch else "prompt"
-                generation = await service.start(
-                    message, caller, num_logprobs, prompt_name, in_one_message=in_one_message, in_batch=in_batch
-                )
+                name = f"prompt[{prompt_index}]" if in_batch else "prompt"
+                part = Part(name, num_logprobs, is_being_read=in_batch, in_one_message=in_one_message)
+                generation = await service.start(message, caller, part)
                 self.running.append(generation)
                 if message.request_id in aborted:  # alone, before it was started
                     generation.abort()

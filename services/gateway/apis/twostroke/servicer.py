@@ -17,7 +17,7 @@ from services.gateway.access.slow_reader import SlowReaders
 from services.gateway.apis.twostroke.vector_calls import VectorCalls
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt, is_large
 from services.gateway.core.generation import Generation
-from services.gateway.core.request_service import RequestService
+from services.gateway.core.request_service import Part, RequestService
 from services.gateway.features.installed import REPORTS
 from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.link.journal_entry import FinishReason
@@ -247,7 +247,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             if not report.is_in_grpc and report.field in given:
                 field = report.field
                 raise InvalidRequest(f"{field} is for clients of HTTP: this API has no place for it", field)
-        return await self._service.start(message, current_caller(), in_one_message=in_one_message)
+        return await self._service.start(message, current_caller(), Part(in_one_message=in_one_message))
 
 
 def _encode_chunk(request_id: str, chunk: Chunk, *, has_logprobs: bool = True) -> gateway_pb2.GenerateChunk:
