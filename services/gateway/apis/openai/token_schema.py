@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, NotRequired
 
 import pydantic
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
@@ -19,12 +19,13 @@ from services.gateway.apis.openai.chat_schema import (
     TemplateText,
 )
 from services.gateway.apis.openai.tool_schema import ToolObjects
+from services.gateway.apis.shared.parts import by_shape
 from services.gateway.apis.shared.request_model import RequestModel, TokenLists, at_most
 
 Texts = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[list[str], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("<texts>")],
-    Discriminator(lambda value: "<texts>" if isinstance(value, list) else "<text>"),
+    by_shape(),
 ]
 
 

@@ -231,7 +231,7 @@ class PoolingRequest(EmbeddingRequest):
 
 TextOrTexts = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[Texts, Tag("<texts>")],
-    Discriminator(lambda value: "<texts>" if isinstance(value, list) else "<text>"),
+    by_shape(),
 ]
 
 
