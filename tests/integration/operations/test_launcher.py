@@ -171,6 +171,7 @@ def test_a_missing_device_is_reported_in_one_line(setting: str, message: str) ->
 
 def test_a_model_without_a_class_of_transformers_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "internvl_chat"}))
+    (tmp_path / "model.safetensors").touch()
     result = run_warm("services.launch", "--prompt", "a", "--set", f"model.path={tmp_path}")
     assert result.returncode == 1 and result.stdout == ""
     said = "has model_type 'internvl_chat', of which transformers has no class, and code that comes with a model"
@@ -178,10 +179,10 @@ def test_a_model_without_a_class_of_transformers_is_refused_in_one_line(tmp_path
 
 
 def test_a_start_that_fails_leaves_no_link_behind(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "services.launch", "--gateway-processes", "2"]
+    command = ["services.launch", "--gateway-processes", "2"]
     for name in ("gateway.address", "dense.address"):  # several gateways cannot share a Unix socket
         command += ["--set", f"{name}=unix:{tmp_path}/{name}.sock"]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=START_TIMEOUT_S)
+    result = run_warm(*command)
     assert result.returncode == 1 and "several processes can share a TCP port" in result.stderr
     assert list(tmp_path.iterdir()) == []
 

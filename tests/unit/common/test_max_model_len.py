@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +10,10 @@ import pytest
 from services.common.config import load_config
 from services.common.errors import ConfigError, ModelError
 from services.common.max_model_len import check_before_start
-from tests.support.cluster import REPOSITORY, free_port
+from tests.support.cluster import free_port
+from tests.support.warm_process import run_warm
 from tests.unit.common.test_streaming import write_config
 
-TIMEOUT_S = 60.0
 SCALED = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
 
 
@@ -62,8 +59,7 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
 
 def test_the_start_ends_before_a_service_is_started() -> None:
     ports = [f"--set={key}=127.0.0.1:{free_port()}" for key in ("gateway.address", "gateway.http_address")]
-    command = [sys.executable, "-m", "services.launch", "--max-model-len", "99999", *ports]
-    done = subprocess.run(command, cwd=REPOSITORY, env=os.environ, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = run_warm("services.launch", "--max-model-len", "99999", *ports)
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
     assert "model.max_model_len is 99999" in line and "service=launch" in line
