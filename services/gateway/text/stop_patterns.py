@@ -3,6 +3,10 @@
 The gateway's event loop uses it, so no expression may take long: all of a request are one automaton that takes the text
 character by character and never goes back (Thompson, "Regular expression search algorithm", CACM 1968). It has at most
 `MAX_STATES` states, and remembers some of its moves. What needs more, such as references to groups, is refused.
+
+No library among ours does this. `regex` finds where a partial match begins, but the text from there on may grow without
+end (`a.*b`); two searches take it 6 to 49 us a token, this 1 to 8; one for `(a|aa)+b` took over a second in spite of
+a timeout of 0.2 s. Expressions of llguidance have no `^`, `$` and word boundaries.
 """
 
 from __future__ import annotations
