@@ -119,7 +119,8 @@ class Steps:
         return plan.num_tokens == len(plan.entries) == self.batch
 
     def update(self, step: InFlight, result: object) -> None:
-        report = self.engine._update(self.session, step, result, time.monotonic())  # type: ignore[arg-type]
+        step.end_s = time.monotonic()
+        report = self.engine._update(self.session, step, result)  # type: ignore[arg-type]
         self.engine._report(self.session, step, report)
 
     def send_report(self) -> None:

@@ -230,11 +230,10 @@ class Engine:
             if step is not None:
                 self._report_start(session, step)
                 result = self._collect(session, step)
-                end_s = time.monotonic()
                 try:
                     self._begin_next(session, step)
                 finally:  # the tokens of this step are there, whatever ends the next one
-                    report = self._update(session, step, result, end_s)
+                    report = self._update(session, step, result)
                     self._report(session, step, report)
         except PeerError as error:
             self._give_up(session, AttachmentEnd(str(error), is_crash=True))
@@ -245,7 +244,6 @@ class Engine:
 
     def _plan_ahead(self, session: Session, step: InFlight) -> None:
         """Publishes the plan after a running step of the same lane, as late as the attention worker has it in time."""
-        assert step.running is not None, "a step is launched before it is collected"
         step.waited_before_s, has_waited = step.channel.waited_s, False
         if not step.running.runs_when_collected:
             has_waited = self._await_calls(session, step)
@@ -266,7 +264,7 @@ class Engine:
         the report would wait.
         """
         following = next((each for each in session.in_flight if each is not step), None)
-        if following is None or following.running is None or not following.running.runs_when_collected:
+        if following is None or not following.running.runs_when_collected:
             return
         plan = following.published.plan
         is_larger = bool(plan.extra_rows) or plan.num_tokens > step.published.plan.num_tokens
@@ -311,9 +309,8 @@ class Engine:
 
         Returns whether it has waited for that.
         """
-        assert step.running is not None, "a step is launched before it is collected"
-        begin_s = max(session.lanes[step.published.plan.lane].last_end_s, step.launch_start_s)
-        leaves_s, has_waited = self._timing.leaves_at(step.published.plan.num_tokens, begin_s), False
+        num_tokens, has_waited = step.published.plan.num_tokens, False
+        leaves_s = self._timing.leaves_at(num_tokens, session.begin_of(step))
         while (left_s := leaves_s - time.monotonic()) > 0.0 and not step.running.is_done():
             has_waited = True
             self._publish_openings(session)  # the plan that waits has only sequences that are open by then
@@ -360,13 +357,10 @@ class Engine:
 
         Their first tokens then come by code and threads that have just run, which takes a third to half as long.
         """
-        assert step.running is not None, "a step is launched before it is collected"
         published = step.published
         if step.running.runs_when_collected or not published.entries or step.running.is_done():
             return
-        begin_s = max(session.lanes[published.plan.lane].last_end_s, step.launch_start_s)
-        sequences = [entry.sequence for entry in published.entries if entry.sequence not in published.lost]
-        step.started = step_report.record_started(sequences, begin_s)
+        step.started = step_report.record_started(published.sequences, session.begin_of(step))
         if step.started:
             self._deliver(StepReport(published.plan.step_id, step.started))
 
@@ -375,7 +369,6 @@ class Engine:
 
         Calls that come meanwhile are made. Raises `PeerError` after the timeout, or when the session has ended.
         """
-        assert step.running is not None, "a step is launched before it is collected"
         channel, plan, timeout_s = step.channel, step.published.plan, self._result_timeout_s
         deadline = time.monotonic() + timeout_s
         while not step.running.is_done():
@@ -395,6 +388,7 @@ class Engine:
                 raise PeerError(f"errors up to step {plan.step_id} are not here after {timeout_s} s")
         if step.waited_before_s is not None:
             step.wait_s = channel.waited_s - step.waited_before_s
+        step.end_s = time.monotonic()
         return result
 
     def _make_call(self, session: Session, timeout_s: float) -> bool:
@@ -403,13 +397,13 @@ class Engine:
             raise PeerError("the attention worker went away")
         return has_come
 
-    def _update(self, session: Session, step: InFlight, result: StepResult, end_s: float) -> StepReport:
+    def _update(self, session: Session, step: InFlight, result: StepResult) -> StepReport:
         """Appends the step's tokens to their sequences."""
-        session.complete(step, end_s)
+        session.complete(step)
         self._timing.add(step.published.plan.num_tokens, session.last_step_s)
         step.follow_up_s = result.follow_up_s
         published = step.published
-        sequences = [entry.sequence for entry in published.entries if entry.sequence not in published.lost]
+        sequences = published.sequences
         self._has_run_suspect |= bool(sequences) and sequences[0].is_suspect  # it runs alone
         started = step_report.record_started(sequences, step.begin_s)
         reports = step_report.record_reports(sequences, result.reports)
@@ -435,10 +429,14 @@ class Engine:
             for observer in self._observers:
                 observer.on_step(stats, started, others)
 
+    def _deliver_outputs(self, outputs: SequenceOf[SequenceOutput]) -> None:
+        """Delivers what comes between steps, if there is anything."""
+        if outputs:
+            self._deliver(StepReport(0, outputs=StepOutputs(others=outputs)))
+
     def _check_deadlines(self) -> None:
         """Checks the deadlines of waiting sequences, of unclaimed blocks, and of openings without an answer."""
-        if expired := self._scheduler.expire(time.monotonic()):
-            self._deliver(StepReport(0, outputs=StepOutputs(others=expired)))
+        self._deliver_outputs(self._scheduler.expire(time.monotonic()))
         session, now_s = self._session, time.monotonic()
         if session is None:
             return
@@ -476,8 +474,7 @@ class Engine:
         try:
             self._scheduler.add(sequence)
         except TwostrokeError as error:
-            output = SequenceOutput(sequence, (), FinishReason.ERROR, error)
-            self._deliver(StepReport(0, outputs=StepOutputs(others=[output])))
+            self._deliver_outputs([SequenceOutput(sequence, (), FinishReason.ERROR, error)])
             return
         if self._rehearsal is not None:
             self._rehearsal.note(sequence)
@@ -486,8 +483,7 @@ class Engine:
                 self._keep_if_needed(session, cache_id, sequence)
 
     def _handle_event(self, event: Event) -> None:
-        if outputs := self._scheduler.handle(event):
-            self._deliver(StepReport(0, outputs=StepOutputs(others=outputs)))
+        self._deliver_outputs(self._scheduler.handle(event))
 
     def _attach(self, attachment: Attachment) -> None:
         try:
@@ -507,14 +503,19 @@ class Engine:
         self._attention.ready(attachment)
 
     def _detach(self, attachment: Attachment, end: AttachmentEnd) -> None:
-        if self._session is not None and self._session.attachment is attachment:
-            self._session.has_ended = True
+        if (session := self._session_of(attachment)) is not None:
+            session.has_ended = True
             self._session = self._rehearsal = None
             attachment.abort()  # lets launched steps run through
             attachment.close()  # at once, because the next attachment may need the memory
             for observer in (*self._observers, self._drafting):
                 observer.on_handoff_abort()
             (log.warning if end.is_crash else log.info)("detached", reason=end.reason, is_crash=end.is_crash)
+
+    def _session_of(self, attachment: Attachment) -> Session | None:
+        """None: it has ended."""
+        session = self._session
+        return session if session is not None and session.attachment is attachment else None
 
     def _add_cache(
         self,
@@ -523,8 +524,7 @@ class Engine:
         add_seam: Callable[[], None],
         drop_seam: Callable[[], None],
     ) -> None:
-        session = self._session
-        if session is None or session.attachment is not attachment:
+        if self._session_of(attachment) is None:
             drop_seam()
             return
         add_seam()
@@ -532,8 +532,8 @@ class Engine:
         log.info("one more attention worker", cache_id=cache.cache_id, num_blocks=cache.num_blocks)
 
     def _give_up_cache(self, attachment: Attachment, cache_id: int, is_given_up: bool) -> None:
-        session = self._session
-        if session is not None and session.attachment is attachment and cache_id in session.ledgers:
+        session = self._session_of(attachment)
+        if session is not None and cache_id in session.ledgers:
             self._scheduler.give_up_cache(cache_id, is_given_up)
             if is_given_up:
                 self._keep_if_needed(session, cache_id)
@@ -549,8 +549,8 @@ class Engine:
 
     def _lose_cache(self, attachment: Attachment, cache_id: int, end: AttachmentEnd) -> None:
         """Known already if a step found it first."""
-        session = self._session
-        if session is None or session.attachment is not attachment or cache_id not in session.ledgers:
+        session = self._session_of(attachment)
+        if session is None or cache_id not in session.ledgers:
             return
         if len(session.ledgers) == 1:
             self._give_up(session, end)
@@ -558,12 +558,10 @@ class Engine:
         outputs = self._scheduler.lose_cache(cache_id, is_crash=end.is_crash)
         self._attention.forget(attachment, cache_id)
         (log.warning if end.is_crash else log.info)("one attention worker less", cache_id=cache_id, reason=end.reason)
-        if outputs:
-            self._deliver(StepReport(0, outputs=StepOutputs(others=outputs)))
+        self._deliver_outputs(outputs)
 
     def _handle_answer(self, attachment: Attachment, answer: SequenceOpened | PlanAccepted) -> None:
-        session = self._session
-        if session is None or session.attachment is not attachment:
+        if (session := self._session_of(attachment)) is None:
             return
         try:
             if isinstance(answer, PlanAccepted):
@@ -575,8 +573,7 @@ class Engine:
         except PeerError as error:
             self._give_up(session, AttachmentEnd(str(error), is_crash=True))
             return
-        if outputs:
-            self._deliver(StepReport(0, outputs=StepOutputs(others=outputs)))
+        self._deliver_outputs(outputs)
 
     def _opened(self, session: Session, answer: SequenceOpened) -> list[SequenceOutput]:
         opening = session.openings.get(answer.seq_id)

@@ -86,7 +86,6 @@ class Scheduler:
 
         Called once for each step, after it has been launched and before it is collected.
         """
-        assert step.running is not None, "a step is launched before the next one is planned"
         session = self.session  # forks come first, before the sequence from which they are can end
         most = 0 if session.to_fork else self.limits.max_num_seqs - len(session.running)
         return self._drafting.waits_for(step.running, session.others, len(session.rows), most)

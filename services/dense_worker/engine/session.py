@@ -62,6 +62,11 @@ class PublishedPlan:
     # Those that have left their KV cache since the step was published, with its cache_id, or several.
     left: dict[Sequence, Collection[int]] = field(default_factory=dict)
 
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Those of its entries, without lost ones."""
+        return [entry.sequence for entry in self.entries if entry.sequence not in self.lost]
+
     def taken_blocks(self, seq_id: int) -> Iterator[tuple[Sequence, int]]:
         """The sequence of an entry, and how many blocks it has taken; nothing if the plan has no such entry."""
         for index in np.flatnonzero(self.plan.entries.seq_ids == np.uint64(seq_id)).tolist():
@@ -80,7 +85,7 @@ class InFlight:
     channel: Channel  # of its lane
     launch_start_s: float
     launch_s: float = 0.0  # host time to publish and launch it
-    running: RunningStep | None = None  # None while it is being launched
+    running: RunningStep = field(init=False, repr=False)  # set when it is launched
     begin_s: float = 0.0  # when the step before it ended, or its own launch if that was later
     gap_s: float = 0.0  # from the end of the step before it to its launch; 0 if it was planned ahead
     end_s: float = 0.0  # when its tokens were here
@@ -237,16 +242,20 @@ class Session:
         if oldest is not None and now_s - oldest.asked_s > timeout_s:
             raise PeerError(f"sequence {oldest.sequence.seq_id:x} has not been opened after {timeout_s:g} s")
 
-    def complete(self, step: InFlight, now_s: float) -> None:
-        """Notes that the oldest step in flight has ended."""
+    def begin_of(self, step: InFlight) -> float:
+        """When the oldest step of its lane began: when the one before it ended, or at its launch if that was later."""
+        return max(self.lanes[step.published.plan.lane].last_end_s, step.launch_start_s)
+
+    def complete(self, step: InFlight) -> None:
+        """Notes that the oldest step in flight ended at its `end_s`."""
         assert self.in_flight[0] is step, "steps are completed in the order of their plans"
         lane = self.lanes[step.published.plan.lane]
-        step.begin_s, step.end_s = max(lane.last_end_s, step.launch_start_s), now_s
+        step.begin_s = self.begin_of(step)
         step.gap_s = step.begin_s - lane.last_end_s
         self.in_flight = self.in_flight[1:]
         self.num_completed += 1
-        lane.last_end_s = now_s
-        self.last_step_s = now_s - step.begin_s
+        lane.last_end_s = step.end_s
+        self.last_step_s = step.end_s - step.begin_s
         self.last_plan = step.published.plan
 
     def add(self, sequence: Sequence) -> None:
@@ -301,8 +310,7 @@ class Session:
 
     def take_openings(self) -> tuple[NewSequence, ...]:
         """The sequences that the next plan opens."""
-        new_sequences = tuple(self.to_open)
-        self.to_open.clear()
+        new_sequences, self.to_open = tuple(self.to_open), []
         return new_sequences
 
     def take_sampled(self) -> TokenColumns:
@@ -324,8 +332,7 @@ class Session:
         self.published[plan.step_id] = published
         self.num_freeing_plans += published.frees_blocks
         self.num_burying_plans += published.closes_rows
-        lane.to_close.clear()
-        lane.dead_rows.clear()
+        lane.to_close, lane.dead_rows = [], []
         return published
 
     def accept(self, answer: PlanAccepted) -> PublishedPlan | None:

@@ -41,7 +41,8 @@ class TimedCluster(Cluster):
         self.durations.append(self._time_of(published.plan))
         self._now_s += self.durations[-1]
         self.scheduler.session.in_flight = (step,)
-        self.scheduler.session.complete(step, self._now_s)
+        step.end_s = self._now_s
+        self.scheduler.session.complete(step)
         super()._complete(published)
 
     def add(self, seq_id: int, prompt_len: int, max_tokens: int, client: int = 0) -> Sequence:
