@@ -71,24 +71,21 @@ class Peers:
     longest_copy_s: float  # that the blocks of a sequence may take
 
 
-def build_engine(
-    section: AttentionSection,
-    model: ResolvedModel,
-    limits: StepLimits,
-    metrics: AttentionMetrics,
-    pinned_tier: PinnedFile | None = None,
-    events: KVEvents | None = None,
-    peers: Peers | None = None,
-    *,
-    is_deterministic: bool = False,
-) -> AttentionEngine:
-    """Allocates the KV cache and starts the engine. `pinned_tier`: what `prepare_device` has returned.
+@dataclass(frozen=True, slots=True)
+class AttentionSetup:
+    """What an attention worker is started with."""
 
-    `events`: what becomes of blocks is recorded there. `peers`: attention workers from which sequences may come; None:
-    there are none. `is_deterministic`: attention has one order of additions.
+    section: AttentionSection
+    model: ResolvedModel  # the part of this worker's rank
+    is_deterministic: bool = False  # attention has one order of additions
+    pinned_tier: PinnedFile | None = None  # what `prepare_device` has returned
+    kv_events: KVEvents | None = None  # what becomes of blocks is recorded there; None: nowhere
+    peers: Peers | None = None  # None: no sequence may come from other attention workers
 
-    Raises `CapacityError` if the cache cannot hold one sequence.
-    """
+
+def build_engine(setup: AttentionSetup, limits: StepLimits, metrics: AttentionMetrics) -> AttentionEngine:
+    """Allocates the KV cache and starts the engine. Raises `CapacityError` if the cache cannot hold one sequence."""
+    section, model, events, peers = setup.section, setup.model, setup.kv_events, setup.peers
     config = model.config
     use_device(model.device, section.num_threads)  # of the calling thread
     spec = make_cache_spec(section, model, limits)
@@ -125,13 +122,13 @@ def build_engine(
         sources=spec.source_slots,
         **special,
     )
-    runner, storage = _build_runner(section, model, limits, spec, max_model_len, metrics, is_deterministic)
+    runner, storage = _build_runner(setup, limits, spec, max_model_len, metrics)
     if section.host_kv_bytes:
-        cache.use_tier(_open_host_tier(section, model, storage, cache.pools["blocks"], pinned_tier, is_deterministic))
+        cache.use_tier(_open_host_tier(setup, storage, cache.pools["blocks"]))
     moved_blocks = None
     can_copy = model.device.type == "cpu" and section.enable_prefix_cache and cache.can_load_blocks
     if peers is not None and can_copy:
-        identity = str(_block_identity(section, model, storage, is_deterministic))
+        identity = str(_block_identity(setup, storage))
         arguments = (storage, cache.pools["blocks"], identity, peers.open_channel, peers.longest_copy_s)
         moved_blocks = MovedBlocks(*arguments)
     has_others = spec.window_blocks is not None or spec.source_slots is not None or spec.num_state_slots
@@ -146,52 +143,48 @@ def build_engine(
     return engine
 
 
-def prepare_device(
-    section: AttentionSection, model: ResolvedModel, limits: StepLimits, *, is_deterministic: bool = False
-) -> PinnedFile | None:
+def prepare_device(setup: AttentionSetup, limits: StepLimits) -> PinnedFile | None:
     """Makes the context of the model's GPU and loads its kernels, for a worker whose cache comes later.
 
-    `limits`: of the steps that are to be expected; `is_deterministic`: as in `build_engine`. Returns the memory of the
-    host tier, if there is one that can be pinned. Raises `CapacityError` if there is too little memory.
+    `limits`: of the steps that are to be expected. Returns the memory of the host tier, if there is one that can be
+    pinned. Raises `CapacityError` if there is too little memory.
     """
+    section, model = setup.section, setup.model
     if (free := available_bytes()) < STANDBY_BYTES:
         raise CapacityError(
             f"a standby of the attention worker needs {STANDBY_BYTES} bytes of host memory, {free} are available"
         )
     if model.device.type == "cpu":
         return None
-    _load_kernels(section, model, limits, is_deterministic=is_deterministic, decode_only=True)
+    _load_kernels(setup, limits, decode_only=True)
     if model.config.recurrent_layers or model.config.encoder is not None:
         return None  # states, and the outputs of encoders, have no tier
     return PinnedFile.open(section.host_kv_path) if section.host_kv_bytes and section.host_kv_path else None
 
 
-def load_kernels_ahead(
-    section: AttentionSection, model: ResolvedModel, limits: StepLimits, *, is_deterministic: bool = False
-) -> None:
+def load_kernels_ahead(setup: AttentionSetup, limits: StepLimits) -> None:
     """Compiles and loads the kernels of all steps on the model's GPU while the dense worker still loads its weights.
 
     Arguments and errors are those of `prepare_device`.
     """
-    use_device(model.device, section.num_threads)  # of the calling thread
-    _load_kernels(section, model, limits, is_deterministic=is_deterministic, decode_only=False)
+    use_device(setup.model.device, setup.section.num_threads)  # of the calling thread
+    _load_kernels(setup, limits, decode_only=False)
 
 
-def _load_kernels(
-    section: AttentionSection, model: ResolvedModel, limits: StepLimits, *, is_deterministic: bool, decode_only: bool
-) -> None:
+def _load_kernels(setup: AttentionSetup, limits: StepLimits, *, decode_only: bool) -> None:
     """Makes the GPU's context, and loads kernels: of steps that only decode, or of all."""
     from services.attn_worker.runner.cuda_layer_runner import compiling_together, load_kernels
 
+    model = setup.model
     try:
         with naming_what_needs_memory("the context and the kernels of an attention worker"):
             torch.zeros(1, device=model.device)
             if model.config.recurrent_layers or model.config.encoder is not None:
                 return  # states, and the outputs of encoders, take much memory
-            spec = _one_block(section, model)
+            spec = _one_block(setup.section, model)
             arguments = (model.config, spec, model.dtype, model.device, model.max_model_len)
             most = {"max_num_seqs": limits.max_num_seqs, "max_num_tokens": limits.max_num_tokens}
-            make_backend = _capturable_backend(spec, is_deterministic)
+            make_backend = _capturable_backend(spec, setup.is_deterministic)
 
             def load() -> None:
                 backend = make_backend(*arguments, **most)
@@ -361,21 +354,14 @@ def check_host_tier(section: AttentionSection, model: ResolvedModel) -> None:
         )
 
 
-def _open_host_tier(
-    section: AttentionSection,
-    model: ResolvedModel,
-    storage: BlockStorage,
-    findable: BlockPool,
-    pinned: PinnedFile | None,
-    is_deterministic: bool,
-) -> HostTier:
-    identity = _block_identity(section, model, storage, is_deterministic)
+def _open_host_tier(setup: AttentionSetup, storage: BlockStorage, findable: BlockPool) -> HostTier:
+    section, identity = setup.section, _block_identity(setup, storage)
     region = TierRegion.open(
-        section.host_kv_path, section.host_kv_bytes, 8 * storage.block_words, identity, pinned=pinned
+        section.host_kv_path, section.host_kv_bytes, 8 * storage.block_words, identity, pinned=setup.pinned_tier
     )
     try:
         with naming_what_needs_memory("the copies of the host tier"):
-            copier = _make_block_copier(storage, region, model.device)
+            copier = _make_block_copier(storage, region, setup.model.device)
     except BaseException:
         region.close()  # its lock would keep the next attempt from the file
         raise
@@ -393,10 +379,9 @@ def _open_host_tier(
     return tier
 
 
-def _block_identity(
-    section: AttentionSection, model: ResolvedModel, storage: BlockStorage, is_deterministic: bool
-) -> dict[str, object]:
+def _block_identity(setup: AttentionSetup, storage: BlockStorage) -> dict[str, object]:
     """Equal where the bytes of a block mean the same."""
+    section, model = setup.section, setup.model
     identity: dict[str, object] = {
         "model": model.config.fingerprint,
         "kv_cache_dtype": resolve_kv_cache_format(section, model),
@@ -405,7 +390,7 @@ def _block_identity(
     }
     if model.rank.count > 1:  # ranks may have the same shape, and have other heads or layers
         identity["rank"] = str(model.rank)
-    if is_deterministic:  # keys and values that were computed otherwise have other bits
+    if setup.is_deterministic:  # keys and values that were computed otherwise have other bits
         identity["deterministic"] = "true"
     return identity
 
@@ -419,14 +404,9 @@ def _make_block_copier(storage: BlockStorage, region: TierRegion, device: torch.
 
 
 def _build_runner(
-    section: AttentionSection,
-    model: ResolvedModel,
-    limits: StepLimits,
-    spec: KVCacheSpec,
-    max_model_len: int,
-    metrics: AttentionMetrics,
-    is_deterministic: bool,
+    setup: AttentionSetup, limits: StepLimits, spec: KVCacheSpec, max_model_len: int, metrics: AttentionMetrics
 ) -> tuple[LayerRunner, BlockStorage]:
+    section, model = setup.section, setup.model
     arguments = (model.config, spec, model.dtype, model.device, max_model_len)
     if select_backend(section, model) == "torch":
         make_torch: Callable[..., AttentionBackend] = layered_torch_attention if spec.recurrences else TorchAttention
@@ -434,7 +414,7 @@ def _build_runner(
             make_torch = crossed_torch_attention
         if section.split_context:
             make_torch = PartedTorchAttention
-        if is_deterministic:
+        if setup.is_deterministic:
             make_torch = BatchInvariantTorchAttention
         eager = make_torch(*arguments)
         if limits.num_lanes == 1:
@@ -443,7 +423,7 @@ def _build_runner(
         return TurnLayerRunner([eager, *others], spec.num_layers, metrics.on_step), eager.storage
     from services.attn_worker.runner.cuda_layer_runner import CudaLayerRunner
 
-    make_backend = _capturable_backend(spec, is_deterministic, section.split_context)
+    make_backend = _capturable_backend(spec, setup.is_deterministic, section.split_context)
     most = {"max_num_seqs": limits.max_num_seqs, "max_num_tokens": limits.max_num_tokens}
 
     def make_runner(backend: CapturableAttention) -> CudaLayerRunner:

@@ -11,7 +11,14 @@ from functools import partial
 
 import structlog
 
-from services.attn_worker.build import Peers, StepLimits, check_host_tier, load_kernels_ahead, prepare_device
+from services.attn_worker.build import (
+    AttentionSetup,
+    Peers,
+    StepLimits,
+    check_host_tier,
+    load_kernels_ahead,
+    prepare_device,
+)
 from services.attn_worker.kv_events.kv_events import KVEvents
 from services.attn_worker.layers.select import select_backend
 from services.attn_worker.servicer import AttentionServicer
@@ -68,40 +75,33 @@ class AttentionWorker:
         check_split_context(config, model, is_dense=False)
         section = with_own_layers(section, model, rank)
         model = replace(model, config=seam_config(model.config, rank), rank=rank)
-        is_deterministic = config.dense.deterministic
         # So that a model that no kernels can run ends the start.
-        backend = select_backend(section, model, is_deterministic=is_deterministic)
+        backend = select_backend(section, model, is_deterministic=config.dense.deterministic)
         check_host_tier(section, model)
         use_device(model.device, section.num_threads)
         has_streams = options.standby is not None or options.is_restarted
         if has_streams and config.scheduler.num_lanes > 1:  # they would wait for all graphs
             section = section.model_copy(update={"captures_lazily": True})
-        pinned_tier, loading = None, None
+        setup = AttentionSetup(section, model, config.dense.deterministic)
         limits = StepLimits(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
+        loading = None
         if options.standby is not None:
-            pinned_tier = prepare_device(section, model, limits, is_deterministic=is_deterministic)
+            setup = replace(setup, pinned_tier=prepare_device(setup, limits))
         elif model.device.type == "cuda" and not options.is_restarted:  # the dense worker loads its weights meanwhile
-            load = partial(load_kernels_ahead, section, model, limits, is_deterministic=is_deterministic)
-            loading = asyncio.create_task(_run_ahead(load))
+            loading = asyncio.create_task(_run_ahead(partial(load_kernels_ahead, setup, limits)))
         if removed := remove_stale_regions():
             log.info("removed shared memory of dead processes", names=",".join(removed))
+        open_peer = partial(open_blocking_channel, max_message_bytes=config.peers.max_message_bytes, tls=tls)
+        peers = Peers(open_peer, config.channel.wait_timeout_s)
         self._servicer = servicer = AttentionServicer(
-            section,
-            model,
+            replace(setup, kv_events=self._report_kv_events(section), peers=peers),
             secrets.randbits(64),
             config.channel.wait_timeout_s,
             self._registry,
             tracer,
             config.watchdog.stall_timeout_s,
             server.set_stall,
-            pinned_tier,
-            self._report_kv_events(section),
-            Peers(
-                partial(open_blocking_channel, max_message_bytes=config.peers.max_message_bytes, tls=tls),
-                config.channel.wait_timeout_s,
-            ),
             loading,
-            is_deterministic=is_deterministic,
             max_message_bytes=config.peers.max_message_bytes,
         )
         attn_pb2_grpc.add_AttentionWorkerServicer_to_server(servicer, server.server)

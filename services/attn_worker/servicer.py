@@ -15,11 +15,9 @@ from prometheus_client import CollectorRegistry
 
 from services.attn_worker.attach_request import read_learned
 from services.attn_worker.attachment import Attachment
-from services.attn_worker.build import Peers, StepLimits, build_engine
+from services.attn_worker.build import AttentionSetup, StepLimits, build_engine
 from services.attn_worker.cache.cached_sequence import OpenResult
-from services.attn_worker.cache.tiers.pinned_file import PinnedFile
 from services.attn_worker.engine import Accepted, AttentionEngine
-from services.attn_worker.kv_events.kv_events import KVEvents
 from services.attn_worker.metrics import AttentionMetrics
 from services.channel import Channel, ChannelSpec
 from services.channel.factory import create_channel
@@ -27,7 +25,7 @@ from services.channel.message_link import LinkOffer
 from services.channel.region import shared_memory_id
 from services.channel.shm_cleanup import SHM_DIR, remove_stale_regions
 from services.common.attention.learned import Learned
-from services.common.config import MAX_LANES, AttentionSection
+from services.common.config import MAX_LANES
 from services.common.errors import (
     CapacityError,
     ConfigError,
@@ -39,7 +37,6 @@ from services.common.errors import (
 )
 from services.common.kv_cache.format import resolve_kv_cache_format
 from services.common.process import resident_bytes
-from services.common.resolve import ResolvedModel
 from services.pb import attn_pb2, attn_pb2_grpc, step_pb2
 from services.rpc.server import until_over
 from services.rpc.spans import Tracer
@@ -66,36 +63,24 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
 
     def __init__(
         self,
-        section: AttentionSection,
-        model: ResolvedModel,
+        setup: AttentionSetup,
         epoch: int,
         wait_timeout_s: float,
         registry: CollectorRegistry,
         tracer: Tracer,
         stall_timeout_s: float,
         on_stall: OnStall,
-        pinned_tier: PinnedFile | None = None,
-        kv_events: KVEvents | None = None,
-        peers: Peers | None = None,
         loading: asyncio.Task[None] | None = None,
         *,
-        is_deterministic: bool = False,
         max_message_bytes: int,
     ) -> None:
-        """`pinned_tier`: the memory of the host tier, of a standby that has pinned it.
+        """`loading` loads kernels; the cache is allocated after it, as it takes what memory is left.
 
-        `kv_events`: what becomes of blocks is recorded there. `peers`: other attention workers, if there may be some.
-        `loading` loads kernels; the cache is allocated after it, as it takes what memory is left.
-        `is_deterministic`: the config's `dense.deterministic`. `max_message_bytes`: of a plan.
+        `max_message_bytes`: of a plan.
         """
         self._max_message_bytes = max_message_bytes
-        self._section = section
-        self._kv_events = kv_events
-        self._peers = peers
         self._loading = loading
-        self._is_deterministic = is_deterministic
-        self._pinned_tier = pinned_tier
-        self._model = model
+        self._setup, self._model = setup, setup.model
         self._engine: AttentionEngine | None = None
         self._building: asyncio.Task[AttentionEngine] | None = None
         self._limits: StepLimits | None = None  # limits that the engine is built for
@@ -329,18 +314,9 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         await self.wait_loaded()
         if self._building is None:
             self._limits = limits
-            build = asyncio.to_thread(
-                build_engine,
-                self._section,
-                self._model,
-                limits,
-                self._metrics,
-                self._pinned_tier,
-                self._kv_events,
-                self._peers,
-                is_deterministic=self._is_deterministic,
+            self._building = asyncio.create_task(
+                asyncio.to_thread(build_engine, self._setup, limits, self._metrics)
             )
-            self._building = asyncio.create_task(build)
         try:
             engine = await asyncio.shield(self._building)
             if engine is not self._engine:
@@ -501,9 +477,9 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         own = {
             "dtype": _name(self._model.dtype),
             "model_fingerprint": self._model.config.fingerprint,
-            "kv_cache_dtype": resolve_kv_cache_format(self._section, self._model),
-            "deterministic": self._is_deterministic,
-            "split_context": self._section.split_context,
+            "kv_cache_dtype": resolve_kv_cache_format(self._setup.section, self._model),
+            "deterministic": self._setup.is_deterministic,
+            "split_context": self._setup.section.split_context,
         }
         for field, value in own.items():
             if getattr(request, field) != value:

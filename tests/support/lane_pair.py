@@ -14,7 +14,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from services.attn_worker.attachment import Attachment as AttentionAttachment
-from services.attn_worker.build import StepLimits, build_engine
+from services.attn_worker.build import AttentionSetup, StepLimits, build_engine
 from services.attn_worker.cache.cached_sequence import OpenResult
 from services.attn_worker.engine import Accepted
 from services.attn_worker.kv_events.kv_events import KVEvents
@@ -52,7 +52,7 @@ class AttentionSide:
         scheduler, spec = config.scheduler, options.spec
         limits = StepLimits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.num_lanes)
         metrics = AttentionMetrics(CollectorRegistry(), lambda: None)
-        self.engine = build_engine(config.attention, model, limits, metrics, events=kv_events)
+        self.engine = build_engine(AttentionSetup(config.attention, model, kv_events=kv_events), limits, metrics)
         self.failures: list[object] = []
         own, number = dict[int, ShmChannel](), next(_attachment_ids)
         for lane in range(scheduler.num_lanes):

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from services.attn_worker import build as build_module
 from services.attn_worker import servicer as servicer_module
 from services.attn_worker.attach_request import read_recurrences, read_relative_bias, read_sinks
-from services.attn_worker.build import StepLimits, build_engine
+from services.attn_worker.build import AttentionSetup, StepLimits, build_engine
 from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.servicer import AttentionServicer
@@ -51,7 +51,7 @@ async def on_stall(stall: stall_pb2.Stall | None) -> None:
 
 def make_servicer(kv_cache_dtype: str = "auto") -> AttentionServicer:
     section = AttentionSection(num_blocks=8, kv_cache_dtype=kv_cache_dtype)
-    arguments = section, MODEL, EPOCH, TIMEOUT_S, CollectorRegistry(), NoTracer(), TIMEOUT_S, on_stall
+    arguments = AttentionSetup(section, MODEL), EPOCH, TIMEOUT_S, CollectorRegistry(), NoTracer(), TIMEOUT_S, on_stall
     return AttentionServicer(*arguments, max_message_bytes=MAX_PLAN_BYTES)
 
 
@@ -69,11 +69,11 @@ def num_regions() -> int:
 def test_a_dense_worker_that_dies_while_attaching_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     may_end, num_builds = threading.Event(), 0
 
-    def build_slowly(*arguments: object, **options: bool) -> AttentionEngine:
+    def build_slowly(*arguments: object) -> AttentionEngine:
         nonlocal num_builds
         num_builds += 1
         assert may_end.wait(TIMEOUT_S)
-        return build_engine(*arguments, **options)
+        return build_engine(*arguments)
 
     monkeypatch.setattr(servicer_module, "build_engine", build_slowly)
     request = make_request()
@@ -109,7 +109,8 @@ def test_a_dense_worker_that_dies_while_attaching_leaves_nothing_behind(monkeypa
 def test_a_dense_worker_that_dies_while_kernels_are_loaded_binds_no_later_one() -> None:
     async def attach() -> None:
         section = AttentionSection(num_blocks=8)
-        arguments = section, MODEL, EPOCH, TIMEOUT_S, CollectorRegistry(), NoTracer(), TIMEOUT_S, on_stall
+        setup = AttentionSetup(section, MODEL)
+        arguments = setup, EPOCH, TIMEOUT_S, CollectorRegistry(), NoTracer(), TIMEOUT_S, on_stall
         loading = asyncio.get_running_loop().create_future()
         servicer = AttentionServicer(
             *arguments, loading=asyncio.create_task(_until(loading)), max_message_bytes=MAX_PLAN_BYTES
@@ -222,7 +223,7 @@ def test_an_attachment_waits_for_room_up_to_a_time_limit(monkeypatch: pytest.Mon
 def test_a_failed_gpu_ends_the_worker_and_the_dense_worker_waits_for_its_successor(
     error: Exception, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*arguments: object, **options: bool) -> AttentionEngine:
+    def fail(*arguments: object) -> AttentionEngine:
         raise error
 
     monkeypatch.setattr(servicer_module, "build_engine", fail)
@@ -260,8 +261,9 @@ def test_a_later_dense_worker_may_not_plan_larger_steps_than_the_first(limit: st
 def test_a_cache_too_small_for_the_longest_sequence_logs_a_warning(num_blocks: int, is_bound: bool) -> None:
     assert MODEL.max_model_len == 128 * 16
     section = AttentionSection(num_blocks=num_blocks, block_size=16)
+    metrics = AttentionMetrics(CollectorRegistry(), lambda: None)
     with capture_logs() as events:
-        engine = build_engine(section, MODEL, StepLimits(4, 16), AttentionMetrics(CollectorRegistry(), lambda: None))
+        engine = build_engine(AttentionSetup(section, MODEL), StepLimits(4, 16), metrics)
     engine.stop(TIMEOUT_S)
     warnings = [event for event in events if event["log_level"] == "warning"]
     assert [event["num_tokens"] for event in warnings] == ([num_blocks * 16] if is_bound else [])
@@ -271,7 +273,8 @@ def test_a_start_without_memory_for_copies_leaves_the_host_tiers_file_to_the_nex
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     section = AttentionSection(num_blocks=8, host_kv_bytes=2**20, host_kv_path=tmp_path / "kv")
-    arguments = section, MODEL, StepLimits(4, 16), AttentionMetrics(CollectorRegistry(), lambda: None)
+    metrics = AttentionMetrics(CollectorRegistry(), lambda: None)
+    arguments = AttentionSetup(section, MODEL), StepLimits(4, 16), metrics
 
     def fail(*arguments: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 MiB. 8.00 MiB is free. Advice.")

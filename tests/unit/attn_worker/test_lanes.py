@@ -14,7 +14,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from services.attn_worker.attachment import Attachment
-from services.attn_worker.build import StepLimits, build_engine
+from services.attn_worker.build import AttentionSetup, StepLimits, build_engine
 from services.attn_worker.engine import Accepted, AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
 from services.channel import ChannelAborted, ChannelSpec, ChannelTimeout, Flag, qkv_flag
@@ -126,7 +126,7 @@ class Worker:
 def worker(num_lanes: int = 2, num_blocks: int = 16, wait_timeout_s: float = TIMEOUT_S) -> Iterator[Worker]:
     section = AttentionSection(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_threads=1)
     metrics = AttentionMetrics(CollectorRegistry(), lambda: None)
-    engine = build_engine(section, MODEL, StepLimits(4, MAX_NUM_TOKENS, num_lanes), metrics)
+    engine = build_engine(AttentionSetup(section, MODEL), StepLimits(4, MAX_NUM_TOKENS, num_lanes), metrics)
     made = Worker(engine, num_lanes, wait_timeout_s)
     try:
         yield made

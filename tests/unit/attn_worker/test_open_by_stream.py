@@ -10,6 +10,7 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
+from services.attn_worker.build import AttentionSetup
 from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.runner.layer_runner import EagerLayerRunner
 from services.attn_worker.servicer import AttentionServicer
@@ -61,7 +62,7 @@ async def answers_to(
     is_over = asyncio.Event()
     model = resolve_model(ModelSection(), "cpu")
     section = AttentionSection(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
-    arguments = section, model, EPOCH, TIMEOUT_S, CollectorRegistry(), NoTracer(), TIMEOUT_S, on_stall
+    arguments = AttentionSetup(section, model), EPOCH, TIMEOUT_S, CollectorRegistry(), NoTracer(), TIMEOUT_S, on_stall
     servicer = AttentionServicer(*arguments, max_message_bytes=MAX_PLAN_BYTES)
     request = attn_pb2.AttachRequest(
         dtype="float32",

@@ -13,6 +13,7 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
+from services.attn_worker.build import AttentionSetup
 from services.attn_worker.service import SERVICE_NAME
 from services.attn_worker.servicer import AttentionServicer
 from services.channel import message_link
@@ -46,7 +47,8 @@ async def attention_worker(directory: Path) -> AsyncIterator[tuple[AttentionServ
     server = GrpcServer(address, [SERVICE_NAME], max_message_bytes=1 << 20)
     section = AttentionSection(num_blocks=8, block_size=BLOCK_SIZE)
     model = resolve_model(ModelSection(), "cpu")
-    arguments = section, model, EPOCH, WAIT_TIMEOUT_S, CollectorRegistry(), NoTracer(), TEST_LIMIT_S, on_stall
+    setup = AttentionSetup(section, model)
+    arguments = setup, EPOCH, WAIT_TIMEOUT_S, CollectorRegistry(), NoTracer(), TEST_LIMIT_S, on_stall
     servicer = AttentionServicer(*arguments, max_message_bytes=MAX_PLAN_BYTES)
     attn_pb2_grpc.add_AttentionWorkerServicer_to_server(servicer, server.server)
     await server.start()
