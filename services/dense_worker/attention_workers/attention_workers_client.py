@@ -40,6 +40,7 @@ from services.dense_worker.engine.attention_client import (
     AttentionListener,
     Ended,
     attach_request,
+    describe_attachment,
     execute,
     map_channels,
     receive_answers,
@@ -310,7 +311,9 @@ class AttentionWorkersClient(AttentionClient):
         self._joined = joined = self._make_joined(members)
         self._splitter = PlanSplitter(cache_of)
         return replace(
-            _describe(first, joined),
+            describe_attachment(first.reply, {_LANE: joined}),
+            num_free_blocks=first.cache.num_free_blocks,
+            orphaned_blocks=first.cache.orphaned_blocks,
             others=tuple(each.cache for each in others),
             max_model_len=self._max_model_len(links),
         )
@@ -651,26 +654,6 @@ async def _write_plans(call: grpc.aio.StreamStreamCall, link: _Link) -> None:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             log.debug("a plan could not be sent", reason=repr(error))
             return  # the stream has ended; its reader gets the reason
-
-
-def _describe(first: _Link, joined: JoinedChannel | CudaJoinedChannel) -> Attachment:
-    """The attachment as the first worker describes it."""
-    reply = first.reply
-    return Attachment(
-        epoch=reply.epoch,
-        attachment_id=reply.attachment_id,
-        channels={_LANE: joined},
-        block_size=reply.block_size,
-        num_blocks=reply.num_blocks,
-        num_free_blocks=reply.num_free_blocks,
-        orphaned_blocks=first.cache.orphaned_blocks,
-        max_model_len=reply.max_model_len,
-        window=reply.window if reply.HasField("window") else None,
-        num_sink_tokens=reply.num_sink_tokens,
-        layer_window=reply.layer_window if reply.HasField("layer_window") else None,
-        is_empty=reply.is_empty,
-        prefix_generation=reply.prefix_generation,
-    )
 
 
 def _file_at(address: str) -> _File | None:

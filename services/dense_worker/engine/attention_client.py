@@ -8,7 +8,7 @@ the engine thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeAlias
@@ -214,23 +214,8 @@ class AttentionClient:
         return self._map(reply)
 
     def _map(self, reply: attn_pb2.AttachReply) -> Attachment:
-        return Attachment(
-            epoch=reply.epoch,
-            attachment_id=reply.attachment_id,
-            channels=map_channels(reply, self._options.spec, self._options.device, self._options.wait_timeout_s),
-            block_size=reply.block_size,
-            num_blocks=reply.num_blocks,
-            num_free_blocks=reply.num_free_blocks,
-            orphaned_blocks=dict(zip(reply.open_seq_ids, reply.open_num_blocks, strict=True)),
-            max_model_len=reply.max_model_len,
-            window=reply.window if reply.HasField("window") else None,
-            num_sink_tokens=reply.num_sink_tokens,
-            layer_window=reply.layer_window if reply.HasField("layer_window") else None,
-            is_empty=reply.is_empty,
-            prefix_generation=reply.prefix_generation,
-            max_num_sequences=reply.max_num_sources or None,
-            link=self._connect(reply.plan_link) if reply.plan_link else None,
-        )
+        channels = map_channels(reply, self._options.spec, self._options.device, self._options.wait_timeout_s)
+        return describe_attachment(reply, channels, self._connect(reply.plan_link) if reply.plan_link else None)
 
     def _connect(self, name: str) -> MessageLink | None:
         try:
@@ -325,6 +310,29 @@ def map_channels(
             "the attention worker has another /dev/shm than the dense worker: run both on one machine, and containers"
             f" with a common /dev/shm ({error})"
         ) from error
+
+
+def describe_attachment(
+    reply: attn_pb2.AttachReply, channels: Mapping[int, Channel], link: MessageLink | None = None
+) -> Attachment:
+    """The attachment to a single attention worker."""
+    return Attachment(
+        epoch=reply.epoch,
+        attachment_id=reply.attachment_id,
+        channels=channels,
+        block_size=reply.block_size,
+        num_blocks=reply.num_blocks,
+        num_free_blocks=reply.num_free_blocks,
+        orphaned_blocks=dict(zip(reply.open_seq_ids, reply.open_num_blocks, strict=True)),
+        max_model_len=reply.max_model_len,
+        window=reply.window if reply.HasField("window") else None,
+        num_sink_tokens=reply.num_sink_tokens,
+        layer_window=reply.layer_window if reply.HasField("layer_window") else None,
+        is_empty=reply.is_empty,
+        prefix_generation=reply.prefix_generation,
+        max_num_sequences=reply.max_num_sources or None,
+        link=link,
+    )
 
 
 def execute(

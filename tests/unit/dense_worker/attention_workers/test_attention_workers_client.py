@@ -25,7 +25,7 @@ from services.dense_worker.attention_workers.attention_workers_client import (
     _check_alike,
     _Link,
 )
-from services.dense_worker.engine.attachment import AttachedCache, AttachmentEnd
+from services.dense_worker.engine.attachment import AttachedCache, Attachment, AttachmentEnd
 from services.dense_worker.engine.attention_client import AttachOptions, Ended, execute, receive_answers
 from services.pb import attn_pb2, attn_pb2_grpc, step_pb2
 from services.step import NewSequence, PlanAccepted, SequenceOpened, StepPlan
@@ -252,6 +252,19 @@ def test_only_a_successor_serves_without_workers_that_are_missing() -> None:
     with pytest.raises(PeerError, match="the attention worker at unix:/0 is not ready"):
         asyncio.run(attach(is_successor=False))
     assert asyncio.run(attach(is_successor=True)) == ["unix:/1"], "one that hangs is not asked to attach"
+
+
+def test_blocks_that_the_first_worker_frees_while_it_attaches_are_free() -> None:
+    attached = {"unix:/0": make_link(0, {1: 3}, num_free_blocks=50), "unix:/1": make_link(1, {1: 5})}
+
+    async def attach() -> Attachment:
+        client = make_client()
+        script_workers(client, attached)
+        return await client._attach_once()
+
+    attachment = asyncio.run(attach())
+    assert (attachment.num_free_blocks, attachment.orphaned_blocks) == (55, {})
+    assert [(each.num_free_blocks, each.orphaned_blocks) for each in attachment.others] == [(50, {1: 5})]
 
 
 def test_a_missing_worker_is_logged_once_and_again_after_it_was_there() -> None:
