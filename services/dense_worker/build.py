@@ -16,11 +16,9 @@ import torch
 from services.channel.turns import Turns
 from services.common.attention.learned import Learned
 from services.common.config import Config, ModelSection, SchedulerSection
-from services.common.errors import ConfigError, ModelError
-from services.common.families.names import NAMES
+from services.common.errors import ConfigError
 from services.common.gpu import naming_what_needs_memory
 from services.common.kv_cache.format import KVCacheFormat, resolve_kv_cache_format
-from services.common.kv_cache.scales import KVScales
 from services.common.lifeline import Lifeline
 from services.common.model_config import ModelConfig
 from services.common.rank import ALONE, Rank, seam_config
@@ -47,17 +45,10 @@ from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.kernels.lora.torch_lora import TorchLora
 from services.dense_worker.lanes.lane_runners import LaneRunners, TurnModelRunner
 from services.dense_worker.lanes.stage_runner import StageModelRunner, StageSteps
-from services.dense_worker.model.attention_sinks import load_sinks, random_sinks
-from services.dense_worker.model.checkpoint import open_checkpoint
-from services.dense_worker.model.gated.recurrence_weights import (
-    load_recurrence_weights,
-    random_recurrence_weights,
-)
 from services.dense_worker.model.held_weights import HeldWeights
-from services.dense_worker.model.kv_scales import read_kv_scales
+from services.dense_worker.model.learned import load_learned
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.on_the_fly import with_quantization
-from services.dense_worker.model.relative_bias import load_relative_bias, random_relative_bias
 from services.dense_worker.model.weight_memory import Empty
 from services.dense_worker.model.weights import empty_weights, hash_of_weights, load_weights, random_weights
 from services.dense_worker.parameters import parts_of_type
@@ -205,7 +196,7 @@ class PreparedModel:
         use_device(model.device, config.dense.num_threads)  # of the calling thread
         section, scheduler = config.model, config.scheduler
         kv_cache_dtype = resolve_kv_cache_format(config.attention, model)
-        learned = _load_learned(config, model, kv_cache_dtype)
+        learned = load_learned(config, model, kv_cache_dtype)
         make_drafter = self.drafter and self.drafter.load()
         weights = load_model_weights(section, model, self.held, self.report)
         if self.lifeline is not None:
@@ -281,38 +272,6 @@ def make_expert_loads(weights: ModelWeights) -> ExpertLoads | None:
     layers = {i: next(parts_of_type(RoutedExperts, layer), None) for i, layer in enumerate(weights.layers)}
     counts = {i: routed.loads for i, routed in layers.items() if routed is not None and routed.loads is not None}
     return ExpertLoads(counts) if counts else None
-
-
-def _load_learned(config: Config, model: ResolvedModel, kv_cache_dtype: KVCacheFormat) -> Learned:
-    """Raises `ModelError` for what is missing or damaged."""
-    path, seed = config.model.path, config.model.dummy_seed
-    if config.model.load_format == "dummy":
-        return Learned(
-            None,
-            random_sinks(model.config, seed),
-            random_recurrence_weights(model.config, seed),
-            random_relative_bias(model.config, seed),
-        )
-    return Learned(
-        _read_kv_scales(config, model) if kv_cache_dtype == "fp8" else None,
-        load_sinks(path, model.config),
-        load_recurrence_weights(path, model.config),
-        load_relative_bias(path, model.config),
-    )
-
-
-def _read_kv_scales(config: Config, model: ResolvedModel) -> KVScales | None:
-    """The checkpoint's scales. If it asks for them and has none, only an explicit "fp8" makes them all 1."""
-    path = config.model.path
-    with open_checkpoint(path, NAMES[model.config.family].canonical) as checkpoint:
-        scales = read_kv_scales(checkpoint, model.config.num_layers)
-    if scales is None and config.attention.kv_cache_dtype == "auto":
-        raise ModelError(
-            f"{path} asks for an FP8 KV cache and lacks all its scales, such as"
-            " model.layers.0.self_attn.k_proj.k_scale; with attention.kv_cache_dtype 'fp8' they are 1"
-        )
-    log.info("scales of the KV cache", source="the checkpoint" if scales else "none in the checkpoint: all are 1")
-    return scales
 
 
 def with_stated_hash(model: LoadedModel, stated: str | None) -> LoadedModel:

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from services.common.errors import ModelError
 from services.common.weight_files import checkpoint_files
+from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.parameters import TensorPart
 
 
@@ -99,6 +100,16 @@ class Checkpoint:
         """
         self.check(name, dtypes, shapes)
         return self.tensor(name, part)
+
+    def read_numbers(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor that the model needs, as float32 on the CPU. Raises ModelError if not all numbers are finite."""
+        if name not in self:
+            raise ModelError(f"the checkpoint lacks {name}, which its config.json calls for")
+        tensor = self.read(name, FLOATS, (shape,)).float()
+        if not tensor.isfinite().all():
+            value = tensor[~tensor.isfinite()][0].item()
+            raise ModelError(f"{name} in {self.file_of(name)} has {value}, expected finite numbers")
+        return tensor
 
     def check(self, name: str, dtypes: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> None:
         """Raises ModelError if a tensor's type or shape is not among those given."""

@@ -30,13 +30,11 @@ from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.model.allocator import WeightAllocator
-from services.dense_worker.model.attention_sinks import sink_names
 from services.dense_worker.model.checkpoint import Checkpoint, MatrixRows, open_checkpoint
 from services.dense_worker.model.families import build_decoder
-from services.dense_worker.model.gated.recurrence_weights import recurrence_names
 from services.dense_worker.model.head import Head
+from services.dense_worker.model.learned import learned_names
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.relative_bias import relative_bias_names
 from services.dense_worker.model.weight_memory import Empty
 from services.dense_worker.parameters import (
     Loaded,
@@ -256,7 +254,7 @@ def _check_names(path: Path, config: ModelConfig, checkpoint: Checkpoint, source
         raise ModelError(f"{path} lacks {len(missing)} tensors its config.json calls for, such as {names}")
     known = {name for names in required for name in names} | {name for each in inputs for name in each.names}
     # The attention worker gets these.
-    known.update(sink_names(config), recurrence_names(config), relative_bias_names(config))
+    known.update(learned_names(config))
     page, heads = names_of(config), config.layer_heads
     of_keys = tuple(f"{name}." for name in (*page.qkv[1:], page.k_norm))
     for name in checkpoint.names:

@@ -13,7 +13,7 @@ from services.attn_worker.cache.build_cache import SourceSlots, WindowBlocks, bu
 from services.attn_worker.cache.kv_cache import PlannedStep
 from services.attn_worker.cache.source_group import StepSources
 from services.attn_worker.cache.spec import KVCacheSpec
-from services.attn_worker.layers import AttentionBackend
+from services.attn_worker.layers import AttentionBackend, use_learned
 from services.attn_worker.layers.cross.crossed_attention import crossed_torch_attention
 from services.attn_worker.layers.gated_delta.layered_attention import layered_torch_attention
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
@@ -26,10 +26,8 @@ from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.features.images.images_feature import ImageRows
 from services.dense_worker.features.prompt_embeds.embeds_loader import LoadedEmbeds
 from services.dense_worker.features.prompt_embeds.prompt_embeds_feature import EmbedRows
-from services.dense_worker.model.attention_sinks import load_sinks
-from services.dense_worker.model.gated.recurrence_weights import load_recurrence_weights
+from services.dense_worker.model.learned import read_learned
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.relative_bias import load_relative_bias
 from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.model.weights import load_weights
 from services.step.prompt_span import PromptSpan
@@ -85,15 +83,8 @@ class WholeModel:
             make_attention = layered_torch_attention if spec.recurrences else TorchAttention
             make_attention = crossed_torch_attention if spec.cross_layers else make_attention
         self.attention = make_attention(self.config, spec, dtype, device, max_model_len)
-        if sinks := load_sinks(path, whole):
-            own, layers = rank.share(whole.num_heads), rank.layers(whole.num_layers)
-            self.attention.use_sinks([each[own.start : own.stop] for each in sinks[layers.start : layers.stop]])
-        if recurrences := load_recurrence_weights(path, whole):
-            layers = rank.layers(whole.num_layers)
-            own_layers = {layer - layers.start: each for layer, each in recurrences.items() if layer in layers}
-            self.attention.use_recurrences(own_layers)
-        if bias := load_relative_bias(path, whole):
-            self.attention.use_relative_bias(bias)
+        learned = read_learned(path, whole)
+        use_learned(self.attention, learned.of_part(rank.layers(whole.num_layers), rank.share(whole.num_heads)))
         self._path, self._make_dense = path, make_dense
         self._token_ids: dict[int, list[int]] = {}
         self._tables: dict[int, LoadedEmbeds] = {}

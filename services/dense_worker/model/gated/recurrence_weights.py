@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from services.common.attention.recurrence_weights import RecurrenceWeights
-from services.common.errors import ModelError
 from services.common.families.names import (
     CheckpointNames,
     GatedDeltaNames,
@@ -21,8 +20,7 @@ from services.common.families.names import (
 )
 from services.common.families.shape import GatedDelta, Recurrence, SelectiveScan, ShortConvolution, StateSpace
 from services.common.model_config import ModelConfig
-from services.dense_worker.kernels.linear.quantized.layer import FLOATS
-from services.dense_worker.model.checkpoint import Checkpoint, open_checkpoint
+from services.dense_worker.model.checkpoint import open_checkpoint
 
 WeightsByLayer = dict[int, RecurrenceWeights]  # by layer, in order
 
@@ -54,7 +52,7 @@ def load_recurrence_weights(path: Path, config: ModelConfig) -> WeightsByLayer:
             for field, name in _tensor_names(page, sizes).items():
                 number, full_name = sizes.num_weights[field], f"{mixer_name(config, page, layer)}.{name}"
                 shapes = {"conv": (sizes.conv_dim, 1, sizes.conv_size), "a_logs": sizes.state_shape}
-                read[field] = _read(checkpoint, full_name, shapes.get(field, (number,)))
+                read[field] = checkpoint.read_numbers(full_name, shapes.get(field, (number,)))
             found[layer] = _as_values(**read)
     return found
 
@@ -92,16 +90,6 @@ def random_recurrence_weights(config: ModelConfig, seed: int) -> WeightsByLayer:
                 weights[field] = torch.zeros(sizes.num_weights[field])
         found[layer] = _as_values(**weights)
     return found
-
-
-def _read(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    if name not in checkpoint:
-        raise ModelError(f"the checkpoint lacks {name}, which its config.json calls for")
-    tensor = checkpoint.read(name, FLOATS, (shape,)).float()
-    if not tensor.isfinite().all():
-        value = tensor[~tensor.isfinite()][0].item()
-        raise ModelError(f"{name} in {checkpoint.file_of(name)} has {value}, expected finite numbers")
-    return tensor
 
 
 def _as_values(**weights: torch.Tensor) -> RecurrenceWeights:

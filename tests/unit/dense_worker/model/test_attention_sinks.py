@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from services.common.errors import ModelError
 from services.common.families import names
 from services.common.model_config import AttentionOptions, ModelConfig, load_model_config
-from services.dense_worker.model.attention_sinks import Sinks, random_sinks, read_sinks
 from services.dense_worker.model.checkpoint import open_checkpoint
+from services.dense_worker.model.learned import Rows, random_sinks, read_sinks
 from services.dense_worker.model.weights import weights_hash
 from tests.support.models import make_model_dir
 
@@ -37,7 +37,7 @@ def tensors(config: ModelConfig) -> dict[str, torch.Tensor]:
     return {name_of(layer): row.bfloat16() for layer, row in enumerate(rows)}
 
 
-def read(path: Path, config: ModelConfig, stored: dict[str, torch.Tensor]) -> Sinks:
+def read(path: Path, config: ModelConfig, stored: dict[str, torch.Tensor]) -> Rows:
     save_file(stored, path / "model.safetensors")
     with open_checkpoint(path, str) as checkpoint:
         return read_sinks(checkpoint, config)

@@ -16,7 +16,7 @@ from services.common.kv_cache.scales import KVScales
 from services.common.resolve import resolve_model
 from services.dense_worker.build import LoadedModel, load_model
 from services.dense_worker.model.checkpoint import open_checkpoint
-from services.dense_worker.model.kv_scales import read_kv_scales
+from services.dense_worker.model.learned import read_kv_scales
 from tests.support.models import make_model_dir
 
 NUM_LAYERS = 3

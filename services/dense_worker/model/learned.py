@@ -1,0 +1,163 @@
+"""Reads what attention has of a checkpoint, `Learned`: the attention worker computes with it, and gets it from here.
+
+Most models have nothing of it. Weights of recurrent layers are read in `gated/recurrence_weights.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import structlog
+import torch
+
+from services.common.attention.learned import Learned
+from services.common.config import Config
+from services.common.errors import ModelError
+from services.common.families.names import names_of
+from services.common.kv_cache.format import KVCacheFormat
+from services.common.kv_cache.scales import KVScales
+from services.common.model_config import ModelConfig
+from services.common.resolve import ResolvedModel
+from services.dense_worker.model.checkpoint import Checkpoint, open_checkpoint
+from services.dense_worker.model.gated.recurrence_weights import (
+    load_recurrence_weights,
+    random_recurrence_weights,
+    recurrence_names,
+)
+
+log = structlog.get_logger()
+
+Rows = tuple[tuple[float, ...], ...]  # sinks [num_layers][num_heads], a relative bias [num_buckets][num_heads]
+
+_NAME = re.compile(
+    r"model\.layers\.(?P<layer>\d+)\.self_attn\."
+    # compressed-tensors writes the first form, in earlier versions the third; ModelOpt writes the second.
+    r"(?:(?:attn\.)?(?P<a>[kv])_scale|(?P<b>[kv])_proj\.(?P=b)_scale|(?P<c>[kv])_proj\.output_scale)"
+)
+_DTYPES = ("F32", "F16", "BF16")
+_SHAPES = ((), (1,), (1, 1))
+
+
+def load_learned(config: Config, model: ResolvedModel, kv_cache_dtype: KVCacheFormat) -> Learned:
+    """What the model's attention has. Raises ModelError for what is missing or damaged."""
+    if config.model.load_format == "dummy":
+        return random_learned(model.config, config.model.dummy_seed)
+    is_asked = config.attention.kv_cache_dtype == "auto"  # by the checkpoint, not by the config
+    scales = _load_kv_scales(config.model.path, model.config, is_asked) if kv_cache_dtype == "fp8" else None
+    return read_learned(config.model.path, model.config, scales)
+
+
+def read_learned(path: Path, config: ModelConfig, scales: KVScales | None = None) -> Learned:
+    """What the Hugging Face directory `path` has, with these scales. Raises ModelError."""
+    return Learned(scales, load_sinks(path, config), load_recurrence_weights(path, config), _load_bias(path, config))
+
+
+def random_learned(config: ModelConfig, seed: int) -> Learned:
+    """The same for random weights."""
+    bias = config.attention.relative_bias
+    return Learned(
+        sinks=random_sinks(config, seed),
+        recurrences=random_recurrence_weights(config, seed),
+        relative_bias=() if bias is None else _random_rows(bias.num_buckets, config.num_heads, seed),
+    )
+
+
+def learned_names(config: ModelConfig) -> list[str]:
+    """The tensors of a checkpoint that hold it, without scales."""
+    return [*_sink_names(config), *recurrence_names(config), *_bias_names(config)]
+
+
+def load_sinks(path: Path, config: ModelConfig) -> Rows:
+    """The sinks in the Hugging Face directory `path`; empty for a model without sinks. Raises ModelError."""
+    if not config.attention.has_sinks:
+        return ()
+    with open_checkpoint(path, names_of(config).canonical) as checkpoint:
+        return read_sinks(checkpoint, config)
+
+
+def read_sinks(checkpoint: Checkpoint, config: ModelConfig) -> Rows:
+    """The sinks of all layers. Raises ModelError, which names tensor and value, if one is missing or not finite."""
+    sinks = [checkpoint.read_numbers(name, (config.num_heads,)) for name in _sink_names(config)]
+    return tuple(tuple(each.tolist()) for each in sinks)
+
+
+def random_sinks(config: ModelConfig, seed: int) -> Rows:
+    """Sinks for random weights; empty for a model without sinks."""
+    return _random_rows(config.num_layers, config.num_heads, seed) if config.attention.has_sinks else ()
+
+
+def _sink_names(config: ModelConfig) -> list[str]:
+    if not config.attention.has_sinks:
+        return []
+    names = names_of(config)
+    return [f"{names.layers}.{layer}.{names.sinks}" for layer in range(config.num_layers)]
+
+
+def _load_bias(path: Path, config: ModelConfig) -> Rows:
+    """The relative bias; empty for a model without one."""
+    bias = config.attention.relative_bias
+    if bias is None:
+        return ()
+    [name] = _bias_names(config)
+    with open_checkpoint(path, names_of(config).canonical) as checkpoint:
+        rows = checkpoint.read_numbers(name, (bias.num_buckets, config.num_heads))
+    return tuple(tuple(row) for row in rows.tolist())
+
+
+def _bias_names(config: ModelConfig) -> list[str]:
+    return [] if config.attention.relative_bias is None else [names_of(config).of_encoder.decoder_relative_bias]
+
+
+def _random_rows(num_rows: int, num_heads: int, seed: int) -> Rows:
+    """Normally distributed: as large as the scores that they compete with, or are added to."""
+    rows = torch.randn(num_rows, num_heads, generator=torch.Generator().manual_seed(seed))
+    return tuple(tuple(row) for row in rows.tolist())
+
+
+def _load_kv_scales(path: Path, config: ModelConfig, is_asked: bool) -> KVScales | None:
+    """The checkpoint's scales. If it asks for them and has none, only an explicit "fp8" makes them all 1."""
+    with open_checkpoint(path, names_of(config).canonical) as checkpoint:
+        scales = read_kv_scales(checkpoint, config.num_layers)
+    if scales is None and is_asked:
+        raise ModelError(
+            f"{path} asks for an FP8 KV cache and lacks all its scales, such as"
+            " model.layers.0.self_attn.k_proj.k_scale; with attention.kv_cache_dtype 'fp8' they are 1"
+        )
+    log.info("scales of the KV cache", source="the checkpoint" if scales else "none in the checkpoint: all are 1")
+    return scales
+
+
+def read_kv_scales(checkpoint: Checkpoint, num_layers: int) -> KVScales | None:
+    """The scales in a checkpoint, of the first `num_layers` layers; None if there are none.
+
+    Raises ModelError, which names tensor and value, if one is missing beside others, there twice, no single number, not
+    finite, or not above 0.
+    """
+    names: dict[tuple[str, int], str] = {}  # by k or v, and layer
+    for name in checkpoint.names:
+        match = _NAME.fullmatch(name)
+        if match is None or int(match["layer"]) >= num_layers:
+            continue
+        key = (match["a"] or match["b"] or match["c"], int(match["layer"]))
+        if key in names:
+            raise ModelError(f"{checkpoint.file_of(name)} holds {name}, and there is {names[key]} for the same scale")
+        names[key] = name
+    if not names:
+        return None
+    missing = [(kind, layer) for kind in "kv" for layer in range(num_layers) if (kind, layer) not in names]
+    if missing:
+        kind, layer = missing[0]
+        name = next(iter(names.values()))
+        folder = checkpoint.file_of(name).parent
+        raise ModelError(f"{folder} lacks the {kind}_scale of layer {layer}'s KV cache, though it has {name}")
+    keys, values = (tuple(_read_scale(checkpoint, names[kind, layer]) for layer in range(num_layers)) for kind in "kv")
+    return KVScales(keys, values)
+
+
+def _read_scale(checkpoint: Checkpoint, name: str) -> float:
+    scale = checkpoint.read(name, _DTYPES, _SHAPES).float().item()
+    if not (math.isfinite(scale) and scale > 0):
+        raise ModelError(f"{name} in {checkpoint.file_of(name)} is {scale}, expected a finite number above 0")
+    return scale
