@@ -13,6 +13,7 @@ import torch
 from bench.gpu.attention_steps import MAX_MODEL_LEN, Shape, make_config, make_step
 from bench.gpu.device_rates import time_graph
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers import BackendSetup
 from services.attn_worker.layers.mha.triton_rope_append import append_prefill
 from services.attn_worker.layers.triton_attention import TritonAttention
 
@@ -144,13 +145,10 @@ class Bench:
         blocks_per_seq = -(-context // block_size)
         torch.cuda.empty_cache()
         config = make_config(shape, num_layers)
+        spec = KVCacheSpec.of_model(config, self._cache_dtype, batch * blocks_per_seq, block_size)
+        most = max(8192, batch * context)
         backend = TritonAttention(
-            config,
-            KVCacheSpec.of_model(config, self._cache_dtype, batch * blocks_per_seq, block_size),
-            self._dtype,
-            self._device,
-            MAX_MODEL_LEN,
-            max_num_tokens=max(8192, batch * context),
+            BackendSetup(config, spec, self._dtype, self._device, MAX_MODEL_LEN, max_num_tokens=most)
         )
         for cache, scales in zip(backend._caches, backend.storage.scales, strict=True):
             _fill_random(cache)  # zeros are faster than data

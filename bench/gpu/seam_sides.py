@@ -21,6 +21,7 @@ from bench.gpu.peer import WAIT_TIMEOUT_S, DeviceWait, ParentProcess, PeerProces
 from bench.gpu.step_timeline import Kernel, Span, make_timeline
 from bench.handoff import EPOCH_BITS
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers import BackendSetup
 from services.attn_worker.layers.triton_attention import TritonAttention
 from services.attn_worker.runner import layer_runner
 from services.channel import Channel, ChannelSpec, Flag
@@ -100,7 +101,8 @@ class AttentionSide:
         blocks_per_seq = -(-task.context // BLOCK_SIZE)
         num_blocks = max(task.batches) * blocks_per_seq
         spec = KVCacheSpec.of_model(config, torch.bfloat16, num_blocks, BLOCK_SIZE)
-        self.backend = TritonAttention(config, spec, torch.bfloat16, device, config.max_position_embeddings)
+        setup = BackendSetup(config, spec, torch.bfloat16, device, config.max_position_embeddings)
+        self.backend = TritonAttention(setup)
         for cache in self.backend._caches:
             cache.normal_()  # zeros are faster than data
         order = np.random.default_rng(0).permutation(num_blocks)

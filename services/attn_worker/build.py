@@ -23,7 +23,7 @@ from services.attn_worker.cache.tiers.region import TierRegion
 from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.kv_events.kv_events import KVEvents, ReportedPool, ReportedPrefixCache
 from services.attn_worker.lanes.turn_layer_runner import TurnLayerRunner
-from services.attn_worker.layers import AttentionBackend, CapturableAttention
+from services.attn_worker.layers import AttentionBackend, BackendSetup, CapturableAttention
 from services.attn_worker.layers.batch_invariant.torch_attention import BatchInvariantTorchAttention
 from services.attn_worker.layers.cross.crossed_attention import CrossedAttention, crossed_torch_attention
 from services.attn_worker.layers.gated_delta.layered_attention import layered_torch_attention
@@ -182,12 +182,10 @@ def _load_kernels(setup: AttentionSetup, limits: StepLimits, *, decode_only: boo
             if model.config.recurrent_layers or model.config.encoder is not None:
                 return  # states, and the outputs of encoders, take much memory
             spec = _one_block(setup.section, model)
-            arguments = (model.config, spec, model.dtype, model.device, model.max_model_len)
-            most = {"max_num_seqs": limits.max_num_seqs, "max_num_tokens": limits.max_num_tokens}
             make_backend = _capturable_backend(spec, setup.is_deterministic)
 
             def load() -> None:
-                backend = make_backend(*arguments, **most)
+                backend = make_backend(_backend_setup(model, spec, model.max_model_len, limits))
                 load_kernels(backend, model, limits.max_num_seqs, 0 if decode_only else limits.max_num_tokens)
 
             with compiling_together():
@@ -407,24 +405,26 @@ def _build_runner(
     setup: AttentionSetup, limits: StepLimits, spec: KVCacheSpec, max_model_len: int, metrics: AttentionMetrics
 ) -> tuple[LayerRunner, BlockStorage]:
     section, model = setup.section, setup.model
-    arguments = (model.config, spec, model.dtype, model.device, max_model_len)
+    backend_setup = _backend_setup(model, spec, max_model_len, limits)
     if select_backend(section, model) == "torch":
-        make_torch: Callable[..., AttentionBackend] = layered_torch_attention if spec.recurrences else TorchAttention
+        make_torch: Callable[[BackendSetup], AttentionBackend] = TorchAttention
+        if spec.recurrences:
+            make_torch = layered_torch_attention
         if spec.cross_layers:
             make_torch = crossed_torch_attention
         if section.split_context:
             make_torch = PartedTorchAttention
         if setup.is_deterministic:
             make_torch = BatchInvariantTorchAttention
-        eager = make_torch(*arguments)
+        eager = make_torch(backend_setup)
         if limits.num_lanes == 1:
             return EagerLayerRunner(eager, spec.num_layers, _extra_rows_of(eager)), eager.storage
-        others = [make_torch(*arguments, storage=eager.storage) for _ in range(1, limits.num_lanes)]
+        shared = replace(backend_setup, storage=eager.storage)
+        others = [make_torch(shared) for _ in range(1, limits.num_lanes)]
         return TurnLayerRunner([eager, *others], spec.num_layers, metrics.on_step), eager.storage
     from services.attn_worker.runner.cuda_layer_runner import CudaLayerRunner
 
     make_backend = _capturable_backend(spec, setup.is_deterministic, section.split_context)
-    most = {"max_num_seqs": limits.max_num_seqs, "max_num_tokens": limits.max_num_tokens}
 
     def make_runner(backend: CapturableAttention) -> CudaLayerRunner:
         sizes = (spec.num_layers, limits.max_num_seqs)
@@ -436,13 +436,19 @@ def _build_runner(
             has_other_lanes=limits.num_lanes > 1,
         )
 
-    backend = make_backend(*arguments, **most)
+    backend = make_backend(backend_setup)
     if limits.num_lanes == 1:
         return make_runner(backend), backend.storage
     from services.attn_worker.lanes.cuda_lane_runner import CudaLaneRunner
 
-    others = [make_backend(*arguments, **most, storage=backend.storage) for _ in range(1, limits.num_lanes)]
+    shared = replace(backend_setup, storage=backend.storage)
+    others = [make_backend(shared) for _ in range(1, limits.num_lanes)]
     return CudaLaneRunner([make_runner(each) for each in (backend, *others)]), backend.storage
+
+
+def _backend_setup(model: ResolvedModel, spec: KVCacheSpec, max_model_len: int, limits: StepLimits) -> BackendSetup:
+    sizes = max_model_len, limits.max_num_seqs, limits.max_num_tokens
+    return BackendSetup(model.config, spec, model.dtype, model.device, *sizes)
 
 
 def _extra_rows_of(backend: AttentionBackend) -> TakeExtraRows | None:
@@ -451,7 +457,7 @@ def _extra_rows_of(backend: AttentionBackend) -> TakeExtraRows | None:
 
 def _capturable_backend(
     spec: KVCacheSpec, is_deterministic: bool, splits_context: bool = False
-) -> Callable[..., CapturableAttention]:
+) -> Callable[[BackendSetup], CapturableAttention]:
     if splits_context:
         from services.attn_worker.split_context.parted_triton_attention import PartedTritonAttention  # needs triton
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from services.attn_worker.cache.spec import KVCacheSpec
-from services.attn_worker.layers import DECODE_ONLY, CapturableAttention, StepShape
+from services.attn_worker.layers import DECODE_ONLY, BackendSetup, CapturableAttention, StepShape
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.channel import rows_of_layer
@@ -29,7 +29,7 @@ NUM_BLOCKS = 400
 class Kernels:
     """A backend under test."""
 
-    make: Callable[..., CapturableAttention]
+    make: Callable[[BackendSetup], CapturableAttention]
     device: torch.device
     dtype: torch.dtype  # the most precise one that it supports
 
@@ -101,8 +101,8 @@ class Pair:
             )
             for each in (torch.float32, dtype)
         )
-        self.reference = TorchAttention(config, exact, torch.float32, device, MAX_MODEL_LEN)
-        self.kernels = kernels.make(config, spec, dtype, device, MAX_MODEL_LEN, max_num_seqs=32, max_num_tokens=2048)
+        self.reference = TorchAttention(BackendSetup(config, exact, torch.float32, device, MAX_MODEL_LEN))
+        self.kernels = kernels.make(BackendSetup(config, spec, dtype, device, MAX_MODEL_LEN, 32, 2048))
         for backend in (self.reference, self.kernels):
             backend.use_scales(scales or KVScales.ones(config.num_layers))
             if config.attention.has_sinks:

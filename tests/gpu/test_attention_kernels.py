@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers import BackendSetup
 from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.common.errors import ConfigError
 from services.common.kv_cache.sliding_window import SlidingWindow
@@ -38,7 +39,7 @@ def kernels(kernel_device: torch.device) -> Kernels:
 def test_a_cache_of_another_dtype_than_the_models_is_refused_by_name(kernels: Kernels) -> None:
     spec = KVCacheSpec.of_model(make_config(), torch.int16, NUM_BLOCKS, 16)
     with pytest.raises(ConfigError, match=rf"{kernels.dtype}, this one is torch\.int16$"):
-        kernels.make(make_config(), spec, kernels.dtype, kernels.device, MAX_MODEL_LEN)
+        kernels.make(BackendSetup(make_config(), spec, kernels.dtype, kernels.device, MAX_MODEL_LEN))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from services.attn_worker.cache.build_cache import build_cache
+from services.attn_worker.layers import BackendSetup
 from services.attn_worker.runner import cuda_layer_runner
 from services.attn_worker.split_context.parted_cache import PartedKVCache
 from services.channel import Flag
@@ -32,8 +32,7 @@ def test_parts_merged_are_attention_over_the_whole_context(
         pytest.skip("Triton's interpreter multiplies bfloat16 as integers")
     from services.attn_worker.split_context.parted_triton_attention import PartedTritonAttention  # needs triton
 
-    make_backend = partial(PartedTritonAttention, max_num_seqs=8, max_num_tokens=64)
-    SplitHarness(tmp_path, heads, dtype, make_backend, kernel_device).check_all_kinds_of_steps()
+    SplitHarness(tmp_path, heads, dtype, PartedTritonAttention, kernel_device).check_all_kinds_of_steps()
 
 
 class Seam:
@@ -67,8 +66,8 @@ def test_a_step_with_a_part_runs_without_a_graph_in_all_its_rows(
         monkeypatch.setattr(cuda_layer_runner, "torch", TorchWithoutCuda())
     harness = Harness(tmp_path)
     config, cache = harness.config, build_cache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, make_cache=PartedKVCache)
-    arguments = (config, harness.spec, torch.float32, kernel_device, MAX_MODEL_LEN)
-    backend = PartedTritonAttention(*arguments, max_num_seqs=8, max_num_tokens=64)
+    setup = BackendSetup(config, harness.spec, torch.float32, kernel_device, MAX_MODEL_LEN, 8, 64)
+    backend = PartedTritonAttention(setup)
     runner = cuda_layer_runner.CudaLayerRunner(backend, config.num_layers, 8, captures_lazily=True)
     for seq_id, prompt_len in ((0, 3), (1, 5)):
         harness.open(seq_id, prompt_len)

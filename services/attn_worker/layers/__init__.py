@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
 from services.attn_worker.cache.block_storage import BlockStorage
+from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.attention.learned import Learned
 from services.common.attention.recurrence_weights import RecurrenceWeights
 from services.common.batch_buckets import MAX_CAPTURED_CHUNK_ROWS
 from services.common.kv_cache.scales import KVScales
+from services.common.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSetup:
+    """What a backend is made for."""
+
+    config: ModelConfig
+    spec: KVCacheSpec
+    dtype: torch.dtype  # of the model
+    device: torch.device
+    max_model_len: int  # tokens of the longest sequence
+    max_num_seqs: int = 1024  # of a step; this and the next matter on a GPU
+    max_num_tokens: int = 8192
+    storage: BlockStorage | None = None  # that of another lane, whose cache it shares; None: it makes one
 
 
 class AttentionBackend(Protocol):

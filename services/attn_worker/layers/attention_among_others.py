@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from services.attn_worker.cache.block_storage import BlockStorage
-from services.attn_worker.layers import AttentionBackend
+from services.attn_worker.layers import AttentionBackend, BackendSetup
 from services.common.kv_cache.scales import KVScales
 from services.common.model_config import ModelConfig
 
@@ -31,7 +31,7 @@ class AttentionAmongOthers:
     def __init__(
         self, attention: AttentionBackend, others: OtherLayers, num_layers: int, other_layers: Collection[int]
     ) -> None:
-        """`attention` is made for the `attention_layers` of the config, and for those of the spec of the cache."""
+        """`attention` is made for the `attention_part`."""
         self._attention = attention
         self._others = others
         of_attention = [layer for layer in range(num_layers) if layer not in other_layers]
@@ -55,8 +55,12 @@ class AttentionAmongOthers:
             self._others.forward(layer, qkv, out)
 
 
-def attention_layers(config: ModelConfig) -> ModelConfig:
-    """The config without layers that keep nothing of each token, as the backend of the others needs it."""
+def attention_part(setup: BackendSetup) -> BackendSetup:
+    """For the backend of the layers that keep something of each token. There must be one."""
+    return replace(setup, config=_attention_layers(setup.config), spec=setup.spec.attention_layers())
+
+
+def _attention_layers(config: ModelConfig) -> ModelConfig:
     others = {*config.recurrent_layers, *config.cross_layers}
     layers = [layer for layer in range(config.num_layers) if layer not in others]
     heads = tuple(config.layer_heads[layer] for layer in layers)

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from services.attn_worker.cache.block_storage import BlockStorage
-from services.attn_worker.cache.spec import KVCacheSpec
-from services.attn_worker.layers import DECODE_ONLY, StepShape
+from services.attn_worker.layers import DECODE_ONLY, BackendSetup, StepShape
 from services.attn_worker.layers.latent.triton_decode import choose_latent_decode_tiles, decode_latent, decode_load
 from services.attn_worker.layers.latent.triton_prefill import (
     append_latent,
@@ -63,7 +62,7 @@ from services.channel import rows_of_layer
 from services.common.batch_buckets import MAX_CAPTURED_CHUNK_ROWS, MAX_CAPTURED_PROMPT_ROWS
 from services.common.errors import CapacityError, ConfigError
 from services.common.kv_cache.scales import KVScales
-from services.common.model_config import ModelConfig, RopeConfig
+from services.common.model_config import RopeConfig
 
 _PROGRAMS_PER_SM = 2  # short chunks are split until this many programs run; fewer leave bandwidth unused
 # At least, in a piece of a short chunk's context; smaller pieces cost more in merging than they gain.
@@ -148,23 +147,10 @@ class _ItemKind(NamedTuple):
 class TritonAttention:
     """A CapturableAttention in float32, bfloat16 or float16; a decode-only step is one launch per layer."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        spec: KVCacheSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_model_len: int,
-        *,
-        max_num_seqs: int = 1024,
-        max_num_tokens: int = 8192,
-        storage: BlockStorage | None = None,
-    ) -> None:
-        """`max_num_seqs` and `max_num_tokens` limit a step; `storage`: that of another lane, whose cache it shares.
-
-        Raises CapacityError if memory is too small, ConfigError
-        if the cache has neither `dtype` nor 8 bits.
-        """
+    def __init__(self, setup: BackendSetup) -> None:
+        """Raises CapacityError if memory is too small, ConfigError if the cache has neither the dtype nor 8 bits."""
+        config, spec, dtype, device = setup.config, setup.spec, setup.dtype, setup.device
+        max_model_len, max_num_seqs, max_num_tokens = setup.max_model_len, setup.max_num_seqs, setup.max_num_tokens
         if not set(spec.dtypes) <= {dtype, torch.float8_e4m3fn, torch.int8}:
             raise ConfigError(
                 "the Triton kernels need a KV cache of float8_e4m3fn, int8 or the model's"
@@ -243,7 +229,7 @@ class TritonAttention:
             + self._num_chunk_entries(max_num_tokens)
             + TABLE_SLACK
         )
-        self.storage = storage or BlockStorage(spec, spec.head_major_block, device)
+        self.storage = setup.storage or BlockStorage(spec, spec.head_major_block, device)
         self._caches = self.storage.layers
         compiled_kinds = zip(self._kernel_kinds, self._pairs, strict=True)
         self.layers_to_compile = list({kind: layer for layer, kind in enumerate(compiled_kinds)}.values())

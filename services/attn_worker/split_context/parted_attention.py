@@ -7,11 +7,11 @@ its keys in qkv (`log_sums_of`): with these the dense worker merges the parts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
+from services.attn_worker.layers import BackendSetup
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.attn_worker.split_context.part_rows import PartRows, RowsOfParts
@@ -38,8 +38,8 @@ class _Part:
 class PartedTorchAttention(TorchAttention):
     """A TorchAttention for layers with keys of all tokens, without bias or sinks (`check_split_context`)."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, setup: BackendSetup) -> None:
+        super().__init__(setup)
         self._unbounded = {rope: UnboundedRotaryEmbedding(rope, self._device) for rope in self._ropes}
         self._split_parts: list[_Part] = []
         self._other_rows = torch.zeros(0, dtype=torch.int64)

@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 
-from services.attn_worker.layers import DECODE_ONLY, StepShape
+from services.attn_worker.layers import DECODE_ONLY, BackendSetup, StepShape
 from services.attn_worker.layers.mha.rope_angles import fill_angles
 from services.attn_worker.layers.mha.triton_cache_layout import TABLE_SLACK
 from services.attn_worker.layers.mha.triton_decode import DecodeTiles, decode_attention
@@ -64,9 +63,9 @@ class PartedTritonAttention(TritonAttention):
     (`check_split_context`).
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, setup: BackendSetup) -> None:
         self._split: _SplitStep | None = None  # of the step that began last
-        super().__init__(*arguments, **options)
+        super().__init__(setup)
         device = self._caches[0].device
         [self._kind] = self._distinct_kernel_kinds
         self._unbounded = {

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from services.attn_worker.cache.spec import KVCacheSpec
-from services.common.model_config import ModelConfig
+from services.attn_worker.layers import BackendSetup
 from services.dense_worker.model.on_the_fly import with_quantization
 from services.dense_worker.model.weights import load_weights
 from tests.support.dense.random_steps import RandomSteps, compute_alone, differing_rows
@@ -48,9 +48,8 @@ class DeterministicModel(WholeModel):
                 weights = load_weights(path, config, torch.bfloat16, torch.device("cuda"))
             return CudaBackend(weights, config, MAX_NUM_TOKENS, is_deterministic=True)
 
-        def make_attention(config: ModelConfig, spec: KVCacheSpec, *arguments: Any) -> BatchInvariantTritonAttention:
-            sizes = {"max_num_seqs": 64, "max_num_tokens": MAX_NUM_TOKENS}
-            return BatchInvariantTritonAttention(config, spec, *arguments, **sizes)
+        def make_attention(setup: BackendSetup) -> BatchInvariantTritonAttention:
+            return BatchInvariantTritonAttention(replace(setup, max_num_seqs=64, max_num_tokens=MAX_NUM_TOKENS))
 
         super().__init__(
             path,

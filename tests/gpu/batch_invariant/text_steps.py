@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers import BackendSetup
 from services.attn_worker.runner.step_metadata import build_step_metadata
 from services.common.model_config import ModelConfig
 from tests.gpu.attention_pair import MAX_MODEL_LEN, NUM_BLOCKS, Kernels
@@ -28,8 +29,7 @@ class TextSteps:
     def __init__(self, config: ModelConfig, kernels: Kernels, dtype: torch.dtype, seed: int) -> None:
         self.config, self.kernels, self.dtype = config, kernels, dtype
         spec = KVCacheSpec.of_model(config, dtype, NUM_BLOCKS, BLOCK_SIZE)
-        sizes = {"max_num_seqs": 300, "max_num_tokens": 4096}
-        self.backend = kernels.make(config, spec, dtype, kernels.device, MAX_MODEL_LEN, **sizes)
+        self.backend = kernels.make(BackendSetup(config, spec, dtype, kernels.device, MAX_MODEL_LEN, 300, 4096))
         if config.attention.has_sinks:
             sinks = torch.linspace(-1, 2, config.num_layers * config.num_heads)
             self.backend.use_sinks(sinks.view(-1, config.num_heads).tolist())

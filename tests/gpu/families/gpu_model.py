@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from services.attn_worker.cache.spec import KVCacheSpec
-from services.attn_worker.layers import AttentionBackend
-from services.common.model_config import ModelConfig
+from services.attn_worker.layers import AttentionBackend, BackendSetup
 from tests.support.dense.whole_model import WholeModel
 
 MAX_NUM_TOKENS, MAX_NUM_SEQS = 24, 4  # of a step
@@ -28,10 +26,11 @@ class GpuModel(WholeModel):
         from services.attn_worker.layers.triton_attention import TritonAttention
         from services.dense_worker.backends.cuda_backend import CudaBackend
 
-        def make_attention(config: ModelConfig, spec: KVCacheSpec, *arguments: Any) -> AttentionBackend:
-            make: Callable[..., AttentionBackend] = layered_triton_attention if spec.recurrences else TritonAttention
-            make = crossed_cuda_attention if spec.cross_layers else make
-            return make(config, spec, *arguments, max_num_seqs=MAX_NUM_SEQS, max_num_tokens=MAX_NUM_TOKENS)
+        def make_attention(setup: BackendSetup) -> AttentionBackend:
+            make: Callable[[BackendSetup], AttentionBackend] = TritonAttention
+            make = layered_triton_attention if setup.spec.recurrences else make
+            make = crossed_cuda_attention if setup.spec.cross_layers else make
+            return make(replace(setup, max_num_seqs=MAX_NUM_SEQS, max_num_tokens=MAX_NUM_TOKENS))
 
         super().__init__(
             path,

@@ -11,6 +11,7 @@ import torch
 from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.cache.cached_sequence import PlannedStep
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers import BackendSetup
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.runner.step_metadata import build_step_metadata
 from services.channel import rows_of_layer
@@ -55,9 +56,9 @@ class GroupPair:
         grouped = replace(plain, dtype=cache_dtype or dtype, window_blocks=group)
         self.cache = build_cache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, window_blocks=group, enable_prefix_cache=False)
         self.reference_cache = build_cache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, enable_prefix_cache=False)
-        self.reference = TorchAttention(config, plain, torch.float32, self.device, MAX_MODEL_LEN)
-        limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_tokens": MAX_STEP_TOKENS}
-        self.kernels = kernels.make(config, grouped, dtype, self.device, MAX_MODEL_LEN, **limits)
+        self.reference = TorchAttention(BackendSetup(config, plain, torch.float32, self.device, MAX_MODEL_LEN))
+        sizes = MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_STEP_TOKENS
+        self.kernels = kernels.make(BackendSetup(config, grouped, dtype, self.device, *sizes))
         self.generator = torch.Generator().manual_seed(3)
         for backend in (self.reference, self.kernels):
             backend.use_scales(KVScales.ones(config.num_layers))

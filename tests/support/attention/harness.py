@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from services.attn_worker.cache.build_cache import WindowBlocks, build_cache
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers import BackendSetup
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.common.kv_cache.scales import KVScales
 from services.common.model_config import ModelConfig, load_model_config
@@ -78,7 +79,7 @@ class Harness:
         kept = {"window": self.spec.window, "num_sink_tokens": num_sink_tokens}
         self.spec = dataclasses.replace(self.spec, window_blocks=window_blocks)
         self.cache = build_cache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, **kept, window_blocks=window_blocks)
-        self.backend = TorchAttention(self.config, self.spec, dtype, CPU, MAX_MODEL_LEN)
+        self.backend = TorchAttention(BackendSetup(self.config, self.spec, dtype, CPU, MAX_MODEL_LEN))
         self.scales = scales or KVScales.ones(self.config.num_layers)
         self.backend.use_scales(self.scales)
         if sinks is not None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from services.attn_worker.cache.build_cache import build_cache
-from services.attn_worker.layers import AttentionBackend
+from services.attn_worker.layers import AttentionBackend, BackendSetup
 from services.attn_worker.split_context.parted_cache import PartedKVCache
 from services.channel.log_sums import log_sums_of
 from services.dense_worker.attention_workers.split_context.shared_rows import SharedRows
@@ -28,7 +28,7 @@ class SplitHarness:
         path: Path,
         heads: tuple[int, int],
         dtype: torch.dtype,
-        make_backend: Callable[..., AttentionBackend],
+        make_backend: Callable[[BackendSetup], AttentionBackend],
         device: torch.device = CPU,
     ) -> None:
         self.harness = Harness(path, heads, dtype)
@@ -36,7 +36,8 @@ class SplitHarness:
         spec, config = self.harness.spec, self.harness.config
         sizes = (NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN)
         self.caches = [build_cache(*sizes, make_cache=PartedKVCache) for _ in PARTS]
-        self.backends = [make_backend(config, spec, dtype, device, 32) for _ in PARTS]  # tables end before
+        setup = BackendSetup(config, spec, dtype, device, max_model_len=32, max_num_seqs=8, max_num_tokens=64)
+        self.backends = [make_backend(setup) for _ in PARTS]  # tables end before
         for backend in self.backends:
             for blocks in backend.storage.layers:
                 blocks.fill_(100.0)  # of others, before

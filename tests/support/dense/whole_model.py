@@ -13,7 +13,7 @@ from services.attn_worker.cache.build_cache import SourceSlots, WindowBlocks, bu
 from services.attn_worker.cache.kv_cache import PlannedStep
 from services.attn_worker.cache.source_group import StepSources
 from services.attn_worker.cache.spec import KVCacheSpec
-from services.attn_worker.layers import AttentionBackend, use_learned
+from services.attn_worker.layers import AttentionBackend, BackendSetup, use_learned
 from services.attn_worker.layers.cross.crossed_attention import crossed_torch_attention
 from services.attn_worker.layers.gated_delta.layered_attention import layered_torch_attention
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
@@ -47,7 +47,7 @@ class WholeModel:
         path: Path,
         make_dense: Callable[[ModelWeights], DenseBackend] = TorchBackend,
         max_model_len: int = 128,
-        make_attention: Callable[..., AttentionBackend] | None = None,
+        make_attention: Callable[[BackendSetup], AttentionBackend] | None = None,
         device: torch.device = CPU,
         dtype: torch.dtype = torch.float32,
         num_window_blocks: int | None = None,
@@ -82,7 +82,7 @@ class WholeModel:
         if make_attention is None:
             make_attention = layered_torch_attention if spec.recurrences else TorchAttention
             make_attention = crossed_torch_attention if spec.cross_layers else make_attention
-        self.attention = make_attention(self.config, spec, dtype, device, max_model_len)
+        self.attention = make_attention(BackendSetup(self.config, spec, dtype, device, max_model_len))
         learned = read_learned(path, whole)
         use_learned(self.attention, learned.of_part(rank.layers(whole.num_layers), rank.share(whole.num_heads)))
         self._path, self._make_dense = path, make_dense

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers import BackendSetup
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.runner.step_metadata import build_step_metadata
 from services.common.config import EMBEDDED_MODEL
@@ -44,7 +45,8 @@ class Model:
     def perplexity(self, texts: list[list[int]], dtype: torch.dtype, scales: KVScales | None = None) -> float:
         """Of all tokens but the first of each text, with keys and values stored in `dtype`."""
         spec = KVCacheSpec.of_model(self.config, dtype, NUM_BLOCKS, BLOCK_SIZE)
-        attention = TorchAttention(self.config, spec, torch.float32, CPU, NUM_BLOCKS * BLOCK_SIZE)
+        setup = BackendSetup(self.config, spec, torch.float32, CPU, NUM_BLOCKS * BLOCK_SIZE)
+        attention = TorchAttention(setup)
         attention.use_scales(scales or KVScales.ones(self.config.num_layers))
         logprobs = []
         for token_ids in texts:

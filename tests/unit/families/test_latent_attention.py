@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from services.attn_worker.build import make_cache_spec
 from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers import BackendSetup
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.layers.select import select_backend
 from services.common.config import AttentionSection, ModelSection
@@ -165,7 +166,7 @@ def test_the_cache_holds_one_vector_for_each_token_and_layer(dtype: torch.dtype,
     assert spec.token_bytes == (16 + 8) * dtype.itemsize * 2
     storage = BlockStorage(spec, spec.token_major_block, CPU)
     assert sum(layer.nbytes for layer in storage.layers) == (7 + 1) * 4 * spec.token_bytes
-    TorchAttention(model.config, spec, dtype, CPU, 128)
+    TorchAttention(BackendSetup(model.config, spec, dtype, CPU, 128))
 
 
 def test_kv_b_proj_in_blocks_of_fp8_is_dequantized(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ import torch
 import triton
 
 from services.attn_worker.cache.block_storage import BlockStorage
-from services.attn_worker.cache.spec import KVCacheSpec
-from services.attn_worker.layers import DECODE_ONLY, StepShape
+from services.attn_worker.layers import DECODE_ONLY, BackendSetup, StepShape
 from services.attn_worker.layers.batch_invariant.piece_items import TextRows, fill_items
 from services.attn_worker.layers.batch_invariant.triton_attend import (
     FEW_ROWS,
@@ -37,7 +36,6 @@ from services.channel import rows_of_layer
 from services.common.errors import CapacityError
 from services.common.families.shape import LayerHeads
 from services.common.kv_cache.scales import KVScales
-from services.common.model_config import ModelConfig
 
 _MAX_SHORT_CHUNK = 16  # tokens, whose rows are attended in tiles of few, as those of single tokens are
 _PROGRAMS_PER_SM = 2  # tiles of few rows are split until so many programs run
@@ -78,22 +76,10 @@ class BatchInvariantTritonAttention:
 
     captured_shapes: Sequence[StepShape] = (DECODE_ONLY,)
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        spec: KVCacheSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_model_len: int,
-        *,
-        max_num_seqs: int = 1024,
-        max_num_tokens: int = 8192,
-        storage: BlockStorage | None = None,
-    ) -> None:
-        """`max_num_seqs` and `max_num_tokens` limit a step; `storage`: that of another lane, whose cache it shares.
-
-        Raises CapacityError if memory is too small. `select_backend` has refused what it does not do.
-        """
+    def __init__(self, setup: BackendSetup) -> None:
+        """Raises CapacityError if memory is too small. `select_backend` has refused what it does not do."""
+        config, spec, dtype, device = setup.config, setup.spec, setup.dtype, setup.device
+        max_model_len, max_num_seqs, max_num_tokens = setup.max_model_len, setup.max_num_seqs, setup.max_num_tokens
         assert set(spec.dtypes) == {dtype}, "the KV cache has the model's dtype"
         assert (spec.num_blocks + 1) * spec.block_size < 2**31, "slots are int32"
         options = config.attention
@@ -123,7 +109,7 @@ class BatchInvariantTritonAttention:
         # Items that splitting makes more than there are tiles: enough to occupy the GPU, and to split any one text.
         most_pieces = -(-max_model_len // PIECE)
         self._num_extra = max(most_pieces, -(-_PROGRAMS_PER_SM * num_sms_of(device) // fewest_kv_heads))
-        self.storage = storage or BlockStorage(spec, spec.head_major_block, device)
+        self.storage = setup.storage or BlockStorage(spec, spec.head_major_block, device)
         num_items = len(self._distinct_kinds) * (2 * max_num_tokens + max_num_seqs + self._num_extra)
         num_tables = spec.num_groups * max_num_seqs * -(-max_model_len // spec.block_size)
         num_entries = num_items * NUM_FIELDS + num_tables + (4 + spec.num_groups) * max_num_tokens + TABLE_SLACK

@@ -9,15 +9,14 @@ import torch
 
 from services.attn_worker.cache.source_group import StepSources
 from services.attn_worker.cache.spec import KVCacheSpec
-from services.attn_worker.layers import AttentionBackend
-from services.attn_worker.layers.attention_among_others import AttentionAmongOthers, attention_layers
+from services.attn_worker.layers import AttentionBackend, BackendSetup
+from services.attn_worker.layers.attention_among_others import AttentionAmongOthers, attention_part
 from services.attn_worker.layers.cross.source_storage import SourceStorage
 from services.attn_worker.layers.cross.torch_cross_attention import TorchCrossAttention
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Channel, Flag, qkv_flag, rows_of_layer
 from services.common.encoders.source_pieces import SourcePiece, source_pieces
-from services.common.model_config import ModelConfig
 
 
 class CrossBackend(Protocol):
@@ -80,9 +79,7 @@ class CrossedAttention(AttentionAmongOthers):
         self._cross.storage.write(layer, rows_of_layer(rows, self._sizes[layer]), pieces, slots)
 
 
-def crossed_torch_attention(
-    config: ModelConfig, spec: KVCacheSpec, dtype: torch.dtype, device: torch.device, max_model_len: int
-) -> CrossedAttention:
+def crossed_torch_attention(setup: BackendSetup) -> CrossedAttention:
     """Both kinds of layers in torch operations. Raises CapacityError if memory is too small."""
-    attention = TorchAttention(attention_layers(config), spec.attention_layers(), dtype, device, max_model_len)
-    return CrossedAttention(attention, TorchCrossAttention(spec, config.attention.scale, device), spec)
+    cross = TorchCrossAttention(setup.spec, setup.config.attention.scale, setup.device)
+    return CrossedAttention(TorchAttention(attention_part(setup)), cross, setup.spec)

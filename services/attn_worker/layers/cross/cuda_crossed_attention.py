@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from services.attn_worker.cache.spec import KVCacheSpec
-from services.attn_worker.layers import DECODE_ONLY, CapturableAttention, StepShape
-from services.attn_worker.layers.attention_among_others import attention_layers
+from services.attn_worker.layers import DECODE_ONLY, BackendSetup, CapturableAttention, StepShape
+from services.attn_worker.layers.attention_among_others import attention_part
 from services.attn_worker.layers.cross.crossed_attention import CrossedAttention
 from services.attn_worker.layers.cross.triton_cross_attention import TritonCrossAttention
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.layers.triton_attention import TritonAttention
 from services.attn_worker.runner.step_metadata import StepMetadata
-from services.common.model_config import ModelConfig
 
 
 class CapturableCrossedAttention(CrossedAttention):
@@ -56,23 +53,13 @@ class UncapturedCrossedAttention(CrossedAttention):
         super().begin_step(step)
 
 
-def crossed_cuda_attention(
-    config: ModelConfig,
-    spec: KVCacheSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-    *,
-    max_num_seqs: int = 1024,
-    max_num_tokens: int = 8192,
-) -> CapturableCrossedAttention | UncapturedCrossedAttention:
+def crossed_cuda_attention(setup: BackendSetup) -> CapturableCrossedAttention | UncapturedCrossedAttention:
     """Cross attention by Triton, and self attention, too, unless it has a relative bias.
 
     Raises CapacityError if memory is too small.
     """
-    cross = TritonCrossAttention(spec, config.attention.scale, device, max_num_tokens)
-    arguments = (attention_layers(config), spec.attention_layers(), dtype, device, max_model_len)
-    if config.attention.relative_bias is not None:
-        return UncapturedCrossedAttention(TorchAttention(*arguments), cross, spec)
-    limits = {"max_num_seqs": max_num_seqs, "max_num_tokens": max_num_tokens}
-    return CapturableCrossedAttention(TritonAttention(*arguments, **limits), cross, spec)
+    spec, options = setup.spec, setup.config.attention
+    cross = TritonCrossAttention(spec, options.scale, setup.device, setup.max_num_tokens)
+    if options.relative_bias is not None:
+        return UncapturedCrossedAttention(TorchAttention(attention_part(setup)), cross, spec)
+    return CapturableCrossedAttention(TritonAttention(attention_part(setup)), cross, spec)

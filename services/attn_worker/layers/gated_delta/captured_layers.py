@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.cache.step_states import StepStates
-from services.attn_worker.layers import DECODE_ONLY, CapturableAttention, StepShape
-from services.attn_worker.layers.attention_among_others import attention_layers
+from services.attn_worker.layers import DECODE_ONLY, BackendSetup, CapturableAttention, StepShape
+from services.attn_worker.layers.attention_among_others import attention_part
 from services.attn_worker.layers.gated_delta.layered_attention import LayeredAttention
 from services.attn_worker.layers.gated_delta.no_attention import NoAttention
 from services.attn_worker.layers.gated_delta.triton_layers import TritonRecurrences
 from services.attn_worker.layers.triton_attention import TritonAttention
 from services.attn_worker.runner.step_metadata import StepMetadata
-from services.common.model_config import ModelConfig
 
 
 class CapturableLayeredAttention(LayeredAttention):
@@ -42,22 +39,11 @@ class CapturableLayeredAttention(LayeredAttention):
         self._captured_states.begin_step(step.of(StepStates), padded_num_rows)
 
 
-def layered_triton_attention(
-    config: ModelConfig,
-    spec: KVCacheSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-    *,
-    max_num_seqs: int = 1024,
-    max_num_tokens: int = 8192,
-) -> CapturableLayeredAttention:
+def layered_triton_attention(setup: BackendSetup) -> CapturableLayeredAttention:
     """Both kinds of layers by Triton kernels; see `TritonRecurrences`. Raises CapacityError if memory is too small."""
-    of_attention, limits = spec.attention_layers(), {"max_num_seqs": max_num_seqs, "max_num_tokens": max_num_tokens}
-    attention: CapturableAttention | NoAttention = NoAttention(of_attention, device)
-    if of_attention.num_layers:
-        attention = TritonAttention(
-            attention_layers(config), of_attention, dtype, device, max_model_len, **limits
-        )
-    gated_delta = TritonRecurrences(spec, dtype, device, **limits)
+    spec, limits = setup.spec, {"max_num_seqs": setup.max_num_seqs, "max_num_tokens": setup.max_num_tokens}
+    attention: CapturableAttention | NoAttention = NoAttention(spec.attention_layers(), setup.device)
+    if spec.attention_layers().num_layers:
+        attention = TritonAttention(attention_part(setup))
+    gated_delta = TritonRecurrences(spec, setup.dtype, setup.device, **limits)
     return CapturableLayeredAttention(attention, gated_delta, spec)

@@ -9,14 +9,13 @@ import torch
 
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.cache.step_states import StepStates
-from services.attn_worker.layers import AttentionBackend
-from services.attn_worker.layers.attention_among_others import AttentionAmongOthers, attention_layers
+from services.attn_worker.layers import AttentionBackend, BackendSetup
+from services.attn_worker.layers.attention_among_others import AttentionAmongOthers, attention_part
 from services.attn_worker.layers.gated_delta.no_attention import NoAttention
 from services.attn_worker.layers.gated_delta.torch_recurrences import TorchRecurrences
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.attention.recurrence_weights import RecurrenceWeights
-from services.common.model_config import ModelConfig
 
 
 class GatedDeltaBackend(Protocol):
@@ -56,12 +55,10 @@ class LayeredAttention(AttentionAmongOthers):
         self._gated_delta.begin_step(step.of(StepStates))
 
 
-def layered_torch_attention(
-    config: ModelConfig, spec: KVCacheSpec, dtype: torch.dtype, device: torch.device, max_model_len: int
-) -> LayeredAttention:
+def layered_torch_attention(setup: BackendSetup) -> LayeredAttention:
     """Both kinds of layers in torch operations. Raises CapacityError if memory is too small."""
-    of_attention = spec.attention_layers()
-    attention: AttentionBackend = NoAttention(of_attention, device)
-    if of_attention.num_layers:
-        attention = TorchAttention(attention_layers(config), of_attention, dtype, device, max_model_len)
+    spec, device = setup.spec, setup.device
+    attention: AttentionBackend = NoAttention(spec.attention_layers(), device)
+    if spec.attention_layers().num_layers:
+        attention = TorchAttention(attention_part(setup))
     return LayeredAttention(attention, TorchRecurrences(spec, device), spec)

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.attn_worker.cache.block_storage import BlockStorage
-from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers import BackendSetup
 from services.attn_worker.layers.mha.padded_groups import PaddedGroup, build_padded_groups
 from services.attn_worker.layers.mha.torch_layer_cache import make_layer_cache
 from services.attn_worker.runner.step_metadata import StepMetadata
@@ -22,7 +22,7 @@ from services.channel import rows_of_layer
 from services.common.attention.relative_bias import causal_buckets
 from services.common.attention.rope import RotaryEmbedding, UnboundedRotaryEmbedding
 from services.common.kv_cache.scales import KVScales
-from services.common.model_config import LayerHeads, ModelConfig, RopeConfig
+from services.common.model_config import LayerHeads, RopeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,22 +90,13 @@ class TorchAttention:
     appends both and one gather reads both. Its dtype may be another of these three than the model's, or 8 bits.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        spec: KVCacheSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_model_len: int,
-        storage: BlockStorage | None = None,
-    ) -> None:
-        """`storage`: that of another lane, whose cache it shares. Raises CapacityError if memory is too small,
-        ConfigError for a cache of another dtype.
-        """
+    def __init__(self, setup: BackendSetup) -> None:
+        """Raises CapacityError if memory is too small, ConfigError for a cache of another dtype."""
+        config, spec, device, max_model_len = setup.config, setup.spec, setup.device, setup.max_model_len
         self._config = config
         self._spec = spec
         self._block_size = spec.block_size
-        self._dtype = dtype
+        self._dtype = setup.dtype
         self._device = device
         # Layers that read the keys of others are alike, whichever they read.
         heads = [each if each.kv_layer is None else replace(each, kv_layer=0) for each in config.layer_heads]
@@ -132,7 +123,7 @@ class TorchAttention:
         for group, window, layer_kind in zip(self._layer_groups, spec.windows, self._layer_kinds, strict=True):
             self._group_options[group][0].add(window)
             self._group_options[group][1].add(layer_kind)
-        self.storage = storage or BlockStorage(spec, spec.token_major_block, device)
+        self.storage = setup.storage or BlockStorage(spec, spec.token_major_block, device)
         self._layers = [
             make_layer_cache(*pair) for pair in zip(self.storage.layers, self.storage.scales, strict=True)
         ]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.layers import BackendSetup
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from tests.support.attention.harness import BLOCK_SIZE, CPU, HEAD_DIM, MAX_MODEL_LEN, NUM_BLOCKS, Harness
 
@@ -26,7 +27,7 @@ class LatentHarness(Harness):
         rope = replace(self.config.rope, rotary_dim=ROTARY_DIM)
         self.config = replace(self.config, attention=attention, rope=rope, sliding_windows=(window, window))
         self.spec = KVCacheSpec.of_model(self.config, torch.float32, NUM_BLOCKS, BLOCK_SIZE)
-        self.backend = TorchAttention(self.config, self.spec, torch.float32, CPU, MAX_MODEL_LEN)
+        self.backend = TorchAttention(BackendSetup(self.config, self.spec, torch.float32, CPU, MAX_MODEL_LEN))
 
 
 @pytest.mark.parametrize(("window", "num_sink_tokens"), [(None, 0), (7, 0), (9, 3)])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from services.attn_worker.layers import BackendSetup
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.common.errors import CapacityError, ConfigError
 from tests.support.attention.harness import BLOCK_SIZE, CPU, HEAD_DIM, MAX_MODEL_LEN, TOLERANCES, Harness
@@ -237,4 +238,4 @@ def test_the_error_for_a_cache_that_does_not_fit_names_its_size(tmp_path: Path) 
     harness = Harness(tmp_path)
     spec = dataclasses.replace(harness.spec, num_blocks=10**13)
     with pytest.raises(CapacityError, match=f"{10**13 + 1} KV blocks need {(10**13 + 1) * 2048} bytes"):
-        TorchAttention(harness.config, spec, torch.float32, CPU, MAX_MODEL_LEN)
+        TorchAttention(BackendSetup(harness.config, spec, torch.float32, CPU, MAX_MODEL_LEN))
