@@ -228,19 +228,23 @@ class Engine:
                 self._plan_ahead(session, step)
             self._publish_openings(session)
             if step is not None:
-                self._report_start(session, step)
-                result = self._collect(session, step)
-                try:
-                    self._begin_next(session, step)
-                finally:  # the tokens of this step are there, whatever ends the next one
-                    report = self._update(session, step, result)
-                    self._report(session, step, report)
+                self._complete(session, step)
         except PeerError as error:
             self._give_up(session, AttachmentEnd(str(error), is_crash=True))
             return True
         if session.is_leaving and not session.in_flight:
             self._give_up(session, AttachmentEnd("another dense worker takes over", is_crash=False))
         return has_begun or step is not None
+
+    def _complete(self, session: Session, step: InFlight) -> None:
+        """Waits for a step's tokens, appends them to their sequences, and reports them."""
+        self._report_start(session, step)
+        result = self._collect(session, step)
+        try:
+            self._begin_next(session, step)
+        finally:  # the tokens of this step are there, whatever ends the next one
+            report = self._update(session, step, result)
+            self._report(session, step, report)
 
     def _plan_ahead(self, session: Session, step: InFlight) -> None:
         """Publishes the plan after a running step of the same lane, as late as the attention worker has it in time."""

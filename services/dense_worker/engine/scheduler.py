@@ -77,18 +77,13 @@ class Scheduler:
         return len(self._waiting)
 
     @property
-    def num_preemptions(self) -> int:
-        """Total number of preemptions."""
-        return self._num_past_preemptions + self._residency.num_preemptions
+    def num_opening(self) -> int:
+        """Number of sequences being opened, cancelled ones included."""
+        return len(self.session.openings)
 
-    def waits_for(self, step: InFlight) -> bool:
-        """Decides whether the next step is planned only when this one, the newest under way, has ended.
-
-        Called once for each step, after it has been launched and before it is collected.
-        """
-        session = self.session  # forks come first, before the sequence from which they are can end
-        most = 0 if session.to_fork else self.limits.max_num_seqs - len(session.running)
-        return self._drafting.waits_for(step.running, session.others, len(session.rows), most)
+    @property
+    def num_running(self) -> int:
+        return len(self.session.running)
 
     @property
     def num_steps(self) -> int:
@@ -96,13 +91,9 @@ class Scheduler:
         return self._next_step_id - 1
 
     @property
-    def num_running(self) -> int:
-        return len(self.session.running)
-
-    @property
-    def num_opening(self) -> int:
-        """Number of sequences being opened, cancelled ones included."""
-        return len(self.session.openings)
+    def num_preemptions(self) -> int:
+        """Total number of preemptions."""
+        return self._num_past_preemptions + self._residency.num_preemptions
 
     def begin(self, session: Session) -> None:
         """Starts a new attachment: all live sequences wait again, in their order.
@@ -126,100 +117,7 @@ class Scheduler:
             self._note_new_caches(sequence)
             self._residency.wait(sequence)
 
-    def add_cache(self, cache: AttachedCache) -> None:
-        """One more attention worker has attached, and may have sequences from now on."""
-        self.session.add_cache(cache)
-        self._prefix_generation = max(self._prefix_generation, cache.prefix_generation)
-
-    def forget_prefixes(self, generation: int | None = None) -> int:
-        """Sequences that are opened from now on find no blocks of earlier ones; returns their generation of prefixes.
-
-        With a `generation`, only if theirs was lower.
-        """
-        if generation is None:  # by the clock, so that no attention worker that is not attached now has blocks of it
-            generation = max(self._prefix_generation + 1, time.time_ns())
-        self._prefix_generation = max(self._prefix_generation, generation)
-        return self._prefix_generation
-
-    def give_up_cache(self, cache_id: int, is_given_up: bool = True) -> None:
-        """The sequences of an attention worker move to the others, and no further one is opened there; or do again."""
-        (self.session.draining.add if is_given_up else self.session.draining.discard)(cache_id)
-
-    def empty_caches(self) -> list[int]:
-        """Those that are given up and have no sequence any more."""
-        return [each for each in self.session.draining if self._moves.is_empty(each)]
-
-    def why_needed(self, new: Sequence | None = None) -> str | None:
-        """Why the KV caches that are given up must stay: a request that no other one could hold. None: they may go.
-
-        With `new`, which has just been added, only that one is looked at.
-        """
-        session, limit = self.session, self.limits.max_num_batched_tokens
-        for each in self._sequences.values() if new is None else (new,):
-            num_blocks = session.ledger.most_blocks(each.max_num_cached_tokens, limit)
-            room = self._placement.room_for(each, session.open_ledgers)
-            if num_blocks > room.num_blocks:
-                return f"a request needs {num_blocks} KV cache blocks, of those that would be left {room.text}"
-        return None
-
-    def lose_cache(self, cache_id: int, *, is_crash: bool) -> list[SequenceOutput]:
-        """An attention worker has gone, and others are left: its sequences wait again, in their order.
-
-        What steps in flight compute of them is void. Ends those that were alone in a step when several workers crashed.
-        """
-        session, lost = self.session, list[Sequence]()
-        if is_crash:
-            self._await_caches(sum(each.num_blocks for each in session.ledgers.values()))
-        for opening in [each for each in session.openings.values() if cache_id in each.sequence.cache_ids]:
-            lost.append(opening.sequence)
-            del session.openings[opening.sequence.seq_id]
-            session.closing.discard(opening.sequence.seq_id)
-            session.release_reservation(opening.sequence)
-            session.close_rest(opening.sequence, cache_id)
-            for feature in opening.sequence.features:
-                feature.leave(self.num_steps)
-        session.to_open = [each for each in session.to_open if each.cache_id != cache_id]
-        for sequence in [each for each in session.running if cache_id in each.cache_ids]:
-            lost.append(sequence)
-            self._residency.leave(sequence)
-        if not is_crash:
-            self._placement.expect_less(session.ledgers[cache_id].num_blocks)
-        session.remove_cache(cache_id)
-        self._placement.forget(cache_id)
-        outputs = []
-        under_way = spans_of(step.published.plan for step in session.in_flight)
-        for step in session.in_flight:
-            left = step.published.left.items()
-            step.published.lost.update(lost, [each for each, where in left if cache_id in where])
-        for sequence in lost:
-            if sequence.status is SequenceStatus.FINISHED:  # cancelled while it was being opened
-                continue
-            if is_crash and not under_way.keys().isdisjoint({sequence.seq_id, *sequence.open_seq_ids}):
-                if sequence.is_suspect:
-                    what = f"{sequence.num_crashes + 1} attention workers died while they computed this request"
-                    self._forget(sequence)
-                    outputs.append(SequenceOutput(sequence, (), FinishReason.ERROR, RequestAborted(what)))
-                    continue
-                sequence.num_crashes += 1
-            self._residency.wait(sequence)
-            self._suspects.add(sequence)
-        return outputs + self._refuse_too_large()
-
-    def _await_caches(self, num_blocks: int) -> None:
-        """For some time, sequences that need KV caches with so many blocks together wait for those that are missing."""
-        self._awaits_caches_until_s = time.monotonic() + self.limits.return_timeout_s
-        self._placement.expect(num_blocks, self._awaits_caches_until_s)
-
-    def _refuse_too_large(self) -> list[SequenceOutput]:
-        """Ends waiting sequences for which no KV cache that is left has room."""
-        outputs, ledger = list[SequenceOutput](), self.session.ledger
-        for sequence in list(self._waiting):
-            num_blocks = ledger.most_blocks(sequence.max_num_cached_tokens, self.limits.max_num_batched_tokens)
-            room = self._placement.room_for(sequence, self.session.ledgers, awaits=True)
-            if num_blocks > room.num_blocks:
-                error = f"the request needs {num_blocks} KV cache blocks, of those that are left {room.text}"
-                outputs.append(self._fail(sequence, CapacityError(error)))
-        return outputs
+    # From a sequence's arrival to its end
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises `InvalidRequest` or `CapacityError` if it can never run or the queue is full."""
@@ -244,24 +142,6 @@ class Scheduler:
         self._suspects.add(sequence)
         self._forks.add(sequence)
         self._residency.wait(sequence)
-
-    def cancel(self, seq_id: int) -> None:
-        """Forgets a sequence; the next plan closes its blocks. Unknown ids are ignored."""
-        sequence = self._sequences.get(seq_id)
-        if sequence is not None:
-            self._finish(sequence)
-
-    def handle(self, event: Event) -> list[SequenceOutput]:
-        """Something has happened to the resources of a feature. Ends the sequences that fail because of it."""
-        return [self._fail(sequence, error) for sequence, error in list(event(self._waiting))]
-
-    def expire(self, now_s: float) -> list[SequenceOutput]:
-        """Ends sequences that have waited too long for their first step; `now_s` is on the monotonic clock."""
-        outputs = [self._fail(sequence, error) for sequence, error in self._waiting.expired(now_s)]
-        if self._awaits_caches_until_s is not None and now_s > self._awaits_caches_until_s:
-            self._awaits_caches_until_s = None
-            outputs += self._refuse_too_large()
-        return outputs
 
     def next_to_open(self) -> list[Sequence]:
         """Chooses the sequences, in order, that fit now. Reserves their blocks and makes them OPENING.
@@ -310,6 +190,33 @@ class Scheduler:
             self._residency.drop_orphaned_blocks()  # nothing else can free blocks
         return chosen
 
+    def _starts_empty(self, sequence: Sequence) -> bool:
+        """Whether it is known that a KV cache has nothing of a sequence, so that no step has to wait for the answer.
+
+        Not for suspects, nor before any step has completed: a sequence that ends the process with its first step has
+        to be told to its gateway before, for which the answer leaves time.
+        """
+        session = self.session
+        return not (
+            sequence.is_suspect
+            or not session.num_completed
+            or session.prefixes.may_have(sequence)
+            or session.attachment.ranks is not None  # their caches may differ
+            or sequence.divided is not None
+            or sequence.seq_id in session.orphaned_blocks
+            or any([each.num_extra_rows for each in sequence.features])
+        )
+
+    def _start_empty(self, sequence: Sequence) -> None:
+        """Lets the next plans open a sequence and run it."""
+        self.session.to_open.append(replace(sequence.describe(self._prefix_generation), starts_empty=True))
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = 0
+        self._waiting.note_opened(sequence)
+        self._residency.enter(sequence)
+        for feature in sequence.features:
+            feature.opened(sequence, SequenceOpened(sequence.seq_id))
+
     def opened(self, answer: SequenceOpened) -> SequenceOutput | None:
         """Handles the answer to an opening. Returns the error output of a refused sequence that was not cancelled.
 
@@ -350,6 +257,24 @@ class Scheduler:
             if not all([feature.opened(sequence, answer) for feature in sequence.features]):
                 self._residency.preempt(sequence)
         return None
+
+    def _refused(self, sequence: Sequence, error: str) -> SequenceOutput | None:
+        self.session.closing.discard(sequence.seq_id)
+        for feature in sequence.features:
+            feature.leave(self.num_steps)
+        if sequence.status is SequenceStatus.FINISHED:
+            return None
+        self._forget(sequence)
+        return SequenceOutput(sequence, (), FinishReason.ERROR, RequestAborted(error))
+
+    def waits_for(self, step: InFlight) -> bool:
+        """Decides whether the next step is planned only when this one, the newest under way, has ended.
+
+        Called once for each step, after it has been launched and before it is collected.
+        """
+        session = self.session  # forks come first, before the sequence from which they are can end
+        most = 0 if session.to_fork else self.limits.max_num_seqs - len(session.running)
+        return self._drafting.waits_for(step.running, session.others, len(session.rows), most)
 
     def schedule(self, lane: int = 0) -> PublishedPlan | None:
         """Plans the next step of a lane; None if there is no work. A plan without entries only closes sequences."""
@@ -462,10 +387,6 @@ class Scheduler:
             self.session.sampled.append(TokenColumns(decoded.seq_ids, decoded.token_ids))
         return decoded
 
-    def _ignore(self, sequence: Sequence) -> None:
-        """Forgets the token that a step in flight had for a sequence which its attention worker has lost."""
-        sequence.num_pending_tokens -= 1
-
     def _append(
         self,
         sequence: Sequence,
@@ -515,10 +436,131 @@ class Scheduler:
         finish_reason = FinishReason.STOP if advanced.is_done else None
         return SequenceOutput(sequence, (), finish_reason, report=advanced.report)
 
+    def _ignore(self, sequence: Sequence) -> None:
+        """Forgets the token that a step in flight had for a sequence which its attention worker has lost."""
+        sequence.num_pending_tokens -= 1
+
+    def cancel(self, seq_id: int) -> None:
+        """Forgets a sequence; the next plan closes its blocks. Unknown ids are ignored."""
+        sequence = self._sequences.get(seq_id)
+        if sequence is not None:
+            self._finish(sequence)
+
+    def expire(self, now_s: float) -> list[SequenceOutput]:
+        """Ends sequences that have waited too long for their first step; `now_s` is on the monotonic clock."""
+        outputs = [self._fail(sequence, error) for sequence, error in self._waiting.expired(now_s)]
+        if self._awaits_caches_until_s is not None and now_s > self._awaits_caches_until_s:
+            self._awaits_caches_until_s = None
+            outputs += self._refuse_too_large()
+        return outputs
+
+    def handle(self, event: Event) -> list[SequenceOutput]:
+        """Something has happened to the resources of a feature. Ends the sequences that fail because of it."""
+        return [self._fail(sequence, error) for sequence, error in list(event(self._waiting))]
+
     def close_orphans(self, gateway: int | None = None) -> None:
         """Closes sequences of an earlier dense worker that were not submitted again: all, or those of `gateway`."""
         unclaimed = [seq_id for seq_id in self.session.orphaned_blocks if seq_id not in self._sequences]
         self.session.close_orphaned([each for each in unclaimed if gateway in (None, each >> GATEWAY_SHIFT)])
+
+    def forget_prefixes(self, generation: int | None = None) -> int:
+        """Sequences that are opened from now on find no blocks of earlier ones; returns their generation of prefixes.
+
+        With a `generation`, only if theirs was lower.
+        """
+        if generation is None:  # by the clock, so that no attention worker that is not attached now has blocks of it
+            generation = max(self._prefix_generation + 1, time.time_ns())
+        self._prefix_generation = max(self._prefix_generation, generation)
+        return self._prefix_generation
+
+    # KV caches of several attention workers, which come and go
+
+    def add_cache(self, cache: AttachedCache) -> None:
+        """One more attention worker has attached, and may have sequences from now on."""
+        self.session.add_cache(cache)
+        self._prefix_generation = max(self._prefix_generation, cache.prefix_generation)
+
+    def give_up_cache(self, cache_id: int, is_given_up: bool = True) -> None:
+        """The sequences of an attention worker move to the others, and no further one is opened there; or do again."""
+        (self.session.draining.add if is_given_up else self.session.draining.discard)(cache_id)
+
+    def empty_caches(self) -> list[int]:
+        """Those that are given up and have no sequence any more."""
+        return [each for each in self.session.draining if self._moves.is_empty(each)]
+
+    def why_needed(self, new: Sequence | None = None) -> str | None:
+        """Why the KV caches that are given up must stay: a request that no other one could hold. None: they may go.
+
+        With `new`, which has just been added, only that one is looked at.
+        """
+        session, limit = self.session, self.limits.max_num_batched_tokens
+        for each in self._sequences.values() if new is None else (new,):
+            num_blocks = session.ledger.most_blocks(each.max_num_cached_tokens, limit)
+            room = self._placement.room_for(each, session.open_ledgers)
+            if num_blocks > room.num_blocks:
+                return f"a request needs {num_blocks} KV cache blocks, of those that would be left {room.text}"
+        return None
+
+    def lose_cache(self, cache_id: int, *, is_crash: bool) -> list[SequenceOutput]:
+        """An attention worker has gone, and others are left: its sequences wait again, in their order.
+
+        What steps in flight compute of them is void. Ends those that were alone in a step when several workers crashed.
+        """
+        session, lost = self.session, list[Sequence]()
+        if is_crash:
+            self._await_caches(sum(each.num_blocks for each in session.ledgers.values()))
+        for opening in [each for each in session.openings.values() if cache_id in each.sequence.cache_ids]:
+            lost.append(opening.sequence)
+            del session.openings[opening.sequence.seq_id]
+            session.closing.discard(opening.sequence.seq_id)
+            session.release_reservation(opening.sequence)
+            session.close_rest(opening.sequence, cache_id)
+            for feature in opening.sequence.features:
+                feature.leave(self.num_steps)
+        session.to_open = [each for each in session.to_open if each.cache_id != cache_id]
+        for sequence in [each for each in session.running if cache_id in each.cache_ids]:
+            lost.append(sequence)
+            self._residency.leave(sequence)
+        if not is_crash:
+            self._placement.expect_less(session.ledgers[cache_id].num_blocks)
+        session.remove_cache(cache_id)
+        self._placement.forget(cache_id)
+        outputs = []
+        under_way = spans_of(step.published.plan for step in session.in_flight)
+        for step in session.in_flight:
+            left = step.published.left.items()
+            step.published.lost.update(lost, [each for each, where in left if cache_id in where])
+        for sequence in lost:
+            if sequence.status is SequenceStatus.FINISHED:  # cancelled while it was being opened
+                continue
+            if is_crash and not under_way.keys().isdisjoint({sequence.seq_id, *sequence.open_seq_ids}):
+                if sequence.is_suspect:
+                    what = f"{sequence.num_crashes + 1} attention workers died while they computed this request"
+                    self._forget(sequence)
+                    outputs.append(SequenceOutput(sequence, (), FinishReason.ERROR, RequestAborted(what)))
+                    continue
+                sequence.num_crashes += 1
+            self._residency.wait(sequence)
+            self._suspects.add(sequence)
+        return outputs + self._refuse_too_large()
+
+    def _await_caches(self, num_blocks: int) -> None:
+        """For some time, sequences that need KV caches with so many blocks together wait for those that are missing."""
+        self._awaits_caches_until_s = time.monotonic() + self.limits.return_timeout_s
+        self._placement.expect(num_blocks, self._awaits_caches_until_s)
+
+    def _refuse_too_large(self) -> list[SequenceOutput]:
+        """Ends waiting sequences for which no KV cache that is left has room."""
+        outputs, ledger = list[SequenceOutput](), self.session.ledger
+        for sequence in list(self._waiting):
+            num_blocks = ledger.most_blocks(sequence.max_num_cached_tokens, self.limits.max_num_batched_tokens)
+            room = self._placement.room_for(sequence, self.session.ledgers, awaits=True)
+            if num_blocks > room.num_blocks:
+                error = f"the request needs {num_blocks} KV cache blocks, of those that are left {room.text}"
+                outputs.append(self._fail(sequence, CapacityError(error)))
+        return outputs
+
+    # Parts of several of these
 
     def _begin_parts(self) -> None:
         """Makes the parts that work for one session."""
@@ -577,42 +619,6 @@ class Scheduler:
         self._drafting.finish(sequence)
         self._waiting.forget(sequence)
         self._admission.forget(sequence)
-
-    def _starts_empty(self, sequence: Sequence) -> bool:
-        """Whether it is known that a KV cache has nothing of a sequence, so that no step has to wait for the answer.
-
-        Not for suspects, nor before any step has completed: a sequence that ends the process with its first step has
-        to be told to its gateway before, for which the answer leaves time.
-        """
-        session = self.session
-        return not (
-            sequence.is_suspect
-            or not session.num_completed
-            or session.prefixes.may_have(sequence)
-            or session.attachment.ranks is not None  # their caches may differ
-            or sequence.divided is not None
-            or sequence.seq_id in session.orphaned_blocks
-            or any([each.num_extra_rows for each in sequence.features])
-        )
-
-    def _start_empty(self, sequence: Sequence) -> None:
-        """Lets the next plans open a sequence and run it."""
-        self.session.to_open.append(replace(sequence.describe(self._prefix_generation), starts_empty=True))
-        if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = 0
-        self._waiting.note_opened(sequence)
-        self._residency.enter(sequence)
-        for feature in sequence.features:
-            feature.opened(sequence, SequenceOpened(sequence.seq_id))
-
-    def _refused(self, sequence: Sequence, error: str) -> SequenceOutput | None:
-        self.session.closing.discard(sequence.seq_id)
-        for feature in sequence.features:
-            feature.leave(self.num_steps)
-        if sequence.status is SequenceStatus.FINISHED:
-            return None
-        self._forget(sequence)
-        return SequenceOutput(sequence, (), FinishReason.ERROR, RequestAborted(error))
 
 
 class _Suspects:
