@@ -108,10 +108,13 @@ class SharedRegion:
     @property
     def is_aborted(self) -> bool:
         """Whether this region, or one that it is tied to, is aborted or doomed. A closed one counts as aborted."""
-        try:
-            return any(words[ABORT_WORD] or words[_DOOMED] for words in (self.words, *self._tied_words))
+        try:  # in a loop of its own: waits look here all the time
+            for words in (self.words, *self._tied_words):
+                if words[ABORT_WORD] or words[_DOOMED]:
+                    return True
         except ValueError:  # released
             return True
+        return False
 
     @property
     def is_of_hidden_process(self) -> bool:
