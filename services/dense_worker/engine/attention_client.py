@@ -122,6 +122,8 @@ class AttentionClient:
                 self._attachment, self._has_been_ready = attachment, False
                 listener.on_attached(attachment)
                 end = await self._serve(attachment, listener, watcher)
+                # The engine knows only that a handoff was aborted. If both workers stop, nobody is to be warned.
+                (log.warning if end.is_crash else log.info)("detached", reason=end.reason, is_crash=end.is_crash)
                 attachment.abort()
                 if end.is_replaced:
                     self._may_attach.clear()  # attaching again would replace the other worker

@@ -514,7 +514,7 @@ class Engine:
             attachment.close()  # at once, because the next attachment may need the memory
             for observer in (*self._observers, self._drafting):
                 observer.on_handoff_abort()
-            (log.warning if end.is_crash else log.info)("detached", reason=end.reason, is_crash=end.is_crash)
+            log.debug("attachment given up", reason=end.reason)
 
     def _session_of(self, attachment: Attachment) -> Session | None:
         """None: it has ended."""

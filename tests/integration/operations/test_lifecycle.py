@@ -65,6 +65,7 @@ def test_ctrl_c_in_the_middle_of_a_stream_stops_everything_within_five_seconds(t
             cluster.process.send_signal(signal.SIGINT)
             assert cluster.process.wait(STOP_TIMEOUT_S) == 0
             duration_s = time.monotonic() - start
+            assert "level=warning" not in cluster.log_file.read_text()
             with contextlib.suppress(grpc.RpcError):
                 list(stream)
                 return None
