@@ -57,18 +57,18 @@ def stored_response_routes(service: RequestService, section: GatewaySection, sto
     async def cancel_response(response_id: str, request: Request) -> Response:
         """A 400: only responses in the background could be cancelled, and there are none."""
         _find(response_id, request)
-        raise InvalidRequest("the response is complete: only a response in the background can be cancelled", None)
+        raise InvalidRequest("Cannot cancel a synchronous response. Only one in the background can be", None)
 
     def _find(response_id: str, request: Request) -> StoredResponse:
         service.count_requests(1, request.state.caller)
         if store is None:
             raise NotFound(
-                f"there is no response {quote(response_id)}: this server stores none (gateway.store_responses)",
+                f"Response with id {quote(response_id)} not found: this server stores none (gateway.store_responses)",
                 "response_id",
             )
         stored = store.get(owner_of(request.state.caller), response_id)
         if stored is None:
-            raise NotFound(f"there is no response {quote(response_id)} of this client", "response_id")
+            raise NotFound(f"Response with id {quote(response_id)} not found: it is none of this client", "response_id")
         return stored
 
     return router

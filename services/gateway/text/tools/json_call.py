@@ -12,6 +12,7 @@ from services.gateway.text.tools.unfinished_value import unfinished_string
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # OpenAI's rule for names of tools
 MAX_MEMBER_CHARACTERS = 256  # of the object's keys, and of its values other than the arguments
+NAME_KEYS = ("name", "function")
 ARGUMENT_KEYS = ("arguments", "parameters")
 OTHER_KEYS = ("type", "id")  # written by some models, ignored here
 _WHITESPACE = " \t\n\r"
@@ -83,7 +84,8 @@ class JsonArguments:
 
 
 class JsonCall:
-    """One call as an object: {"name": "f", "arguments": {...}}, in any order; `parameters` means `arguments`.
+    """One call as an object: {"name": "f", "arguments": {...}}, in any order; `parameters` means `arguments`, and
+    `function` the name: {"type": "function", "function": "f", "parameters": {...}}, as Llama 3.2 writes at times.
 
     Arguments may also be a string with the object's text, or missing.
     """
@@ -169,9 +171,9 @@ class JsonCall:
             member, self._member = "".join(self._member), None
             if is_key:
                 self._key = json.loads(member)
-                if self._key not in ("name", *ARGUMENT_KEYS, *OTHER_KEYS):
+                if self._key not in (*NAME_KEYS, *ARGUMENT_KEYS, *OTHER_KEYS):
                     raise MalformedJson(f"unexpected key {self._key[:60]!r}")
-            elif self._key == "name":
+            elif self._key in NAME_KEYS:
                 self._set_name(json.loads(member) if member.startswith('"') else None)
             elif self._key in ARGUMENT_KEYS and member.startswith('"'):
                 self._begin_arguments()

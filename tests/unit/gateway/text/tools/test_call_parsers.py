@@ -108,11 +108,13 @@ def test_mistral_by_name(calls: list[tuple[str, Any]], separator: str, cuts: lis
 @given(
     calls=CALLS,
     tag=st.sampled_from(["", "<|python_tag|>", "I look:\n"]),
-    key=st.sampled_from(["parameters", "arguments"]),
+    keys=st.sampled_from([("name", "parameters"), ("name", "arguments"), ("function", "parameters")]),
     cuts=CUTS,
 )
-def test_llama3_json(calls: list[tuple[str, Any]], tag: str, key: str, cuts: list[int]) -> None:
-    text = tag + "; ".join(json.dumps({"name": name, key: arguments}) for name, arguments in calls)
+def test_llama3_json(calls: list[tuple[str, Any]], tag: str, keys: tuple[str, str], cuts: list[int]) -> None:
+    kind = {"type": "function"} if keys[0] == "function" else {}
+    objects = [{**kind, keys[0]: name, keys[1]: arguments} for name, arguments in calls]
+    text = tag + "; ".join(map(json.dumps, objects))
     expected = "I look:" if "look" in tag else ""
     assert read(parse("llama3_json", text, cuts)) == (expected, calls)
 
