@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Coroutine, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -105,18 +106,19 @@ async def _read_body(
     if not data:
         raise RequestValidationError([{"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}])
     note_size(request, len(data), heavy_work)
-    try:
-        value = await parse_json(data, max_values, heavy_work)
-    except json.JSONDecodeError as error:
-        place, context = ("body", error.pos), {"error": error.msg}
-        details = {"type": "json_invalid", "loc": place, "msg": "JSON decode error", "input": {}, "ctx": context}
-        raise RequestValidationError([details], body=error.doc) from error
-    if note_body is not None:
-        note_body(request, value)
-    body, errors = field.validate(value, {}, loc=("body",))
-    if errors:
-        raise RequestValidationError(errors, body=value)
-    await next_turn(request)
+    async with heavy_work.alone() if len(data) > MAX_INLINE_BYTES else nullcontext():
+        try:
+            value = await parse_json(data, max_values, heavy_work)
+        except json.JSONDecodeError as error:
+            place, context = ("body", error.pos), {"error": error.msg}
+            details = {"type": "json_invalid", "loc": place, "msg": "JSON decode error", "input": {}, "ctx": context}
+            raise RequestValidationError([details], body=error.doc) from error
+        if note_body is not None:
+            note_body(request, value)
+        body, errors = field.validate(value, {}, loc=("body",))
+        if errors:
+            raise RequestValidationError(errors, body=value)
+        await next_turn(request)
     body.log_unknown_fields(request.state.request_id)
     return body
 

@@ -8,7 +8,7 @@ to those of short texts, and all that is long to the thread of `HeavyWork`, so t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -130,9 +130,11 @@ class Tokenizer:
         """Token ids of `text`, by default with the special tokens that the model expects around a prompt."""
         return await self.off_loop(len(text), self._encode, text, add_special_tokens)
 
-    async def encode_spans(self, text: str, add_special_tokens: bool = True) -> list[TokenSpan]:
-        """The tokens of `encode`, and where in the text they are."""
-        return await self.off_loop(len(text), self._encode_spans, text, add_special_tokens)
+    async def write_spans(
+        self, text: str, write: Callable[[Iterator[TokenSpan]], T], add_special_tokens: bool = True
+    ) -> T:
+        """What `write` makes of the tokens of `encode`, and where in the text they are. It runs in a thread, too."""
+        return await self.off_loop(len(text), lambda: write(self._spans(text, add_special_tokens)))
 
     async def encode_input(
         self,
@@ -328,13 +330,15 @@ class Tokenizer:
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
-    def _encode_spans(self, text: str, add_special_tokens: bool) -> list[TokenSpan]:
+    def _spans(self, text: str, add_special_tokens: bool) -> Iterator[TokenSpan]:
+        """One by one: a list of very many objects keeps the interpreter lock for a tenth of a second."""
         [encoding] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
-        parts = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True)
-        return [
-            TokenSpan(token_id, name, None, None) if is_added else TokenSpan(token_id, text[start:stop], start, stop)
-            for token_id, name, is_added, (start, stop) in parts
-        ]
+        for index, (token_id, is_added) in enumerate(zip(encoding.ids, encoding.special_tokens_mask, strict=True)):
+            if is_added:
+                yield TokenSpan(token_id, self._backend.id_to_token(token_id), None, None)
+            else:
+                start, stop = encoding.token_to_chars(index)
+                yield TokenSpan(token_id, text[start:stop], start, stop)
 
     def _encode_input(
         self,

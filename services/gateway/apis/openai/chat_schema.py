@@ -27,6 +27,7 @@ from services.gateway.request.generation_request import MAX_MESSAGES
 from services.gateway.text.read_chat import MAX_NAME_CHARACTERS
 
 MAX_TEMPLATE_KWARGS = 64
+MAX_KEPT_MESSAGES = 256  # while a request waits and is answered
 
 
 class TextPart(RequestModel):
@@ -256,6 +257,14 @@ class ChatRequest(OpenAIFields):
         description="Most likely tokens to give for each token, up to gateway.max_logprobs; -1: the whole vocabulary. "
         "Those of all answers together are at most gateway.max_request_logprobs",
     )
+
+    def without_messages(self) -> ChatRequest:
+        """What the answer's format keeps: with at most one message, the last one, if there are many.
+
+        Thousands of messages are a hundred thousand objects, all of which each full collection of garbage looks at.
+        """
+        is_short = len(self.messages) <= MAX_KEPT_MESSAGES
+        return self if is_short else self.model_copy(update={"messages": self.messages[-1:]})
 
     @property
     def has_progress(self) -> bool:

@@ -67,10 +67,11 @@ def completion_routes(service: RequestService, section: GatewaySection) -> APIRo
         limits = service.limits
         message = chat_message(body, request_id, limits)
         await read_chat_embeds(body, message, service.prompt_embeds, limits.max_model_len)
+        kept = body.without_messages()
         return Answer(
             service,
             traced([message], request),
-            measured(ChatFormat(service, body, request_id), body, has_metrics=section.request_metrics),
+            measured(ChatFormat(service, kept, request_id), kept, has_metrics=section.request_metrics),
             is_stream=bool(body.stream),
             first_token_timeout_s=section.first_token_timeout_s,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -25,7 +26,7 @@ from services.gateway.apis.openai.token_schema import (
     TokenPiece,
 )
 from services.gateway.apis.shared.answer import PiecewiseAnswer
-from services.gateway.apis.shared.json_pieces import list_pieces, text_pieces
+from services.gateway.apis.shared.json_pieces import MAX_PIECE_VALUES, json_pieces, list_pieces, text_pieces
 from services.gateway.core.request_service import BYTES_PER_TOKEN_ID, RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route
@@ -60,27 +61,26 @@ def token_routes(service: RequestService, section: GatewaySection, vectors: Vect
         lists = await service.tokenize(messages, request.state.caller, request.state.held, num_bytes)
         counts = [len(each) for each in lists]
         strings = [await tokenizer.write_tokens(each) for each in lists] if body.return_token_strs else None
-        pieces = None
-        if body.content is not None and body.with_pieces:
-            pieces = await tokenizer.off_loop(counts[0], _pieces, tokenizer, lists[0])
+        has_pieces = body.content is not None and body.with_pieces
         answer = {
             "count": counts if is_list else counts[0],
             "max_model_len": service.model.max_model_len,
-            "tokens": pieces or (lists if is_list else lists[0]),
+            "tokens": _pieces(tokenizer, lists[0]) if has_pieces else lists if is_list else lists[0],
             "token_strs": strings if is_list or strings is None else strings[0],
         }
-        return Response(await tokenizer.off_loop(sum(counts), to_json, answer), media_type="application/json")
+        if sum(counts) > MAX_PIECE_VALUES:
+            return PiecewiseAnswer(json_pieces(answer), service.heavy_work)
+        return Response(b"".join(json_pieces(answer)), media_type="application/json")
 
     async def place_tokens(given: str | list[str], adds: bool | None, request: Request) -> Response:
         """The tokens of texts in the form of Hugging Face's servers, with their places."""
         messages = text_messages(given, adds)
         _check_count("inputs", len(messages), section.max_prompts)
         # They are tokenized twice: the first time under all limits.
-        lists = await service.tokenize(messages, request.state.caller, request.state.held, BYTES_PER_TOKEN_TEXT)
+        await service.tokenize(messages, request.state.caller, request.state.held, BYTES_PER_TOKEN_TEXT)
         written = []
-        for message, token_ids in zip(messages, lists, strict=True):
-            spans = await tokenizer.encode_spans(message.text, adds is not False)
-            written.append(await tokenizer.off_loop(len(token_ids), _write_spans, spans))
+        for message in messages:
+            written.append(await tokenizer.write_spans(message.text, _write_spans, adds is not False))
             await asyncio.sleep(0)  # let other tasks run between many short texts
         is_one = isinstance(given, str) and not vectors.makes_any
         return Response(written[0] if is_one else b"[" + b",".join(written) + b"]", media_type="application/json")
@@ -127,23 +127,26 @@ def _text_pieces(names: Sequence[str], text: str | list[str]) -> Iterator[bytes]
     yield b"}"
 
 
-def _pieces(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[TokenPiece]:
-    pieces: list[TokenPiece] = []
+def _pieces(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Iterator[TokenPiece]:
     for token_id in token_ids:
         data = token_bytes(tokenizer.hf_tokenizer, token_id)
         try:
-            pieces.append({"id": token_id, "piece": data.decode()})
+            yield {"id": token_id, "piece": data.decode()}
         except UnicodeDecodeError:
-            pieces.append({"id": token_id, "piece": list(data)})
-    return pieces
+            yield {"id": token_id, "piece": list(data)}
 
 
-def _write_spans(spans: Sequence[TokenSpan]) -> bytes:
-    tokens: list[PlacedToken] = [
-        {"id": each.token_id, "text": each.text, "special": each.start is None, "start": each.start, "stop": each.stop}
-        for each in spans
-    ]
-    return to_json(tokens)
+def _write_spans(spans: Iterator[TokenSpan]) -> bytes:
+    """Some at a time, so that their objects are never very many."""
+    written = []
+    while some := [_placed(each) for each in islice(spans, MAX_PIECE_VALUES)]:
+        written.append(to_json(some)[1:-1])
+    return b"[" + b",".join(written) + b"]"
+
+
+def _placed(span: TokenSpan) -> PlacedToken:
+    token_id, start, stop = span.token_id, span.start, span.stop
+    return {"id": token_id, "text": span.text, "special": start is None, "start": start, "stop": stop}
 
 
 def _check_count(field: str, count: int, most: int) -> None:
