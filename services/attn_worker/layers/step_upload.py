@@ -25,6 +25,7 @@ class StepUpload:
     def __init__(self, num_entries: int, device: torch.device) -> None:
         """Makes room for `num_entries` int32 elements in up to 32 arrays. Raises RuntimeError if memory is short."""
         size = num_entries + _ALIGNMENT * _MAX_NUM_ARRAYS
+        self._size = size
         is_cuda = device.type == "cuda"
         self._device_buffer = torch.zeros(size, dtype=torch.int32, device=device)
         self._staging = [
@@ -48,7 +49,7 @@ class StepUpload:
         """An array to fill before `send`, and the device tensor that holds its values after `send`, until the next."""
         start, num_entries = self._length, math.prod(shape)
         end = start + num_entries
-        assert end <= len(self._device_buffer), "the step's arrays are larger than the buffer"
+        assert end <= self._size, "the step's arrays are larger than the buffer"
         self._length = -(-end // _ALIGNMENT) * _ALIGNMENT
         on_device = self._views.get((start, shape))
         if on_device is None:

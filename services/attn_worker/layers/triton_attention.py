@@ -217,6 +217,8 @@ class TritonAttention:
         # Graphs for tiles of few rows, and for tiles of many.
         short = sorted({self._max_few_rows_chunk, self._max_short_chunk} - {0})
         self._short_shapes = [StepShape(each) for each in short]
+        lengths = (SHORT_CONTEXT, SHORT_CONTEXT + 1)
+        self._tiles_of_prompts = [self._choose_prefill_tiles(each) for each in lengths]  # short contexts first
         self._prompt_shapes = self._shapes_of_prompts()
         self.captured_shapes: Sequence[StepShape] = [DECODE_ONLY, *self._short_shapes, *self._prompt_shapes]
         num_groups = spec.num_groups
@@ -262,18 +264,18 @@ class TritonAttention:
         if self._later_rows(step) is not None:
             return None
         is_split, is_decode = self._is_split(step), num_tokens == 1
-        if (is_split | is_decode).all():
+        num_prompts = len(num_tokens) - np.count_nonzero(is_split | is_decode)
+        if not num_prompts:
             if num_rows > MAX_CAPTURED_CHUNK_ROWS:
                 return None
             longest = int(num_tokens.max())
             fitting = (each for each in self._short_shapes if longest <= each.chunk)
             return next((each for each in fitting if len(num_tokens) <= self._max_captured_seqs(each.chunk)), None)
-        num_decode_rows = int(is_decode.sum())
-        if num_rows > MAX_CAPTURED_PROMPT_ROWS or is_split.any():
+        num_decode_rows = np.count_nonzero(is_decode)
+        has_split = num_prompts + num_decode_rows < len(num_tokens)
+        if num_rows > MAX_CAPTURED_PROMPT_ROWS or num_prompts > _MAX_CAPTURED_PROMPTS or has_split:
             return None
-        if len(num_tokens) - num_decode_rows > _MAX_CAPTURED_PROMPTS:
-            return None
-        is_long = bool((step.context_lens[~is_decode] > SHORT_CONTEXT).any())
+        is_long = np.count_nonzero(step.context_lens[~is_decode] > SHORT_CONTEXT) > 0
         fitting = (each for each in self._prompt_shapes if num_decode_rows <= each.num_decode_rows)
         return next((each for each in fitting if is_long <= each.has_long_contexts), None)
 
@@ -281,7 +283,7 @@ class TritonAttention:
         """Without decode rows and with some; for short contexts and for any, if they have other tiles."""
         if self._max_num_tokens <= MAX_CAPTURED_CHUNK_ROWS or self._config.attention.num_sink_tokens:
             return []
-        short, long = (self._choose_prefill_tiles(each) for each in (SHORT_CONTEXT, SHORT_CONTEXT + 1))
+        short, long = self._tiles_of_prompts
         most = min(self._max_num_seqs, _MAX_DECODE_ROWS_BESIDE_PROMPTS)
         lengths = (False, True) if short != long else (True,)
         return [StepShape(MAX_CAPTURED_PROMPT_ROWS, num, is_long) for num in (0, most) for is_long in lengths]
@@ -369,7 +371,7 @@ class TritonAttention:
         """The inputs of a step of prompts, and of decode rows beside them, as its graph reads them."""
         upload, num_tokens, num_decode_rows = self._upload, len(step.positions), shape.num_decode_rows
         parts = step.parts(self._spec.num_groups)
-        tiles = self._choose_prefill_tiles(SHORT_CONTEXT + shape.has_long_contexts)
+        tiles = self._tiles_of_prompts[shape.has_long_contexts]
         # The arrays that a graph reads come first, so that their addresses depend only on `padded` and `shape`.
         decode_items = {}
         if num_decode_rows:

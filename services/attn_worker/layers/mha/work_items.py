@@ -149,7 +149,7 @@ def prefill_items(chunks: ChunkRows, block_m: int, num_later: np.ndarray | None 
 
 def _token_blocks(chunks: ChunkRows, block_m: int) -> ChunkRows:
     """The chunks in blocks of up to `block_m` tokens; the context of a block ends with its last token."""
-    if (chunks.num_tokens <= block_m).all():  # as drafts are; then each is its only block
+    if not np.count_nonzero(chunks.num_tokens > block_m):  # as drafts are; then each is its only block
         return chunks
     counts = -(-chunks.num_tokens // block_m)
     owners = np.arange(len(counts)).repeat(counts)
