@@ -15,6 +15,7 @@ import torch
 from services.attn_worker.cache.block_pool import BlockPool
 from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.build_cache import SourceSlots, WindowBlocks, build_cache
+from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.cache.tiers.block_copier import BlockCopier, CpuBlockCopier
 from services.attn_worker.cache.tiers.host_tier import HostTier
@@ -85,20 +86,40 @@ class AttentionSetup:
 
 def build_engine(setup: AttentionSetup, limits: StepLimits, metrics: AttentionMetrics) -> AttentionEngine:
     """Allocates the KV cache and starts the engine. Raises `CapacityError` if the cache cannot hold one sequence."""
-    section, model, events, peers = setup.section, setup.model, setup.kv_events, setup.peers
-    config = model.config
+    section, model, peers = setup.section, setup.model, setup.peers
     use_device(model.device, section.num_threads)  # of the calling thread
     spec = make_cache_spec(section, model, limits)
     if model.device.type == "cpu":
         check_host_memory(section, spec)
-    window, num_sinks = spec.window, config.attention.num_sink_tokens
+    cache = _build_cache(setup, limits, spec)
+    runner, storage = _build_runner(setup, limits, spec, cache.max_model_len, metrics)
+    if section.host_kv_bytes:
+        cache.use_tier(_open_host_tier(setup, storage, cache.pools["blocks"]))
+    moved_blocks = rehearsal = None
+    can_copy = model.device.type == "cpu" and section.enable_prefix_cache and cache.can_load_blocks
+    if peers is not None and can_copy:
+        identity = str(_block_identity(setup, storage))
+        arguments = (storage, cache.pools["blocks"], identity, peers.open_channel, peers.longest_copy_s)
+        moved_blocks = MovedBlocks(*arguments)
+    if model.device.type == "cuda" and cache.can_load_blocks and not section.split_context:
+        most_blocks = -(-cache.max_model_len // spec.block_size)
+        own_cache = build_cache(most_blocks, spec.block_size, cache.max_model_len, enable_prefix_cache=False)
+        rehearsal = Rehearsal(own_cache, runner)
+    engine = AttentionEngine(cache, runner, metrics, moved_blocks, rehearsal)
+    engine.start()
+    return engine
+
+
+def _build_cache(setup: AttentionSetup, limits: StepLimits, spec: KVCacheSpec) -> KVCache:
+    """The sequences and blocks of the KV cache. Its blocks may bound the length of a sequence."""
+    section, model, events = setup.section, setup.model, setup.kv_events
+    window, num_sinks = spec.window, model.config.attention.num_sink_tokens
     if window is not None and window >= model.max_model_len:
         window, num_sinks = None, 0  # it hides nothing
     most = SlidingWindow(spec.block_size, window, num_sinks).max_blocks(limits.max_num_tokens)
     room = spec.num_blocks * spec.block_size
     if most is not None and most <= spec.num_blocks:  # a sequence of any length fits
         room = model.max_model_len
-    max_model_len = min(model.max_model_len, room)
     if room < model.max_model_len:
         log.warning("the KV cache bounds a sequence", num_tokens=room, max_model_len=model.max_model_len)
     special: dict[str, Callable[..., Any]] = {}
@@ -109,12 +130,12 @@ def build_engine(setup: AttentionSetup, limits: StepLimits, metrics: AttentionMe
         }
     if section.split_context:
         special["make_cache"] = PartedKVCache
-    cache = build_cache(
+    return build_cache(
         spec.num_blocks,
         spec.block_size,
-        max_model_len,
+        min(model.max_model_len, room),
         enable_prefix_cache=section.enable_prefix_cache,
-        length_dependent_beyond=length_dependent_beyond(config.rope),
+        length_dependent_beyond=length_dependent_beyond(model.config.rope),
         window=window,
         num_sink_tokens=num_sinks,
         window_blocks=spec.window_blocks,
@@ -122,25 +143,6 @@ def build_engine(setup: AttentionSetup, limits: StepLimits, metrics: AttentionMe
         sources=spec.source_slots,
         **special,
     )
-    runner, storage = _build_runner(setup, limits, spec, max_model_len, metrics)
-    if section.host_kv_bytes:
-        cache.use_tier(_open_host_tier(setup, storage, cache.pools["blocks"]))
-    moved_blocks = None
-    can_copy = model.device.type == "cpu" and section.enable_prefix_cache and cache.can_load_blocks
-    if peers is not None and can_copy:
-        identity = str(_block_identity(setup, storage))
-        arguments = (storage, cache.pools["blocks"], identity, peers.open_channel, peers.longest_copy_s)
-        moved_blocks = MovedBlocks(*arguments)
-    has_others = spec.window_blocks is not None or spec.source_slots is not None or spec.num_state_slots
-    is_plain = window is None and not has_others and not section.split_context
-    rehearsal = None
-    if is_plain and model.device.type == "cuda":
-        most_blocks = -(-max_model_len // spec.block_size)
-        own_cache = build_cache(most_blocks, spec.block_size, max_model_len, enable_prefix_cache=False)
-        rehearsal = Rehearsal(own_cache, runner)
-    engine = AttentionEngine(cache, runner, metrics, moved_blocks, rehearsal)
-    engine.start()
-    return engine
 
 
 def prepare_device(setup: AttentionSetup, limits: StepLimits) -> PinnedFile | None:
