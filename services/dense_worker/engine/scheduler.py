@@ -568,14 +568,7 @@ class Scheduler:
         self._residency = Residency(session, self._waiting)
         self._residency.last_step_id = self.num_steps
         self._admission = Admission(
-            session,
-            self._waiting,
-            limits.max_num_seqs,
-            limits.max_num_batched_tokens,
-            self._forks,
-            self._residency,
-            self._placement,
-            is_guaranteed=limits.policy == "guaranteed_no_evict",
+            session, self._waiting, limits, self._forks, self._residency, self._placement
         )
         self._moves = Moves(session, self._admission, self._residency)
         parts = (session, self._waiting, limits, self._drafting, self._forks, self._residency)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from services.dense_worker.engine.fairness.victims import Need, choose_victims
+from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.placement import Placement
 from services.dense_worker.engine.residency import Residency
 from services.dense_worker.engine.sequence import Sequence
@@ -20,23 +21,18 @@ class Admission:
         self,
         session: Session,
         waiting: WaitingQueue,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
+        limits: SchedulerLimits,
         forks: ForkPolicy,
         residency: Residency,
         placement: Placement,
-        *,
-        is_guaranteed: bool,
     ) -> None:
-        """With `is_guaranteed` a sequence needs all blocks at once."""
         self._session = session
         self._waiting = waiting
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self._limits = limits
         self._forks = forks
         self._residency = residency
         self._placement = placement
-        self._is_guaranteed = is_guaranteed
+        self._is_guaranteed = limits.policy == "guaranteed_no_evict"  # a sequence needs all blocks at once
         self._entitled: Sequence | None = None  # goes next, because others give up blocks for it
         self._tried: set[int] = set()  # seq_ids of heads that have found nobody to take room from
 
@@ -88,7 +84,7 @@ class Admission:
         if sequence.policy is not None:
             num_blocks = sequence.policy.blocks_to_promise(session.ledger, self._num_tokens(sequence))
             return max(0, num_blocks - num_held_blocks)
-        num_step_tokens = min(sequence.num_tokens, self._max_num_batched_tokens)
+        num_step_tokens = min(sequence.num_tokens, self._limits.max_num_batched_tokens)
         return max(0, session.ledger.most_blocks(self._num_tokens(sequence), num_step_tokens) - num_held_blocks)
 
     def has_room_elsewhere(self, sequence: Sequence) -> bool:
@@ -106,7 +102,7 @@ class Admission:
         session.release_reservation(sequence)
         num_left = ledger.blocks_for(self._num_tokens(sequence)) - sequence.num_evicted_blocks - sequence.num_blocks
         has_prompt = sequence.num_remaining_tokens > 1
-        most = ledger.sliding_window.max_blocks(self._max_num_batched_tokens if has_prompt else 1)
+        most = ledger.sliding_window.max_blocks(self._limits.max_num_batched_tokens if has_prompt else 1)
         assert most is not None, "blocks are dropped only behind a window"
         wanted = min(num_left, max(1, most - sequence.num_blocks), ledger.num_available_blocks)
         sequence.num_reserved_blocks = max(0, wanted)
@@ -131,7 +127,7 @@ class Admission:
     def _num_places(self) -> int:
         """Free places. Each row takes one."""
         num_opening = sum(each.sequence.num_rows for each in self._session.openings.values())
-        return self._max_num_seqs - self._session.num_running_rows - num_opening
+        return self._limits.max_num_seqs - self._session.num_running_rows - num_opening
 
     def _has_room(self, sequence: Sequence) -> bool:
         """Whether it has room now; then it names the KV cache in which it is to be opened."""
@@ -161,7 +157,7 @@ class Admission:
         return sequence.divided is not None
 
     def _most_blocks(self, sequence: Sequence) -> int:
-        return self._session.ledger.most_blocks(sequence.max_num_cached_tokens, self._max_num_batched_tokens)
+        return self._session.ledger.most_blocks(sequence.max_num_cached_tokens, self._limits.max_num_batched_tokens)
 
     def _outgrows_each(self, sequence: Sequence) -> bool:
         """Whether it may need more blocks than there are in its home, or in any KV cache that is not given up."""
