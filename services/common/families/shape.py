@@ -237,11 +237,6 @@ class LayerHeads:
     is_cross: bool = False  # it reads keys and values of the encoder's output, not of tokens
 
     @property
-    def num_middle_kinds(self) -> int:
-        """Kinds of layers that take turns: after a decoder's own attention comes that over its encoder's output."""
-        return 1 if self.encoder is None else 2
-
-    @property
     def q_size(self) -> int:
         """Width of all q heads."""
         return self.num_heads * self.head_dim
