@@ -34,7 +34,7 @@ MAX_MODEL_LEN = 64  # so that valid requests are short
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 # `derandomize` gives the same requests in every run, so that failures can be repeated.
 FEW = hypothesis.settings(
-    max_examples=examples(30, 3),  # of each operation of the document
+    max_examples=examples(30, 2),  # of each operation of the document
     derandomize=True,
     database=None,
     deadline=None,
