@@ -27,6 +27,7 @@ from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.model.weights import empty_weights
 from services.dense_worker.parameters import parts_of_type
 from services.dense_worker.ranks.shard_backend import leading_backend
@@ -250,7 +251,7 @@ def torch_backend(
 ) -> TorchBackend | CudaBackend:
     """The fastest backend without TensorRT on the device of `weights`; if `is_deterministic`, a batch-invariant one."""
     if weights.device.type == "cpu":
-        return TorchBackend(weights, lora, BatchInvariantTorchOperations(lora) if is_deterministic else None)
+        return TorchBackend(weights, (BatchInvariantTorchOperations if is_deterministic else TorchOperations)(lora))
     from services.dense_worker.backends.cuda_backend import CudaBackend  # needs triton
 
     return CudaBackend(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from services.dense_worker.backends import GivenEmbeds, InputEmbeds
-from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.operations import Operations
 from services.dense_worker.model.segments import segments_of
@@ -28,12 +27,10 @@ class TorchBackend:
     skips_logits = True
     logits_dtype = torch.float32
 
-    def __init__(
-        self, weights: ModelWeights, lora: LoraStore | None = None, operations: Operations | None = None
-    ) -> None:
-        """`operations`: others than the plain ones; they then have the adapters, and may overwrite residuals."""
+    def __init__(self, weights: ModelWeights, operations: Operations | None = None) -> None:
+        """`operations`: None: the plain ones, without adapters. Others may overwrite residuals."""
         self._segments = segments_of(weights)
-        self._operations = operations or TorchOperations(lora)
+        self._operations = operations or TorchOperations()
         self._reads_positions, self._device = weights.reads_positions, weights.device
 
     def begin_step(

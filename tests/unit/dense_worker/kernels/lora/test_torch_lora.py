@@ -16,6 +16,7 @@ from services.common.model_config import ModelConfig, load_model_config
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.lora.torch_lora import TorchLora, group_rows
+from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.model.weights import empty_weights, load_weights
 from services.dense_worker.parameters import parts_of_type
 from services.lora.checkpoint import read_adapter
@@ -46,7 +47,7 @@ class Models:
         self.config: ModelConfig = load_model_config(model)
         weights = load_weights(model, self.config, torch.float32, CPU)
         self.lora = TorchLora(parts_of_type(Linear, weights.layers), len(adapters), torch.float32, CPU)
-        self.backend = TorchBackend(weights, self.lora)
+        self.backend = TorchBackend(weights, TorchOperations(self.lora))
         self.merged = {-1: TorchBackend(weights)}
         for slot, options in enumerate(adapters):
             adapter = make_adapter(directory / f"adapter{slot}", model, seed=slot, **options)
