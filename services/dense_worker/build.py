@@ -212,14 +212,13 @@ class PreparedModel:
             features = make_features(
                 config, model, selected.backend, lora, loader, self.grammars, table, weights.encoder, self.images
             )
-            sampler = _make_sampler(config, model, selected, features)
+            sampler = self._make_sampler(selected, features)
             drafter = make_drafter and make_drafter(weights, sampler)
-            on_device = drafter and drafter.on_device
             if scheduler.num_lanes == 1:
-                runner = _build_runner(config, model, selected, sampler, features, on_device, takes_over)
+                runner = self._make_runner(selected, sampler, features, drafter and drafter.on_device, takes_over)
             else:
                 backends = [selected, *(self.backend.load(weights, lora) for _ in range(1, scheduler.num_lanes))]
-                runner = _build_lanes(config, model, backends, features, takes_over)
+                runner = self._make_lanes(backends, features, takes_over)
         experts = make_expert_loads(weights)
         return LoadedModel(
             model,
@@ -233,6 +232,60 @@ class PreparedModel:
             experts,
             selected.backend.gives_hidden_states,
         )
+
+    def _make_sampler(self, selected: SelectedBackend, features: tuple[Feature, ...]) -> Sampler:
+        model, editors = self.resolved, (*EDITORS, *(editor for feature in features for editor in feature.editors))
+        sizes = self.config.scheduler.max_num_seqs, model.config.vocab_size
+        return Sampler(*sizes, model.device, editors, selected.backend.logits_dtype)
+
+    def _make_lanes(
+        self, backends: SequenceOf[SelectedBackend], features: tuple[Feature, ...], takes_over: bool
+    ) -> LaneRunners:
+        """backends: one for each lane"""
+        model, parts = self.resolved, [(each, self._make_sampler(each, features)) for each in backends]
+        if model.device.type != "cpu":
+            return LaneRunners([self._make_runner(*each, features, None, takes_over) for each in parts])
+        sizes = len(model.rank.layers(model.config.num_layers)), self.config.scheduler.max_num_seqs
+        if model.rank.is_stage:
+            steps = StageSteps()
+            return LaneRunners(
+                [StageModelRunner(steps, each.backend, sampler, *sizes, features) for each, sampler in parts]
+            )
+        turns = Turns()
+        return LaneRunners([TurnModelRunner(turns, each.backend, sampler, *sizes, features) for each, sampler in parts])
+
+    def _make_runner(
+        self,
+        selected: SelectedBackend,
+        sampler: Sampler,
+        features: tuple[Feature, ...],
+        hook: StepHook | None,
+        takes_over: bool,
+    ) -> ModelRunner:
+        config, model, scheduler = self.config, self.resolved, self.config.scheduler
+        num_layers = len(model.rank.layers(model.config.num_layers))
+        if model.device.type == "cpu":
+            return ModelRunner(selected.backend, sampler, num_layers, scheduler.max_num_seqs, features, hook)
+        from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
+
+        has_others = model.rank.count > 1 or scheduler.num_lanes > 1
+        cuda_runner = CudaModelRunner(
+            selected.backend,
+            sampler,
+            seam_config(model.config, model.rank),
+            model.dtype,
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+            captures_lazily=config.dense.captures_lazily or (takes_over and has_others),
+            logits_dtype=selected.backend.logits_dtype,
+            features=features,
+            hook=hook,
+            num_lanes=scheduler.num_lanes,
+            before_capture=selected.before_capture,
+        )
+        if takes_over:
+            cuda_runner.warm_up()
+        return cuda_runner
 
 
 def prepare_model(
@@ -317,70 +370,6 @@ def load_model_weights(
 
     with naming_what_needs_memory("the weights"):
         return load(None) if held is None else held.get(load)
-
-
-def _make_sampler(
-    config: Config, model: ResolvedModel, selected: SelectedBackend, features: tuple[Feature, ...]
-) -> Sampler:
-    editors = (*EDITORS, *(editor for feature in features for editor in feature.editors))
-    logits_dtype = selected.backend.logits_dtype
-    return Sampler(config.scheduler.max_num_seqs, model.config.vocab_size, model.device, editors, logits_dtype)
-
-
-def _build_lanes(
-    config: Config,
-    model: ResolvedModel,
-    backends: SequenceOf[SelectedBackend],
-    features: tuple[Feature, ...],
-    takes_over: bool,
-) -> LaneRunners:
-    """backends: one for each lane"""
-    parts = [(each, _make_sampler(config, model, each, features)) for each in backends]
-    if model.device.type != "cpu":
-        return LaneRunners([_build_runner(config, model, *each, features, None, takes_over) for each in parts])
-    sizes = len(model.rank.layers(model.config.num_layers)), config.scheduler.max_num_seqs
-    if model.rank.is_stage:
-        steps = StageSteps()
-        return LaneRunners(
-            [StageModelRunner(steps, each.backend, sampler, *sizes, features) for each, sampler in parts]
-        )
-    turns = Turns()
-    return LaneRunners([TurnModelRunner(turns, each.backend, sampler, *sizes, features) for each, sampler in parts])
-
-
-def _build_runner(
-    config: Config,
-    model: ResolvedModel,
-    selected: SelectedBackend,
-    sampler: Sampler,
-    features: tuple[Feature, ...],
-    hook: StepHook | None,
-    takes_over: bool,
-) -> ModelRunner:
-    scheduler = config.scheduler
-    num_layers = len(model.rank.layers(model.config.num_layers))
-    if model.device.type == "cpu":
-        return ModelRunner(selected.backend, sampler, num_layers, scheduler.max_num_seqs, features, hook)
-    from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
-
-    has_others = model.rank.count > 1 or scheduler.num_lanes > 1
-    cuda_runner = CudaModelRunner(
-        selected.backend,
-        sampler,
-        seam_config(model.config, model.rank),
-        model.dtype,
-        scheduler.max_num_seqs,
-        scheduler.max_num_batched_tokens,
-        captures_lazily=config.dense.captures_lazily or (takes_over and has_others),
-        logits_dtype=selected.backend.logits_dtype,
-        features=features,
-        hook=hook,
-        num_lanes=scheduler.num_lanes,
-        before_capture=selected.before_capture,
-    )
-    if takes_over:
-        cuda_runner.warm_up()
-    return cuda_runner
 
 
 def _read_vocabulary(section: ModelSection, model: ResolvedModel) -> Vocabulary:
