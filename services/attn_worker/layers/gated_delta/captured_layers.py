@@ -6,8 +6,7 @@ from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.cache.step_states import StepStates
 from services.attn_worker.layers import DECODE_ONLY, BackendSetup, CapturableAttention, StepShape
 from services.attn_worker.layers.attention_among_others import attention_part
-from services.attn_worker.layers.gated_delta.layered_attention import LayeredAttention
-from services.attn_worker.layers.gated_delta.no_attention import NoAttention
+from services.attn_worker.layers.gated_delta.layered_attention import LayeredAttention, NoAttention
 from services.attn_worker.layers.gated_delta.triton_layers import TritonRecurrences
 from services.attn_worker.layers.triton_attention import TritonAttention
 from services.attn_worker.runner.step_metadata import StepMetadata

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 
+from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.cache.step_states import StepStates
 from services.attn_worker.layers import AttentionBackend, BackendSetup
 from services.attn_worker.layers.attention_among_others import AttentionAmongOthers, attention_part
-from services.attn_worker.layers.gated_delta.no_attention import NoAttention
 from services.attn_worker.layers.gated_delta.torch_recurrences import TorchRecurrences
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.attention.recurrence_weights import RecurrenceWeights
+from services.common.kv_cache.scales import KVScales
 
 
 class GatedDeltaBackend(Protocol):
@@ -53,6 +54,26 @@ class LayeredAttention(AttentionAmongOthers):
         """Begins the step in both."""
         self._attention.begin_step(step)
         self._gated_delta.begin_step(step.of(StepStates))
+
+
+class NoAttention:
+    """An AttentionBackend without layers, for models such as Mamba 2: blocks only count the tokens of sequences."""
+
+    layers_to_compile: Sequence[int] = ()
+
+    def __init__(self, spec: KVCacheSpec, device: torch.device) -> None:
+        """spec: without layers"""
+        self.storage = BlockStorage(spec, spec.token_major_block, device)
+
+    def use_scales(self, scales: KVScales) -> None:
+        """There is nothing to scale."""
+
+    def begin_step(self, step: StepMetadata, padded_num_rows: int | None = None) -> None:
+        """There is nothing to prepare."""
+
+    def forward(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> NoReturn:
+        """Is never called."""
+        raise AssertionError("the model has no layer with attention")
 
 
 def layered_torch_attention(setup: BackendSetup) -> LayeredAttention:
