@@ -129,10 +129,9 @@ class Scheduler:
                 f"prompt has {sequence.num_prompt_tokens} tokens and max_tokens is {sequence.spec.max_tokens}, "
                 f"together {num_tokens}; max_model_len is {self.limits.max_model_len}"
             )
-        ledger = self.session.ledger
         if sequence.policy is not None:
-            sequence.policy.check(ledger, self.limits)
-        num_blocks = ledger.most_blocks(sequence.max_num_cached_tokens, self.limits.max_num_batched_tokens)
+            sequence.policy.check(self.session.ledger, self.limits)
+        num_blocks = self._admission.most_blocks(sequence)
         room = self._placement.room_for(sequence, self.session.ledgers, awaits=True)
         if num_blocks > room.num_blocks:
             raise CapacityError(f"{num_tokens} tokens need {num_blocks} KV cache blocks, {room.text}")
@@ -493,10 +492,9 @@ class Scheduler:
 
         With `new`, which has just been added, only that one is looked at.
         """
-        session, limit = self.session, self.limits.max_num_batched_tokens
         for each in self._sequences.values() if new is None else (new,):
-            num_blocks = session.ledger.most_blocks(each.max_num_cached_tokens, limit)
-            room = self._placement.room_for(each, session.open_ledgers)
+            num_blocks = self._admission.most_blocks(each)
+            room = self._placement.room_for(each, self.session.open_ledgers)
             if num_blocks > room.num_blocks:
                 return f"a request needs {num_blocks} KV cache blocks, of those that would be left {room.text}"
         return None
@@ -551,9 +549,9 @@ class Scheduler:
 
     def _refuse_too_large(self) -> list[SequenceOutput]:
         """Ends waiting sequences for which no KV cache that is left has room."""
-        outputs, ledger = list[SequenceOutput](), self.session.ledger
+        outputs = list[SequenceOutput]()
         for sequence in list(self._waiting):
-            num_blocks = ledger.most_blocks(sequence.max_num_cached_tokens, self.limits.max_num_batched_tokens)
+            num_blocks = self._admission.most_blocks(sequence)
             room = self._placement.room_for(sequence, self.session.ledgers, awaits=True)
             if num_blocks > room.num_blocks:
                 error = f"the request needs {num_blocks} KV cache blocks, of those that are left {room.text}"

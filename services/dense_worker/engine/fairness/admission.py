@@ -36,6 +36,10 @@ class Admission:
         self._entitled: Sequence | None = None  # goes next, because others give up blocks for it
         self._tried: set[int] = set()  # seq_ids of heads that have found nobody to take room from
 
+    def most_blocks(self, sequence: Sequence) -> int:
+        """The most blocks that a sequence may ever hold at a time."""
+        return self._session.ledger.most_blocks(sequence.max_num_cached_tokens, self._limits.max_num_batched_tokens)
+
     def next_to_open(self, suspect: Sequence | None) -> Sequence | None:
         """The next sequence, if it has room now. A waiting suspect goes before all, and takes nothing from others.
 
@@ -63,7 +67,7 @@ class Admission:
         """Whether the KV caches that are there, and not given up, have room for it when they are empty."""
         if not self._outgrows_each(sequence):
             return True
-        return self._most_blocks(sequence) <= self._placement.room_for(sequence, self._session.open_ledgers).num_blocks
+        return self.most_blocks(sequence) <= self._placement.room_for(sequence, self._session.open_ledgers).num_blocks
 
     def forget(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
@@ -134,7 +138,7 @@ class Admission:
         if sequence.num_rows > self._num_places or not self._session.has_room_for_sequence:
             return False
         if self._outgrows_each(sequence):
-            return self._divide(sequence, self._most_blocks(sequence))
+            return self._divide(sequence, self.most_blocks(sequence))
         session, home = self._session, self._home_of(sequence)
         fitting = [] if home is None else self._fitting([home], self.blocks_to_reserve(sequence))
         if not fitting and sequence.seq_id not in session.orphaned_blocks:
@@ -156,12 +160,9 @@ class Admission:
             sequence.cache_id = next(iter(sequence.divided.cache_ids))
         return sequence.divided is not None
 
-    def _most_blocks(self, sequence: Sequence) -> int:
-        return self._session.ledger.most_blocks(sequence.max_num_cached_tokens, self._limits.max_num_batched_tokens)
-
     def _outgrows_each(self, sequence: Sequence) -> bool:
         """Whether it may need more blocks than there are in its home, or in any KV cache that is not given up."""
-        session, num_blocks = self._session, self._most_blocks(sequence)
+        session, num_blocks = self._session, self.most_blocks(sequence)
         if num_blocks <= session.most_blocks_of_one:
             return False
         home = self._home_of(sequence)
@@ -214,6 +215,6 @@ class Admission:
 
     def _need_of(self, sequence: Sequence) -> Need:
         if self._outgrows_each(sequence):  # it needs all blocks at once, in several caches
-            return Need(self._most_blocks(sequence), self._session.open_ledgers.keys())
+            return Need(self.most_blocks(sequence), self._session.open_ledgers.keys())
         home = self._home_of(sequence)
         return Need(self.blocks_to_reserve(sequence), None if home is None else (home,))
