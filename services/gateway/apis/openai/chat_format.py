@@ -99,7 +99,7 @@ class ChatFormat(OpenAIFormat):
             self._usage.add(0, completion.finish)
             choices.append(self._choice(completion))
         whole: ChatObject = {
-            **self._head,
+            **self.head,
             "choices": choices,
             "usage": self._usage.usage(),
             "prompt_logprobs": self._prompt_logprobs(prompt),
@@ -139,7 +139,7 @@ class ChatFormat(OpenAIFormat):
         return self._object(_piece(index, _delta_object([ContentDelta(text)], has_reasoning=self._has_reasoning)), 0)
 
     def _object(self, choice: ChunkChoice, num_output_tokens: int) -> ChatChunkObject:
-        whole: ChatChunkObject = {**self._head, "choices": [choice]}
+        whole: ChatChunkObject = {**self.head, "choices": [choice]}
         if self._has_running_usage:
             whole["usage"] = self._running_usage(0, num_output_tokens)
         elif self._has_usage:

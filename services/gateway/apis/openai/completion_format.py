@@ -67,13 +67,13 @@ class CompletionFormat(OpenAIFormat):
             for prompt_index, (completions, prompt) in enumerate(answers)
             for completion in completions
         )
-        return {**self._head, "choices": choices, "usage": self._usage.usage()}
+        return {**self.head, "choices": choices, "usage": self._usage.usage()}
 
     def _text_object(self, index: int, text: str) -> CompletionObject:
         return self._object(_piece(index, text))
 
     def _object(self, choice: CompletionChoice) -> CompletionObject:
-        whole: CompletionObject = {**self._head, "choices": [choice]}
+        whole: CompletionObject = {**self.head, "choices": [choice]}
         if self._has_usage:
             whole["usage"] = None
         return whole

@@ -25,7 +25,7 @@ class OpenAIFormat(Format):
 
     def __init__(self, service: RequestService, body: OpenAIFields, kind: str, answer_id: str) -> None:
         """`kind` is OpenAI's `text_completion`, `chat.completion` or `chat.completion.chunk`."""
-        self._head = {  # of every object
+        self.head = {  # of every object
             "id": answer_id,
             "object": kind,
             "created": created_at(),
@@ -51,7 +51,7 @@ class OpenAIFormat(Format):
             self.text_frame()  # is made ahead of the first text
 
     def closing(self) -> Sequence[Any]:
-        return [{**self._head, "choices": [], "usage": self._usage.usage()}] if self._has_usage else ()
+        return [{**self.head, "choices": [], "usage": self._usage.usage()}] if self._has_usage else ()
 
     def _text_object(self, index: int, text: str) -> Any:
         """The object of a stream that has nothing but the text of an answer."""

@@ -8,14 +8,13 @@ from typing import Any
 from services.gateway.apis.openai.answer_objects import RequestMetrics
 from services.gateway.apis.openai.chat_schema import ChatRequest
 from services.gateway.apis.openai.fields import OpenAIFields
+from services.gateway.apis.openai.format import OpenAIFormat
 from services.gateway.apis.shared.answer import Format
 from services.gateway.apis.shared.timings import TimingsSoFar, prompt_progress, timings
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
 
-HEAD_FIELDS = ("id", "object", "created", "model", "system_fingerprint")
 
-
-def measured(form: Format, body: OpenAIFields, *, has_metrics: bool) -> Format:
+def measured(form: OpenAIFormat, body: OpenAIFields, *, has_metrics: bool) -> Format:
     """`form` itself if nothing is asked for. `has_metrics`: whether the server gives vLLM's `metrics`."""
     has_progress = isinstance(body, ChatRequest) and body.has_progress
     if not has_metrics and not body.timings_per_token and not has_progress:
@@ -31,32 +30,28 @@ class MeasuredFormat(Format):
     answer in all. While the prompt of a streamed chat is computed, events have `prompt_progress`, as in llama.cpp.
     """
 
-    def __init__(self, form: Format, *, has_timings: bool, has_metrics: bool) -> None:
+    def __init__(self, form: OpenAIFormat, *, has_timings: bool, has_metrics: bool) -> None:
         self.param_names: Mapping[str, str] = form.param_names
-        self.has_event_names = form.has_event_names
         self.end_of_stream = form.end_of_stream
         self._form = form
         self._has_timings = has_timings
         self._has_metrics = has_metrics
         self._timings = TimingsSoFar()
         self._finishes: list[Finish] = []
-        self._head: dict[str, Any] = {}  # what all events have
 
     async def begin(self, prompts: Sequence[list[int]]) -> None:
         self._timings.begin(prompts)
         await self._form.begin(prompts)
 
     def opening(self) -> Sequence[Any]:
-        objects = self._form.opening()
-        self._head = {name: value for each in objects[:1] for name, value in each.items() if name in HEAD_FIELDS}
-        return objects
+        return self._form.opening()
 
     def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Any]:
         objects = []
         for progress in prompt_progress(chunk.reports):
             delta = {"role": "assistant", "content": None}
             choice = {"index": chunk.index, "delta": delta, "finish_reason": None}
-            objects.append({**self._head, "choices": [choice], "prompt_progress": progress})
+            objects.append({**self._form.head, "choices": [choice], "prompt_progress": progress})
         if objects and not chunk.token_ids and chunk.finish is None:
             return objects
         return [*objects, *self._measured_chunk(prompt_index, chunk)]
