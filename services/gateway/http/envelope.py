@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
-from services.gateway.http.errors import Dialect, dialect_of, error_response
+from services.gateway.http.errors import Dialect, error_response
 from services.gateway.http.host_check import HostCheck
 from services.gateway.http.request_id import REQUEST_ID_HEADER, new_request_id, read_request_id
 
@@ -66,9 +66,8 @@ class Envelope:
             request_id, refusal = new_request_id(), error
         scope["state"]["request_id"] = request_id
         scope["state"]["dialects"] = self._dialects
-        dialect = dialect_of(scope)
-        names = (REQUEST_ID_HEADER, None if dialect is None else dialect.request_id_header)
-        id_headers = [(name.encode(), request_id.encode()) for name in names if name is not None]
+        further = [name for each in self._dialects if (name := each.request_id_header) and each.is_meant(scope)]
+        id_headers = [(name.encode(), request_id.encode()) for name in (REQUEST_ID_HEADER, *further)]
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -84,7 +83,6 @@ class Envelope:
             await self._app(scope, _limited(receive, limit), send_with_id)
         except Exception as error:
             log.debug("request ended by an error", request_id=request_id, error=repr(error))
-
 
     def _as_served(self, scope: Scope) -> Scope:
         """The request without the prefix of paths that a proxy passes on; a path without it stays as it is.

@@ -11,7 +11,7 @@ from services.gateway.apis.openai.chat_schema import ChatMessageObject, ChatRequ
 from services.gateway.apis.openai.completion_schema import CompletionRequest
 from services.gateway.apis.openai.fields import OpenAIFields
 from services.gateway.apis.openai.token_schema import TemplateBody, TokenizeBody
-from services.gateway.apis.openai.tool_schema import choice_text
+from services.gateway.apis.openai.tool_schema import NamedToolChoice
 from services.gateway.apis.shared.to_message import (
     ALL,
     add_beams,
@@ -22,6 +22,7 @@ from services.gateway.apis.shared.to_message import (
     sampling_message,
 )
 from services.gateway.request.generation_request import ModelLimits, check_token_ids
+from services.gateway.text.tools.tool import FUNCTION_PREFIX
 from services.pb import gateway_pb2
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat may use the rest of the context
@@ -60,7 +61,7 @@ def chat_message(body: ChatRequest, request_id: str, limits: ModelLimits) -> gat
     message.request_id = request_id
     message.chat.CopyFrom(chat_of(body))
     message.return_progress = body.has_progress
-    message.chat.tool_choice = choice_text(body.tool_choice)
+    message.chat.tool_choice = _choice_text(body.tool_choice)
     message.chat.reasoning_effort = body.reasoning_effort or ""
     budget = body.thinking_token_budget if body.max_reasoning_tokens is None else body.max_reasoning_tokens
     if budget not in (None, ALL):
@@ -128,6 +129,11 @@ def _message_of(each: ChatMessageObject) -> gateway_pb2.ChatMessage:
         for position, image in each.images:
             message.pictures.add(position=position, url=image.url, detail=image.detail)
     return message
+
+
+def _choice_text(choice: str | NamedToolChoice | None) -> str:
+    """The choice as in `Chat.tool_choice` of gRPC."""
+    return FUNCTION_PREFIX + choice.function.name if isinstance(choice, NamedToolChoice) else choice or ""
 
 
 def _count(num_logprobs: int, body: OpenAIFields, limits: ModelLimits) -> int:

@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 from services.gateway.apis.shared.request_model import RequestModel, at_most
 from services.gateway.text.read_chat import MAX_CALLS
-from services.gateway.text.tools.tool import FUNCTION_PREFIX, MAX_TOOLS
+from services.gateway.text.tools.tool import MAX_TOOLS
 
 
 class FunctionName(RequestModel):
@@ -56,11 +56,6 @@ class ToolCallObject(RequestModel):
 
 
 ToolCalls = Annotated[list[ToolCallObject] | None, at_most(MAX_CALLS)]
-
-
-def choice_text(choice: str | NamedToolChoice | None) -> str:
-    """The choice as in `Chat.tool_choice` of gRPC."""
-    return FUNCTION_PREFIX + choice.function.name if isinstance(choice, NamedToolChoice) else choice or ""
 
 
 class AnswerFunction(TypedDict):
