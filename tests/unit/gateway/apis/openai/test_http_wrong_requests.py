@@ -179,7 +179,7 @@ WRONG_BODIES: list[tuple[str, Any, str | None, tuple[str, ...]]] = [
     (CHATS, CHAT | {"modalities": ["text", "audio"]}, "modalities", ("not supported",)),
     ("/tokenize", {}, "prompt", ("exactly one",)),
     ("/tokenize", {"inputs": "a", "prompt_name": "b"}, "prompt_name", ("not supported",)),
-    ("/generate", {"inputs": "a", "text": "b"}, "inputs", ("not supported",)),
+    ("/generate", {"inputs": "a", "text": "b"}, "inputs", ("cannot be used with text",)),
     ("/tokenize", {"prompt": "a", "messages": USER}, "prompt", ("exactly one",)),
     ("/tokenize", {"prompt": "word " * 300_000}, "prompt", ("1500000",)),
     ("/tokenize", {"messages": [{"role": "user", "content": "word " * 300_000}]}, "messages", ("1500000",)),
