@@ -6,7 +6,7 @@ import bisect
 
 MAX_CAPTURED_TOKENS = 2048  # for larger steps the GPU takes longer than launching the kernels
 # Longer steps use another flag (see `channel.qkv_flag`), so no step of up to this size is padded beyond it.
-SHORT_STEP_TOKENS = 32
+SHORT_STEP_TOKENS = 64
 MAX_CAPTURED_CHUNK_ROWS = 64  # of a step with short chunks of prompts or drafts, as the attention worker captures it
 MAX_CAPTURED_PROMPT_ROWS = 512  # of a step with prompts; the device takes longer for more than launching them takes
 
@@ -19,13 +19,13 @@ def batch_buckets(max_num_seqs: int) -> list[int]:
 def chunk_buckets(max_num_tokens: int) -> list[int]:
     """Ascending numbers of rows, few, because the attention worker's kernels for chunks pay little for padding."""
     largest = min(max_num_tokens, MAX_CAPTURED_CHUNK_ROWS)
-    return [size for size in (4, 8, 16, SHORT_STEP_TOKENS, 48) if size < largest] + [largest]
+    return [size for size in (4, 8, 16, 32, 48) if size < largest] + [largest]
 
 
 def prompt_buckets(max_num_tokens: int) -> list[int]:
     """Ascending numbers of rows of steps with prompts, as few as `chunk_buckets`."""
     largest = min(max_num_tokens, MAX_CAPTURED_PROMPT_ROWS)
-    return [size for size in (8, 16, SHORT_STEP_TOKENS, 64, 96, 128, 192, 256, 384) if size < largest] + [largest]
+    return [size for size in (8, 16, 32, 64, 96, 128, 192, 256, 384) if size < largest] + [largest]
 
 
 def token_buckets(max_num_seqs: int, max_num_tokens: int, most: int = MAX_CAPTURED_TOKENS) -> list[int]:

@@ -97,7 +97,7 @@ class CudaOperations:
             self.experts.skips_padding = True
         if self._lora is not None and self._lora.is_active:
             self._lora.start(len(token_ids))
-        return Residual(torch.index_select(table.data, 0, token_ids))
+        return Residual(_copy_rows(table.data, token_ids))
 
     def set_positions(self, positions: torch.Tensor) -> None:
         """Enqueues a copy of the step's positions, int64 [num_tokens], to where captured graphs read them."""
@@ -282,8 +282,7 @@ class CudaOperations:
         if self._lora is not None and self._lora.is_active:
             self._lora.select(rows)
         self._selected_rows = rows
-        selected = Residual(residual.index_select(0, rows))
-        return attn_out.index_select(0, rows), selected
+        return _copy_rows(attn_out, rows), Residual(_copy_rows(residual, rows))
 
     def logits(
         self, residual: Residual, norm: Norm | None, lm_head: Linear, hidden_out: torch.Tensor | None = None
@@ -366,3 +365,8 @@ class CudaOperations:
         """Adds the delta to the residual in place, and writes the normalised sum to `out`."""
         hidden, delta, delta_norm, multiplier, _ = residual
         add_norm(self.launcher, hidden, delta, norm, out, delta_norm=delta_norm, multiplier=multiplier)
+
+
+def _copy_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of `x` in a new tensor. torch takes 8 µs to select 16, 1.5 to index them; for one row 1.8 and 2.7 µs."""
+    return x.index_select(0, rows) if len(rows) == 1 else x[rows]

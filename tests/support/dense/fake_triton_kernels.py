@@ -48,8 +48,9 @@ USERS = (
     "services.dense_worker.kernels.linear.gated_product",
 )
 # The operations of torch that launch a kernel. Views and allocations do not.
-TORCH_KERNELS = ("mm", "addmm", "linear", "index_select", "embedding", "copy_", "_to_copy")
+TORCH_KERNELS = ("mm", "addmm", "linear", "index_select", "index", "embedding", "copy_", "_to_copy")
 TORCH_KERNELS += ("add", "add_", "mul", "silu", "cat", "fill_", "zero_")
+SAME_KERNELS = {"index": "index_select"}  # rows are copied by either, see `cuda_operations`
 NUM_SMS = 8
 SHARED_MEMORY_BYTES = 1 << 20
 Tensor = torch.Tensor
@@ -78,7 +79,7 @@ class LaunchRecorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if not self._is_own and name in TORCH_KERNELS:
-            self.launches.append(f"{name} {_shape(result)}")
+            self.launches.append(f"{SAME_KERNELS.get(name, name)} {_shape(result)}")
         return result
 
 
