@@ -18,6 +18,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import structlog
+
 from services.attn_worker.attachment import Attachment
 from services.attn_worker.cache.cached_sequence import OpenResult, PlannedStep
 from services.attn_worker.cache.kv_cache import KVCache
@@ -32,6 +34,8 @@ from services.common.engine_thread import EngineThread
 from services.common.errors import StaleEpoch
 from services.rpc.watchdog import Progress
 from services.step import NewSequence, StepPlan
+
+log = structlog.get_logger()
 
 R = TypeVar("R")
 
@@ -145,13 +149,18 @@ class AttentionEngine:
             self.num_loaded_tokens += len(result.missing) * self.cache.block_size
 
     def rehearse(self, attachment: Attachment, plan: StepPlan) -> None:
-        """Rehearses an old plan, if nobody has a sequence and no step is under way."""
+        """Rehearses an old plan, if nobody has a sequence and no step is under way; after an error no more."""
         is_current = attachment is self._attachment and len(attachment.channels) == 1
         if self.rehearsal is None or not is_current or attachment.request_ids:
             return
         self._commit_done(attachment)
-        if not attachment.running:
+        if attachment.running:
+            return
+        try:
             self.rehearsal.run(plan, attachment.channels[plan.lane])
+        except Exception as error:  # of a bug, which all others would have, too: serving does not need them
+            log.error("rehearsing has failed and ends", exc_info=error)
+            self.rehearsal = None
 
     def run_step(
         self, attachment: Attachment, plan: StepPlan, received_s: float, on_accepted: Callable[[Accepted], None]

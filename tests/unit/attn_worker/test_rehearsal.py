@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from services.attn_worker.attachment import Attachment
 from services.attn_worker.cache.build_cache import build_cache
@@ -87,6 +88,18 @@ def test_its_cache_is_empty_again_after_an_error() -> None:
         Rehearsal(cache, runner).run(opening(9), CHANNEL)
     assert cache.num_sequences == 0
     assert cache.num_free_blocks == cache.num_blocks
+
+
+def test_an_error_is_logged_and_ends_rehearsing() -> None:
+    rehearsal = Mock(**{"run.side_effect": ValueError("no")})
+    engine = AttentionEngine(new_cache(), Mock(), AttentionMetrics(CollectorRegistry(), lambda: None), None, rehearsal)
+    engine._attachment = Attachment(1, {0: CHANNEL}, 100)
+    with capture_logs() as logs:
+        for _ in range(2):
+            engine.rehearse(engine._attachment, replace(opening(3), lane=0))
+    [entry] = logs
+    assert entry["log_level"] == "error" and str(entry["exc_info"]) == "no"
+    assert rehearsal.run.call_count == 1 and engine.rehearsal is None
 
 
 def test_the_engine_rehearses_only_for_the_present_attachment_without_sequences() -> None:
