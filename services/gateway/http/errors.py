@@ -89,6 +89,17 @@ def error_responses(model: type, statuses: Mapping[int, int] = MappingProxyType(
     }
 
 
+def either_responses(*dialects: Mapping[int | str, dict[str, Any]]) -> dict[int | str, dict[str, Any]]:
+    """What routes of several dialects declare. `dialects`: what `error_responses` gives for each."""
+    found: dict[int | str, dict[str, Any]] = {}
+    for status in {status: None for each in dialects for status in each}:
+        given = [each[status] for each in dialects if status in each]
+        schemas = [each["content"]["application/json"]["schema"] for each in given]
+        content = {"application/json": {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}}
+        found[status] = {"description": given[0]["description"], "content": content}
+    return found
+
+
 def error_schemas(dialects: Iterable[Dialect]) -> dict[str, Any]:
     """The schemas of all bodies of errors by name, for the OpenAPI document."""
     _, definitions = _schemas(ErrorBody, *(each.error_body for each in dialects))

@@ -27,7 +27,7 @@ from services.gateway.apis.shared.prompts import check_prompts
 from services.gateway.apis.shared.streams import STREAM_CONTENT, traced
 from services.gateway.apis.shared.text_server import TextServer
 from services.gateway.core.request_service import RequestService
-from services.gateway.http.errors import ERROR_RESPONSES
+from services.gateway.http.errors import ERROR_RESPONSES, either_responses
 from services.gateway.http.field_names import client_field_names
 from services.gateway.http.json_route import json_route
 from services.gateway.link.gateway_peers import GatewayPeers
@@ -84,6 +84,7 @@ def generate_routes(
         methods=["POST"],
         response_class=Response,
         responses={
+            **either_responses(ERROR_RESPONSES, texts.error_responses),
             200: {
                 "model": GenerateObject | list[GenerateObject],
                 "content": STREAM_CONTENT,

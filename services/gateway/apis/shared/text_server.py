@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -32,6 +33,7 @@ class TextServer(Protocol):
     """Its bodies have `inputs`."""
 
     body: type[RequestModel]
+    error_responses: Mapping[int | str, dict[str, Any]]
 
     def is_meant(self, body: Any) -> bool:
         """Whether a body at /generate is one of these, and not SGLang's."""

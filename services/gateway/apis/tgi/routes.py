@@ -28,6 +28,7 @@ class TextGeneration:
     """Answers Text Generation Inference's requests of one gateway: a `TextServer`."""
 
     body = TgiRequest
+    error_responses = ERROR_RESPONSES
 
     def __init__(self, service: RequestService, section: GatewaySection) -> None:
         self._service = service

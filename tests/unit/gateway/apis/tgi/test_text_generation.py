@@ -230,6 +230,24 @@ def test_wrong_requests_name_the_field(tmp_path: Path) -> None:
     with_client(tmp_path, FakeDense(say(" one")), test)
 
 
+def test_the_document_names_the_errors_of_each_route(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        paths = (await client.get("/openapi.json")).json()["paths"]
+        for path, status, names in (
+            (STREAM, "422", ["TgiErrorBody"]),
+            (STREAM, "429", ["TgiErrorBody"]),
+            (URL, "400", ["ErrorBody"]),
+            (URL, "422", ["TgiErrorBody"]),
+            (URL, "429", ["ErrorBody", "TgiErrorBody"]),
+        ):
+            schema = paths[path]["post"]["responses"][status]["content"]["application/json"]["schema"]
+            found = [each["$ref"].rpartition("/")[2] for each in schema.get("anyOf", [schema])]
+            assert found == names, (path, status)
+        assert "400" not in paths[STREAM]["post"]["responses"]
+
+    with_client(tmp_path, until_eos(), test)
+
+
 def test_a_prompt_has_one_name(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         for prompt in ({"text": PROMPT}, {"input_ids": [5]}):
