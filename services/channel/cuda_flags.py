@@ -53,6 +53,15 @@ _PTX = """
     ret;
 }}
 
+.visible .entry set_queued_flag(.param .u64 flag_address)
+{{
+    .reg .u64 %flag;
+    ld.param.u64 %flag, [flag_address];
+    {await_kernel_before}
+    st.release.sys.global.u32 [%flag], 1;
+    ret;
+}}
+
 .visible .entry take_flag(.param .u64 flag_address, .param .u64 abort_address)
 {{
     .reg .u64 %flag, %abort, %words;
@@ -111,13 +120,18 @@ class StreamMemoryOperations:
 
     def signal(self, flag: Flag) -> None:
         """Enqueues a stream memory write of 1."""
-        check(driver.cuStreamWriteValue32(_current_stream(), self._address(flag), 1, 0))
+        check(driver.cuStreamWriteValue32(_current_stream(), self.address(flag), 1, 0))
 
     def wait(self, flag: Flag) -> None:
-        """Enqueues a stream memory wait for 1 and a write of 0."""
-        stream, equal = _current_stream(), driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
-        check(driver.cuStreamWaitValue32(stream, self._address(flag), 1, equal))
-        check(driver.cuStreamWriteValue32(stream, self._address(flag), 0, 0))
+        """Enqueues a stream memory wait for 1 and a write of 0, as one operation, which is a node of a graph."""
+        operations = [driver.CUstreamBatchMemOpParams() for _ in range(2)]
+        wait, write = operations
+        wait.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
+        wait.waitValue.address, wait.waitValue.value = self.address(flag), 1
+        wait.waitValue.flags = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
+        write.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
+        write.writeValue.address, write.writeValue.value = self.address(flag), 0
+        check(driver.cuStreamBatchMemOp(_current_stream(), len(operations), operations, 0))
 
     def release(self) -> None:
         """Starts a thread that sets all flags again and again until `close`.
@@ -136,7 +150,7 @@ class StreamMemoryOperations:
         if self._release is not None:
             self._release.join()
 
-    def _address(self, flag: Flag) -> int:
+    def address(self, flag: Flag) -> int:
         return self._header_pointer + flag_word(flag) * WORD_BYTES
 
     def _release_waits(self) -> None:
@@ -151,7 +165,7 @@ class StreamMemoryOperations:
 class FlagKernels:
     """Flags in the memory of the attention worker's GPU. The abort mark in host memory ends every wait.
 
-    LONG_STEP_QKV_READY, which takes long to come, is left to `queued`: it keeps no kernel running meanwhile.
+    LONG_STEP_QKV_READY, which takes long to come, is waited for by `queued`: it keeps no kernel running meanwhile.
     """
 
     def __init__(
@@ -171,8 +185,9 @@ class FlagKernels:
         image = ctypes.create_string_buffer(ptx.encode())
         module = check(driver.cuModuleLoadData(ctypes.addressof(image)))
         self._set = check(driver.cuModuleGetFunction(module, b"set_flag"))
+        self._set_queued = check(driver.cuModuleGetFunction(module, b"set_queued_flag"))
         self._take = check(driver.cuModuleGetFunction(module, b"take_flag"))
-        for kernel in (self._set, self._take):
+        for kernel in (self._set, self._set_queued, self._take):
             check(driver.cuFuncSetAttribute(kernel, _CARVEOUT, _ALL_SHARED_MEMORY))
         self._abort_pointer = header_pointer + ABORT_WORD * WORD_BYTES
         self._flags_pointer = flags_pointer
@@ -187,9 +202,9 @@ class FlagKernels:
             launch.attrs, launch.numAttrs = [attribute], 1
 
     def signal(self, flag: Flag) -> None:
-        """Launches the kernel `set_flag`, or queues the signal of a long step."""
+        """Launches the kernel `set_flag`, or the one for a long step, which nobody polls."""
         if flag is Flag.LONG_STEP_QKV_READY:
-            self._queued.signal(flag)
+            self._run(self._set_queued, self._queued.address(flag))
         else:
             self._run(self._set, self._address(flag))
 

@@ -212,6 +212,9 @@ class Memory(Driver):
 
     cudaMemcpyKind = SimpleNamespace(cudaMemcpyDefault=4)
     CUstreamWaitValue_flags = SimpleNamespace(CU_STREAM_WAIT_VALUE_EQ=1)
+    CUstreamBatchMemOpType = SimpleNamespace(
+        CU_STREAM_MEM_OP_WAIT_VALUE_32="waitValue", CU_STREAM_MEM_OP_WRITE_VALUE_32="writeValue"
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,8 +233,16 @@ class Memory(Driver):
         self.done.append(f"write {value}")
         return (Error.cudaSuccess,)
 
-    def cuStreamWaitValue32(self, stream: int, address: int, value: int, flags: int) -> tuple[Error]:
-        self.done.append("wait")
+    def CUstreamBatchMemOpParams(self) -> SimpleNamespace:
+        return SimpleNamespace(waitValue=SimpleNamespace(), writeValue=SimpleNamespace())
+
+    def cuStreamBatchMemOp(
+        self, stream: int, count: int, operations: list[SimpleNamespace], flags: int
+    ) -> tuple[Error]:
+        assert len(operations) == count
+        parts = [(each.operation, getattr(each, each.operation)) for each in operations]
+        assert len({part.address for _, part in parts}) == 1
+        self.done.append(" ".join(f"{name} {part.value}" for name, part in parts))
         return (Error.cudaSuccess,)
 
 
@@ -259,14 +270,14 @@ def test_copy_engines_move_the_rows_of_long_steps_between_two_gpus(
     attn_out[:1030] = 5.0
     fetched = channel.fetch_attn_out(1030)
     assert (fetched == 5.0).all() and fetched.data_ptr() != attn_out.data_ptr()
-    assert driver.done == ["copy 24720", "write 1", "wait", "write 0", "copy 8240"]
+    assert driver.done == ["copy 24720", "write 1", "waitValue 1 writeValue 0", "copy 8240"]
 
     channel.begin_layers(8)  # a short step: its products write to the peer, and a kernel fetches
     channel.qkv[:8] = 7.0
     assert (qkv[:8] == 7.0).all() and (qkv[8:1030] == 3.0).all()
     channel.signal(Flag.QKV_READY)
     assert (channel.fetch_attn_out(8) == 5.0).all()
-    assert driver.done[5:] == ["write 1"]
+    assert driver.done[4:] == ["write 1"]
     del qkv, attn_out, there, fetched
     channel.close()
     region.close()
