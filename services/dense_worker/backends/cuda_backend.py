@@ -14,6 +14,7 @@ import structlog
 import torch
 
 from services.channel import rows_of_layer
+from services.common.errors import DeviceError
 from services.common.model_config import ModelConfig
 from services.common.terminal import progress_bar
 from services.dense_worker.backends import InputEmbeds
@@ -21,7 +22,12 @@ from services.dense_worker.backends.cuda_operations import CudaOperations
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.linear.linear import Linear
-from services.dense_worker.kernels.linear.linear_choice import ROW_BUCKETS, TILED_BUCKETS, LinearKernel
+from services.dense_worker.kernels.linear.linear_choice import (
+    ROW_BUCKETS,
+    TILED_BUCKETS,
+    LinearKernel,
+    time_in_graph_us,
+)
 from services.dense_worker.kernels.linear.matmul_choice import has_choice
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.norm.norm import Norm
@@ -35,6 +41,7 @@ from services.step import StepPlan
 
 if TYPE_CHECKING:
     from services.dense_worker.kernels.lora.cuda_lora import CudaLora
+    from services.dense_worker.kernels.stroke.row_stroke import RowStroke
 
 log = structlog.get_logger()
 
@@ -79,7 +86,10 @@ class CudaBackend(TorchBackend):
         self.logits_dtype = torch.float32 if self._segments.last.head.rescales else self._dtype
         self._measured_segments = _segments_of_each_kind(self._segments.middle)
         self._has_tiles = False  # for some layer
+        self._strokes: list[RowStroke | None] = [None] * len(self._segments.middle)  # None: kernels of its products
         self._choose_kernels(_linears_of_each_kind(weights))
+        if type(operations) is CudaOperations and not is_deterministic:
+            self._choose_strokes()
         if lora is not None:
             with lora.compiling():
                 for num_tokens in self._step_sizes():
@@ -106,6 +116,21 @@ class CudaBackend(TorchBackend):
         super().begin_step(plan, num_tokens, num_sampled, input_embeds)
         if self._operations.experts is not None:
             self._operations.experts.set_num_tokens(plan.num_tokens)
+
+    def middle(
+        self,
+        layer: int,
+        attn_out: torch.Tensor,
+        residual: torch.Tensor,
+        qkv_out: torch.Tensor,
+        added: InputEmbeds | None = None,
+    ) -> torch.Tensor:
+        """Enqueues the segment, of one row in one kernel where that is faster. The residual is written in place."""
+        stroke = self._strokes[layer] if len(residual) == 1 else None
+        if stroke is None or added is not None or self._operations.products.adds_deltas:
+            return super().middle(layer, attn_out, residual, qkv_out, added)
+        stroke(self._segments.middle[layer], attn_out, residual, qkv_out)
+        return residual
 
     def last(
         self,
@@ -159,6 +184,38 @@ class CudaBackend(TorchBackend):
             for layers, num_tokens in sizes:
                 choice.measure(layers, num_tokens, self._random_step(num_tokens))
                 advance(1)
+
+    def _choose_strokes(self) -> None:
+        """Measures whether steps of one row are faster with one kernel for what lies between two attention calls."""
+        launcher = self._operations.launcher
+        if not launcher.is_hopper or not self._measured_segments:
+            return
+        from services.dense_worker.kernels.stroke.row_stroke import RowStroke, StrokeShape, shape_of
+
+        shapes = [shape_of(segment, launcher, self._dtype) for segment in self._segments.middle]
+        if not any(isinstance(shape, StrokeShape) for shape in shapes):
+            log.info("no kernel of a whole stroke", reason=shapes[0])
+            return
+        products_us = time_in_graph_us(self._random_step(1))
+        try:
+            kernels = {
+                shape: RowStroke(launcher, shape, self._device)
+                for shape in set(shapes)
+                if isinstance(shape, StrokeShape)
+            }
+        except DeviceError as error:
+            log.warning("no kernel of a whole stroke", reason=str(error))
+            return
+        self._strokes = [kernels.get(shape) for shape in shapes]
+        strokes_us = time_in_graph_us(self._random_step(1))
+        if strokes_us >= products_us:
+            self._strokes = [None] * len(shapes)
+        log.info(
+            "kernel of a whole stroke",
+            is_chosen=strokes_us < products_us,
+            step_us=round(strokes_us, 1),
+            of_products_us=round(products_us, 1),
+        )
 
     def _step_sizes(self) -> list[int]:
         """Numbers of tokens whose steps together run every kernel."""

@@ -1,0 +1,82 @@
+"""Kernels in CUDA C++, compiled by NVRTC at the first start and kept in Triton's cache.
+
+For what Triton cannot express: warps of one program with different tasks, and waits between programs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from cuda.bindings import driver, nvrtc
+from triton.runtime.cache import get_cache_manager
+
+from services.channel.cuda_flags import check
+from services.common.errors import DeviceError
+
+
+class CudaKernel:
+    """A kernel of the current device, launched on the current stream before the kernel before it has ended.
+
+    It takes one struct. It waits by `griddepcontrol.wait` before it accesses what other kernels write.
+    """
+
+    def __init__(
+        self, source: Path, name: str, constants: Mapping[str, int], num_threads: int, shared_bytes: int
+    ) -> None:
+        """`constants`: macros of the source. Raises `DeviceError` when it cannot be compiled or loaded."""
+        self._image = ctypes.create_string_buffer(_compiled(source, constants))
+        self._module = check(driver.cuModuleLoadData(ctypes.addressof(self._image)))
+        self._kernel = check(driver.cuModuleGetFunction(self._module, name.encode()))
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        check(driver.cuFuncSetAttribute(self._kernel, attribute, shared_bytes))
+        self._launch = driver.CUlaunchConfig()
+        self._launch.gridDimX = self._launch.gridDimY = self._launch.gridDimZ = 1
+        self._launch.blockDimX, self._launch.blockDimY, self._launch.blockDimZ = num_threads, 1, 1
+        self._launch.sharedMemBytes = shared_bytes
+        overlaps = driver.CUlaunchAttribute()
+        overlaps.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        overlaps.value.programmaticStreamSerializationAllowed = 1
+        self._launch.attrs, self._launch.numAttrs = [overlaps], 1
+
+    def __call__(self, num_programs: int, params: ctypes.Structure) -> None:
+        """Enqueues the kernel, which gets a copy of `params`."""
+        self._launch.gridDimX = num_programs
+        self._launch.hStream = torch.cuda.current_stream().cuda_stream
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        check(driver.cuLaunchKernelEx(self._launch, self._kernel, ctypes.addressof(arguments), 0))
+
+
+def _compiled(source: Path, constants: Mapping[str, int]) -> bytes:
+    """The binary for the current device, from the cache if it is there."""
+    major, minor = torch.cuda.get_device_capability()
+    text = source.read_bytes()
+    options = [f"--gpu-architecture=sm_{major}{minor}{'a' if major >= 9 else ''}", "--std=c++17"]
+    options += [f"-D{name}={value}" for name, value in constants.items()]
+    _, *version = nvrtc.nvrtcVersion()
+    key = hashlib.sha256(repr((text, options, version)).encode()).hexdigest()
+    cache, file_name = get_cache_manager(key), f"{source.stem}.cubin"
+    cached = cache.get_file(file_name)
+    if cached is not None:
+        return Path(cached).read_bytes()
+    binary = _compile(text, source.name, options)
+    cache.put(binary, file_name, binary=True)
+    return binary
+
+
+def _compile(text: bytes, name: str, options: list[str]) -> bytes:
+    """Takes some seconds."""
+    program = check(nvrtc.nvrtcCreateProgram(text, name.encode(), 0, [], []))
+    encoded = [option.encode() for option in options]
+    error, *_ = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+    if int(error) != 0:
+        messages = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
+        check(nvrtc.nvrtcGetProgramLog(program, messages))
+        raise DeviceError(f"{name} cannot be compiled: {messages.decode().strip()}")
+    binary = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
+    check(nvrtc.nvrtcGetCUBIN(program, binary))
+    check(nvrtc.nvrtcDestroyProgram(program))
+    return binary

@@ -1,0 +1,146 @@
+"""What lies between two attention calls, for one row, as one kernel in CUDA C++ (`row_stroke.cu`), on Hopper.
+
+Between two kernels memory is idle for a moment, even if the second is launched before the first has ended. This kernel
+goes on copying weights while its programs wait for each other. Reference: `Middle.forward`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from services.common.families.shape import Activation
+from services.common.quantization.schemes import Activations, Element
+from services.dense_worker.kernels.cuda_source import CudaKernel
+from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.quantized.scaled_weight import ScaledWeight
+from services.dense_worker.kernels.norm.norm import RmsNorm
+from services.dense_worker.kernels.triton_launch import KernelLauncher
+from services.dense_worker.model.layer import AfterAttention, NormedQkv, SequentialResidual
+from services.dense_worker.model.mlp import GatedMlp
+from services.dense_worker.model.segments import Middle
+
+_FEATURES = 256  # that a warp multiplies at a time
+_NUM_WARPS = 8
+_STAGE_BYTES = 24 << 10
+_COUNTER_BYTES = 128  # a cache line for each
+
+
+@dataclass(frozen=True, slots=True)
+class StrokeShape:
+    """Sizes of the products' inputs and outputs, and how the weights are stored."""
+
+    hidden: int
+    attn: int
+    inner: int
+    qkv: int
+    is_fp8: bool
+
+
+class _Params(ctypes.Structure):
+    """The struct `Params` of the source."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("o", "gate_up", "down", "qkv")),
+        *((name, ctypes.c_void_p) for name in ("o_scales", "gate_up_scales", "down_scales", "qkv_scales")),
+        *((name, ctypes.c_void_p) for name in ("mlp_norm", "qkv_norm", "attn_out", "residual", "act", "qkv_out")),
+        ("arrivals", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class RowStroke:
+    """The kernel for segments of one shape, on one stream: launches share a workspace and the programs' counters."""
+
+    def __init__(self, launcher: KernelLauncher, shape: StrokeShape, device: torch.device) -> None:
+        """Compiles the kernel, unless the cache has it. Raises `DeviceError`."""
+        self.shape, self._num_sms = shape, launcher.num_sms
+        width = 1 if shape.is_fp8 else 2
+        row = shape.hidden * width
+        stage_bytes = max(_STAGE_BYTES // row * row, row, shape.inner * width, shape.attn * width)
+        most = max(2 * -(-shape.inner // self._num_sms), -(-max(shape.qkv, shape.hidden) // self._num_sms))
+        own = most * (_NUM_WARPS + 1) * 4 + 2 * _NUM_WARPS * 4 + 256  # sums and barriers
+        num_stages = min((launcher.shared_memory_bytes - own) // stage_bytes, 16)
+        constants = {
+            "HIDDEN": shape.hidden,
+            "ATTN": shape.attn,
+            "INNER": shape.inner,
+            "QKV": shape.qkv,
+            "IS_FP8": int(shape.is_fp8),
+            "NUM_WARPS": _NUM_WARPS,
+            "NUM_STAGES": num_stages,
+            "STAGE_BYTES": stage_bytes,
+            "MAX_ROWS": most,
+        }
+        source = Path(__file__).with_name("row_stroke.cu")
+        shared_bytes = own + num_stages * stage_bytes
+        self._kernel = CudaKernel(source, "row_stroke", constants, (_NUM_WARPS + 1) * 32, shared_bytes)
+        self._act = torch.empty(shape.inner, dtype=torch.bfloat16, device=device)
+        self._arrivals = torch.zeros(3 * _COUNTER_BYTES, dtype=torch.uint8, device=device)
+
+    def __call__(
+        self,
+        segment: Middle,
+        attn_out: torch.Tensor,  # [1, attn]
+        residual: torch.Tensor,  # [1, hidden]: added to in place
+        qkv_out: torch.Tensor,  # [1, qkv]: written
+    ) -> None:
+        """Like `Middle.forward`, of a segment for which `shape_of` gives this shape."""
+        params = _Params(arrivals=self._arrivals.data_ptr(), act=self._act.data_ptr())
+        after, before = segment.after, segment.before
+        linears = {"o": after.o, "gate_up": after.mlp.gate_up, "down": after.mlp.down, "qkv": before.qkv}
+        for name, linear in linears.items():
+            setattr(params, name, linear.weight.matrix.data.data_ptr())
+            if self.shape.is_fp8:
+                setattr(params, f"{name}_scales", linear.weight.scale.data.data_ptr())
+        params.mlp_norm, params.qkv_norm = after.mlp.norm.weight.data.data_ptr(), before.norm.weight.data.data_ptr()
+        params.eps = before.norm.eps
+        params.attn_out, params.residual = attn_out.data_ptr(), residual.data_ptr()
+        params.qkv_out = qkv_out.data_ptr()
+        self._kernel(self._num_sms, params)
+
+
+def shape_of(segment: Middle, launcher: KernelLauncher, dtype: torch.dtype) -> StrokeShape | str:
+    """The shape for which there is a kernel, or why there is none for this segment."""
+    if not launcher.is_hopper:
+        return "the GPU is not of compute capability 9"
+    if dtype != torch.bfloat16:
+        return f"the model's dtype is {dtype}, the kernel needs bfloat16"
+    after, before = segment.after, segment.before
+    if not _is_llama(after) or not isinstance(before, NormedQkv) or before.head_norms is not None:
+        return "the layers are not those of Llama"
+    norms = after.mlp.norm, before.norm
+    if not all(isinstance(norm, RmsNorm) for norm in norms) or norms[0].eps != norms[1].eps:
+        return "the norms are not RMSNorm with one eps"
+    linears = after.o, after.mlp.gate_up, after.mlp.down, before.qkv
+    if any(linear.bias is not None for linear in linears):
+        return "a layer has a bias"
+    is_fp8 = all(_is_fp8(linear) for linear in linears)
+    if not is_fp8 and not all(isinstance(linear.weight, PlainWeight) for linear in linears):
+        return "the weights are neither bfloat16 nor FP8 with scales of rows and tokens"
+    sizes = [linear.in_features for linear in linears]
+    if any(size % _FEATURES for size in sizes):
+        return f"in_features are {sizes}, the kernel needs multiples of {_FEATURES}"
+    outputs = [linear.out_features // (1 + (linear is after.mlp.gate_up)) for linear in linears]
+    if any(size > launcher.num_sms * _NUM_WARPS * 32 for size in outputs):
+        return f"out_features are {outputs}, a program has no threads for so many rows"
+    return StrokeShape(sizes[1], sizes[0], sizes[2], outputs[3], is_fp8)
+
+
+def _is_llama(after: AfterAttention) -> bool:
+    if not isinstance(after, SequentialResidual) or not isinstance(after.mlp, GatedMlp):
+        return False
+    is_normed = after.norm_after_attention is not None or after.norm_after_mlp is not None
+    is_scaled = after.multiplier != 1.0 or after.added_input is not None or after.layer_scalar is not None
+    return not is_normed and not is_scaled and after.mlp.activation is Activation.SILU
+
+
+def _is_fp8(linear: Linear) -> bool:
+    weight = linear.weight
+    if not isinstance(weight, ScaledWeight) or weight.element is not Element.FP8:
+        return False
+    return weight.activations is Activations.TOKEN and weight.max_activation is None

@@ -1,0 +1,146 @@
+"""The kernel of a whole stroke of one row against its formula in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from services.common.model_config import ModelConfig, RopeConfig
+from services.common.quantization.schemes import on_the_fly_fp8
+from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.model.segments import Middle, segments_of
+from services.dense_worker.model.weights import random_weights
+from tests.gpu.dense.operands import EPS, rms_norm
+
+pytest.importorskip("triton", reason="needs triton")
+pytest.importorskip("cuda.bindings", reason="needs the CUDA driver")
+
+from services.dense_worker.kernels.stroke.row_stroke import RowStroke, StrokeShape, shape_of
+from services.dense_worker.kernels.triton_launch import KernelLauncher
+
+# ‖out − exact‖ / ‖exact‖: each of six operators in a row rounds to 2^-9, FP8 rounds inputs to 2^-4.
+TOLERANCES = {"plain": 1e-2, "fp8": 6e-2}
+# Fewer and more rows than programs, a remainder of rows in stages and programs, sizes that warps do not share evenly.
+SHAPES = {"small": (256, 256, 512, 2, 64), "uneven": (768, 1024, 2816, 8, 128), "7b": (4096, 4096, 11008, 32, 128)}
+LLAMA = ModelConfig(
+    family="llama",
+    vocab_size=128,
+    hidden_size=256,
+    intermediate_size=512,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    norm_eps=EPS,
+    tie_word_embeddings=False,
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    sliding_windows=(None,) * 2,
+    max_position_embeddings=64,
+    rope=RopeConfig("default", 10000.0, 32, 64),
+    eos_token_ids=(),
+    checkpoint_dtype="float32",
+)
+
+
+@pytest.fixture
+def launcher() -> KernelLauncher:
+    launcher = KernelLauncher(torch.device("cuda"))
+    if not launcher.is_hopper:
+        pytest.skip("the kernel needs compute capability 9")
+    return launcher
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("weights", TOLERANCES)
+def test_stroke_computes_the_segment_again_and_again(launcher: KernelLauncher, weights: str, shape: str) -> None:
+    """Also in a graph, where each launch begins before the one before has ended."""
+    hidden, attn, inner, num_kv_heads, head_dim = SHAPES[shape]
+    config = replace(
+        LLAMA,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_heads=attn // head_dim,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        quantization=on_the_fly_fp8() if weights == "fp8" else None,
+    )
+    segment = make_segment(config)
+    found_shape = shape_of(segment, launcher, torch.bfloat16)
+    assert isinstance(found_shape, StrokeShape), found_shape
+    stroke = RowStroke(launcher, found_shape, torch.device("cuda"))
+    inputs = [randn(attn) for _ in range(4)]
+    residuals = [randn(hidden) for _ in inputs]
+    outputs = [torch.full((1, config.qkv_size), torch.nan, dtype=torch.bfloat16, device="cuda") for _ in inputs]
+    exact = [exact_stroke(segment, x, residual) for x, residual in zip(inputs, residuals, strict=True)]
+    befores = [residual.clone() for residual in residuals]
+
+    def run() -> None:
+        for x, residual, out in zip(inputs, residuals, outputs, strict=True):
+            stroke(segment, x, residual, out)
+
+    run()
+    first = [out.clone() for out in (*outputs, *residuals)]
+    for out, residual, (exact_qkv, exact_residual) in zip(outputs, residuals, exact, strict=True):
+        assert error(out, exact_qkv) < TOLERANCES[weights]
+        assert error(residual, exact_residual) < TOLERANCES[weights]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(20):
+        for residual, before in zip(residuals, befores, strict=True):
+            residual.copy_(before)
+        for out in outputs:
+            out.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(out, expected) for out, expected in zip((*outputs, *residuals), first, strict=True))
+
+
+@pytest.mark.gpu
+def test_no_stroke_leaves_out_a_part_of_a_layer(launcher: KernelLauncher) -> None:
+    for config in (
+        replace(LLAMA, qkv_bias=True),
+        replace(LLAMA, o_bias=True),
+        replace(LLAMA, qk_norm=True, family="qwen3"),
+        replace(LLAMA, intermediate_size=520),
+    ):
+        assert isinstance(shape_of(make_segment(config), launcher, torch.bfloat16), str)
+    assert isinstance(shape_of(make_segment(LLAMA), launcher, torch.float16), str)
+
+
+def make_segment(config: ModelConfig) -> Middle:
+    weights = random_weights(config, torch.bfloat16, torch.device("cuda"), seed=0)
+    for name, tensor in weights.named_tensors():
+        if name.endswith("norm"):
+            tensor.normal_(mean=1.0, std=0.2)
+    return segments_of(weights).middle[0]
+
+
+def randn(size: int) -> torch.Tensor:
+    return torch.randn(1, size, device="cuda").to(torch.bfloat16)
+
+
+def exact_stroke(segment: Middle, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    mlp = segment.after.mlp
+    residual = residual.double() + F.linear(x.double(), matrix(segment.after.o))
+    gate, up = F.linear(rms_norm(residual, mlp.norm.weight.data), matrix(mlp.gate_up)).chunk(2, dim=1)
+    residual = residual + F.linear(F.silu(gate) * up, matrix(mlp.down))
+    return F.linear(rms_norm(residual, segment.before.norm.weight.data), matrix(segment.before.qkv)), residual
+
+
+def matrix(linear: Linear) -> torch.Tensor:
+    weight = linear.weight
+    if isinstance(weight, PlainWeight):
+        return weight.matrix.data.double()
+    return weight.matrix.data.double() * weight.scale.data.double()[:, None]
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((found.double() - exact).norm() / exact.norm()).item()
