@@ -140,6 +140,15 @@ __device__ __forceinline__ float product(Weights w, const Features& x) {
 
 #endif
 
+// ---- the ring
+
+struct Turn {
+    u32 stage = 0, parity = 0;  // of the round through the ring
+    __device__ __forceinline__ void advance() {
+        if (++stage == NUM_STAGES) stage = 0, parity ^= 1;
+    }
+};
+
 // ---- the warp that copies
 
 struct Rows {
@@ -153,13 +162,13 @@ struct Rows {
 template <int IN> constexpr int ROWS_OF_STAGE = STAGE_BYTES / (IN * (int)sizeof(Weight));
 
 struct Copies {
-    u32 ring, full, empty, turn = 0;
+    u32 ring, full, empty;
+    Turn turn;
 
     template <int IN> __device__ void rows(const Weight* first_row, int count) {
-        u32 stage = turn % NUM_STAGES;
-        wait_barrier(empty + stage * 8, turn / NUM_STAGES % 2 ^ 1);
-        copy(ring + stage * STAGE_BYTES, first_row, count * IN * sizeof(Weight), full + stage * 8);
-        turn++;
+        wait_barrier(empty + turn.stage * 8, turn.parity ^ 1);
+        copy(ring + turn.stage * STAGE_BYTES, first_row, count * IN * sizeof(Weight), full + turn.stage * 8);
+        turn.advance();
     }
     template <int IN> __device__ void all(const Weight* matrix, Rows rows_of_program) {
         constexpr int ROWS = ROWS_OF_STAGE<IN>;
@@ -192,7 +201,8 @@ template <int IN> struct Prepared {
 
 struct Warps {
     Shared* shared;
-    u32 ring, full, empty, turn = 0;
+    u32 ring, full, empty;
+    Turn turn;
     int thread = threadIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_syncs = 0;
 
     template <int IN> __device__ __forceinline__ Row<IN> load(const u16* from) {
@@ -259,10 +269,8 @@ struct Warps {
     // Multiplies the rows of the next stage, and puts each sum of this warp's features to `first_sum` and later.
     template <int IN> __device__ __forceinline__ void take(const Prepared<IN>& x, int count, int first_sum) {
         constexpr int ROWS = ROWS_OF_STAGE<IN>, PER_WARP = Row<IN>::PER_WARP;
-        u32 stage = turn % NUM_STAGES;
-        wait_barrier(full + stage * 8, turn / NUM_STAGES % 2);
-        turn++;
-        u32 from = ring + stage * STAGE_BYTES + lane * 8 * sizeof(Weight);
+        wait_barrier(full + turn.stage * 8, turn.parity);
+        u32 from = ring + turn.stage * STAGE_BYTES + lane * 8 * sizeof(Weight);
         Weights w[ROWS][PER_WARP];
 #pragma unroll
         for (int row = 0; row < ROWS; row++)
@@ -273,7 +281,8 @@ struct Warps {
                 w[row][i] = is_part ? load_weights(from + (row * IN + part * FEATURES) * sizeof(Weight)) : Weights();
             }
         __syncwarp();
-        if (!lane) arrive(empty + stage * 8);  // before the products, so that the next copy begins early
+        if (!lane) arrive(empty + turn.stage * 8);  // before the products, so that the next copy begins early
+        turn.advance();
         float sums[ROWS];
 #pragma unroll
         for (int row = 0; row < ROWS; row++) {

@@ -27,6 +27,8 @@ from services.dense_worker.model.segments import Middle
 _FEATURES = 256  # that a warp multiplies at a time
 _NUM_WARPS = 8
 _STAGE_BYTES = 24 << 10
+_RING_BYTES = 192 << 10  # which leaves attention's programs some room beside it
+_MAX_IN_FEATURES = 32768
 _COUNTER_BYTES = 128  # a cache line for each
 
 
@@ -64,7 +66,7 @@ class RowStroke:
         stage_bytes = max(_STAGE_BYTES // row * row, row, shape.inner * width, shape.attn * width)
         most = max(2 * -(-shape.inner // self._num_sms), -(-max(shape.qkv, shape.hidden) // self._num_sms))
         own = most * (_NUM_WARPS + 1) * 4 + 2 * _NUM_WARPS * 4 + 256  # sums and barriers
-        num_stages = min((launcher.shared_memory_bytes - own) // stage_bytes, 16)
+        num_stages = _RING_BYTES // stage_bytes
         constants = {
             "HIDDEN": shape.hidden,
             "ATTN": shape.attn,
@@ -125,6 +127,8 @@ def shape_of(segment: Middle, launcher: KernelLauncher, dtype: torch.dtype) -> S
     sizes = [linear.in_features for linear in linears]
     if any(size % _FEATURES for size in sizes):
         return f"in_features are {sizes}, the kernel needs multiples of {_FEATURES}"
+    if max(sizes) > _MAX_IN_FEATURES:
+        return f"in_features are {sizes}, at most {_MAX_IN_FEATURES} fit into registers"
     outputs = [linear.out_features // (1 + (linear is after.mlp.gate_up)) for linear in linears]
     if any(size > launcher.num_sms * _NUM_WARPS * 32 for size in outputs):
         return f"out_features are {outputs}, a program has no threads for so many rows"
