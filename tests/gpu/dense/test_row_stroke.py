@@ -104,6 +104,30 @@ def test_stroke_computes_the_segment_again_and_again(launcher: KernelLauncher, w
 
 
 @pytest.mark.gpu
+def test_strokes_of_several_streams_all_end(launcher: KernelLauncher) -> None:
+    """Programs of one stroke wait for each other: no other may take the places of those that have not begun."""
+    segment = make_segment(replace(LLAMA, hidden_size=1024, intermediate_size=4096))
+    shape = shape_of(segment, launcher, torch.bfloat16)
+    assert isinstance(shape, StrokeShape), shape
+    x, before = randn(shape.attn), randn(shape.hidden)
+    found = []
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    strokes = [RowStroke(launcher, shape, torch.device("cuda")) for _ in streams]
+    torch.cuda.synchronize()
+    for _ in range(200):
+        for stream, stroke in zip(streams, strokes, strict=True):
+            with torch.cuda.stream(stream):
+                residual = before.clone()
+                out = torch.empty(1, shape.qkv, dtype=torch.bfloat16, device="cuda")
+                stroke(segment, x, residual, out)
+                found.append(out)
+    torch.cuda.synchronize()
+    exact_qkv, _ = exact_stroke(segment, x, before)
+    assert error(found[0], exact_qkv) < TOLERANCES["plain"]
+    assert all(torch.equal(out, found[0]) for out in found)
+
+
+@pytest.mark.gpu
 def test_no_stroke_leaves_out_a_part_of_a_layer(launcher: KernelLauncher) -> None:
     for config in (
         replace(LLAMA, qkv_bias=True),
