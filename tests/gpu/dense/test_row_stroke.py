@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.gpu.dense.operands import EPS, rms_norm
 pytest.importorskip("triton", reason="needs triton")
 pytest.importorskip("cuda.bindings", reason="needs the CUDA driver")
 
+from services.dense_worker.backends import cuda_backend
 from services.dense_worker.kernels.stroke.row_stroke import RowStroke, StrokeShape, shape_of
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
@@ -125,6 +127,35 @@ def test_strokes_of_several_streams_all_end(launcher: KernelLauncher) -> None:
     exact_qkv, _ = exact_stroke(segment, x, before)
     assert error(found[0], exact_qkv) < TOLERANCES["plain"]
     assert all(torch.equal(out, found[0]) for out in found)
+
+
+@pytest.mark.gpu
+def test_backend_has_strokes_for_one_row_where_they_are_faster(
+    launcher: KernelLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(LLAMA, num_layers=3, sliding_windows=(None,) * 3)
+    weights = random_weights(config, torch.bfloat16, torch.device("cuda"), seed=0)
+    step_us = iter([2.0, 1.0, 1.0, 2.0])
+    monkeypatch.setattr(cuda_backend, "time_in_graph_us", lambda run: next(step_us))
+    with_strokes, without = (cuda_backend.CudaBackend(weights, config, max_num_tokens=8) for _ in range(2))
+    num_strokes = 0
+    run_stroke = RowStroke.__call__
+
+    def count(self: RowStroke, *arguments: Any) -> None:
+        nonlocal num_strokes
+        num_strokes += 1
+        run_stroke(self, *arguments)
+
+    monkeypatch.setattr(RowStroke, "__call__", count)
+    for num_tokens in (1, 2):
+        x, residual = randn(config.attn_size).repeat(num_tokens, 1), randn(config.hidden_size).repeat(num_tokens, 1)
+        results = []
+        for backend in (with_strokes, without):
+            qkv = torch.full((num_tokens, config.qkv_size), torch.nan, dtype=torch.bfloat16, device="cuda")
+            results.append((backend.middle(1, x, residual.clone(), qkv), qkv))
+        for found, expected in zip(*results, strict=True):
+            assert error(found, expected.double()) < TOLERANCES["plain"]
+        assert num_strokes == 1
 
 
 @pytest.mark.gpu

@@ -106,6 +106,7 @@ class _Launcher:
 
     num_sms = NUM_SMS
     shared_memory_bytes = SHARED_MEMORY_BYTES
+    is_hopper = False
 
     def __init__(self, device: torch.device) -> None:
         pass
