@@ -26,10 +26,12 @@ from services.dense_worker.model.segments import Middle
 
 _FEATURES = 256  # that a warp multiplies at a time
 _NUM_WARPS = 8
-_STAGE_BYTES = 24 << 10
+_MAX_STAGE_BYTES = 32 << 10
+_MAX_STAGE_ROWS = 16  # which a thread multiplies in registers
+_MAX_STAGES = 16
 _RING_BYTES = 192 << 10  # which leaves attention's programs some room beside it
 _MAX_IN_FEATURES = 32768
-_COUNTER_BYTES = 128  # a cache line for each
+_NONE = -1  # the bits of a place that has no result yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +51,22 @@ class _Params(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("o", "gate_up", "down", "qkv")),
         *((name, ctypes.c_void_p) for name in ("o_scales", "gate_up_scales", "down_scales", "qkv_scales")),
-        *((name, ctypes.c_void_p) for name in ("mlp_norm", "qkv_norm", "attn_out", "residual", "act", "qkv_out")),
-        ("arrivals", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("mlp_norm", "qkv_norm", "attn_out", "residual", "qkv_out")),
+        *((name, ctypes.c_void_p) for name in ("exchanged", "half")),
         ("eps", ctypes.c_float),
     ]
 
 
 class RowStroke:
-    """The kernel for segments of one shape, on one stream: launches share a workspace and the programs' counters."""
+    """The kernel for segments of one shape, on one stream: launches share the places of results."""
 
     def __init__(self, launcher: KernelLauncher, shape: StrokeShape, device: torch.device) -> None:
         """Compiles the kernel, unless the cache has it. Raises `DeviceError`."""
         self.shape, self._num_sms = shape, launcher.num_sms
-        width = 1 if shape.is_fp8 else 2
-        row = shape.hidden * width
-        stage_bytes = max(_STAGE_BYTES // row * row, row, shape.inner * width, shape.attn * width)
+        stage_bytes = _choose_stage_bytes(shape)
         most = max(2 * -(-shape.inner // self._num_sms), -(-max(shape.qkv, shape.hidden) // self._num_sms))
-        own = most * (_NUM_WARPS + 1) * 4 + 2 * _NUM_WARPS * 4 + 256  # sums and barriers
-        num_stages = _RING_BYTES // stage_bytes
+        own = most * (_NUM_WARPS + 1) * 4 + 2 * _NUM_WARPS * 4 + 16 * _MAX_STAGES  # sums and barriers
+        num_stages = min(_RING_BYTES // stage_bytes, _MAX_STAGES)
         constants = {
             "HIDDEN": shape.hidden,
             "ATTN": shape.attn,
@@ -81,8 +81,8 @@ class RowStroke:
         source = Path(__file__).with_name("row_stroke.cu")
         shared_bytes = own + num_stages * stage_bytes
         self._kernel = CudaKernel(source, "row_stroke", constants, (_NUM_WARPS + 1) * 32, shared_bytes)
-        self._act = torch.empty(shape.inner, dtype=torch.bfloat16, device=device)
-        self._arrivals = torch.zeros(3 * _COUNTER_BYTES, dtype=torch.uint8, device=device)
+        self._exchanged = torch.full((2, 2 * shape.hidden + shape.inner), _NONE, dtype=torch.int16, device=device)
+        self._half = torch.zeros(1, dtype=torch.int32, device=device)
 
     def __call__(
         self,
@@ -92,7 +92,7 @@ class RowStroke:
         qkv_out: torch.Tensor,  # [1, qkv]: written
     ) -> None:
         """Like `Middle.forward`, of a segment for which `shape_of` gives this shape."""
-        params = _Params(arrivals=self._arrivals.data_ptr(), act=self._act.data_ptr())
+        params = _Params(exchanged=self._exchanged.data_ptr(), half=self._half.data_ptr())
         after, before = segment.after, segment.before
         linears = {"o": after.o, "gate_up": after.mlp.gate_up, "down": after.mlp.down, "qkv": before.qkv}
         for name, linear in linears.items():
@@ -104,6 +104,16 @@ class RowStroke:
         params.attn_out, params.residual = attn_out.data_ptr(), residual.data_ptr()
         params.qkv_out = qkv_out.data_ptr()
         self._kernel(self._num_sms, params)
+
+
+def _choose_stage_bytes(shape: StrokeShape) -> int:
+    """Whole rows of hidden_size, and of the widest product with as little room left as possible."""
+    width = 1 if shape.is_fp8 else 2
+    row, widest = shape.hidden * width, max(shape.hidden, shape.attn, shape.inner) * width
+    fewest = -(-widest // row)
+    most = max(min(_MAX_STAGE_BYTES // row, _MAX_STAGE_ROWS), fewest)
+    sizes = [row * num_rows for num_rows in range(fewest, most + 1)]
+    return max(sizes, key=lambda size: (size // widest * widest / size, size))
 
 
 def shape_of(segment: Middle, launcher: KernelLauncher, dtype: torch.dtype) -> StrokeShape | str:
