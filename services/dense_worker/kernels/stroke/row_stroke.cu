@@ -5,6 +5,9 @@
 // products into a ring in shared memory, as fast as the other warps take them: weights depend on nothing, so the copies
 // go on while programs wait for each other between two products. Reference: `Middle.forward` (model/segments.py).
 //
+// A result says itself that it is there: until then its place has bits that no result has. A counter of programs alone
+// would need fences, and a fence waits for all copies under way. So the counter only tells when to look.
+//
 // Compiled with HIDDEN, ATTN, INNER and QKV (sizes of the vectors, multiples of 256), NUM_WARPS, NUM_STAGES, STAGE_BYTES,
 // MAX_ROWS (rows of a product that a program has), IS_FP8.
 
@@ -21,14 +24,17 @@ typedef u16 Weight;
 constexpr int NUM_THREADS = NUM_WARPS * 32;  // that compute
 constexpr int FEATURES = 256;  // of a row that a warp multiplies at a time
 constexpr int MAX_POLLS = 1 << 22;  // a few seconds
+constexpr u16 NONE = 0xffff;  // no result yet: a NaN that no conversion to bfloat16 gives
+constexpr int NUM_EXCHANGED = HIDDEN + INNER + HIDDEN;  // results of three products that all programs read
 
 struct Params {
+    u16* exchanged;  // [2, NUM_EXCHANGED], at first all NONE. A launch fills one half and empties the other.
+    u32 *launches, *arrivals;  // counters: of launches that have ended, and of programs that ended one of three products
     const Weight *o, *gate_up, *down, *qkv;  // [rows, features]
     const float *o_scales, *gate_up_scales, *down_scales, *qkv_scales;  // [rows], of FP8
     const u16 *mlp_norm, *qkv_norm;  // [HIDDEN]
     const u16* attn_out;  // [ATTN]
-    u16 *residual, *act, *qkv_out;  // [HIDDEN], which is added to; [INNER], a workspace; [QKV]
-    u32* arrivals;  // three counters, 128 bytes apart; 0 before the first launch and after each
+    u16 *residual, *qkv_out;  // [HIDDEN], which is added to; [QKV]
     float eps;
 };
 
@@ -79,14 +85,22 @@ __device__ __forceinline__ float rounded(float value) { return lower(to_bfloat16
 // What other programs write is read past the first-level cache.
 __device__ __forceinline__ uint4 load_8(const u16* from) {
     uint4 v;
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
     return v;
 }
 __device__ __forceinline__ float load_1(const u16* from) {
     u16 bits;
-    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(bits) : "l"(from) : "memory");
+    asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(bits) : "l"(from) : "memory");
     return lower(bits);
+}
+__device__ __forceinline__ void store_1(u16* to, u16 bits) {
+    asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(to), "h"(bits) : "memory");
+}
+
+__device__ __forceinline__ u32 has_none(u32 pair) { return (~pair - 0x00010001u) & pair & 0x80008000u; }
+__device__ __forceinline__ bool is_there(uint4 v) {
+    return !(has_none(v.x) | has_none(v.y) | has_none(v.z) | has_none(v.w));
 }
 
 // ---- eight weights times eight features
@@ -159,6 +173,8 @@ struct Rows {
     }
 };
 
+__device__ constexpr int next_power_of_2(int n) { return n <= 1 ? 1 : 2 * next_power_of_2((n + 1) / 2); }
+
 template <int IN> constexpr int ROWS_OF_STAGE = STAGE_BYTES / (IN * (int)sizeof(Weight));
 
 struct Copies {
@@ -203,18 +219,50 @@ struct Warps {
     Shared* shared;
     u32 ring, full, empty;
     Turn turn;
-    int thread = threadIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_syncs = 0;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    u32 *arrivals, num_awaited;  // arrivals before the next of this program
 
-    template <int IN> __device__ __forceinline__ Row<IN> load(const u16* from) {
+    template <int IN> __device__ __forceinline__ Row<IN> load(const u16* from) { return load<IN>(from, false); }
+
+    // Waits for results of all programs. Behind it all of them have begun, and have read what came before.
+    template <int IN> __device__ __forceinline__ Row<IN> await(const u16* from) {
+        sync_warps();
+        num_awaited += gridDim.x;
+        if (!threadIdx.x) {
+            u32 value, num_polls = 0;
+            asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(arrivals) : "memory");
+            do {
+                asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(arrivals) : "memory");
+                if (++num_polls > MAX_POLLS) __trap();
+            } while ((int)(value - num_awaited) < 0);
+        }
+        sync_warps();
+        Row<IN> row = load<IN>(from, true);
+        sync_warps();
+        return row;
+    }
+
+    __device__ __forceinline__ uint4 await(uint4 v, const u16* from) {
+        for (u32 num_polls = 0; !is_there(v); v = load_8(from))
+            if (++num_polls > MAX_POLLS) __trap();
+        return v;
+    }
+
+    template <int IN> __device__ __forceinline__ Row<IN> load(const u16* from, bool awaits) {
+        constexpr int PER_WARP = Row<IN>::PER_WARP;
+        uint4 v[PER_WARP];
+#pragma unroll
+        for (int i = 0; i < PER_WARP; i++) {
+            int part = i * NUM_WARPS + warp;
+            v[i] = part < Row<IN>::NUM ? load_8(from + part * FEATURES + lane * 8) : make_uint4(0, 0, 0, 0);
+        }
         Row<IN> row;
 #pragma unroll
-        for (int i = 0; i < Row<IN>::PER_WARP; i++) {
-            int part = i * NUM_WARPS + warp;
-            uint4 v = make_uint4(0, 0, 0, 0);
-            if (part < Row<IN>::NUM) v = load_8(from + part * FEATURES + lane * 8);
+        for (int i = 0; i < PER_WARP; i++) {
+            if (awaits) v[i] = await(v[i], from + (i * NUM_WARPS + warp) * FEATURES + lane * 8);
             float* x = row.values + i * 8;
-            x[0] = lower(v.x), x[1] = upper(v.x), x[2] = lower(v.y), x[3] = upper(v.y);
-            x[4] = lower(v.z), x[5] = upper(v.z), x[6] = lower(v.w), x[7] = upper(v.w);
+            x[0] = lower(v[i].x), x[1] = upper(v[i].x), x[2] = lower(v[i].y), x[3] = upper(v[i].y);
+            x[4] = lower(v[i].z), x[5] = upper(v[i].z), x[6] = lower(v[i].w), x[7] = upper(v[i].w);
         }
         return row;
     }
@@ -283,20 +331,28 @@ struct Warps {
         __syncwarp();
         if (!lane) arrive(empty + turn.stage * 8);  // before the products, so that the next copy begins early
         turn.advance();
-        float sums[ROWS];
-#pragma unroll
-        for (int row = 0; row < ROWS; row++) {
-            sums[row] = 0;
-#pragma unroll
-            for (int i = 0; i < PER_WARP; i++) sums[row] += product(w[row][i], x.features[i]);
-        }
-#pragma unroll
-        for (int other = 16; other; other /= 2)
-#pragma unroll
-            for (int row = 0; row < ROWS; row++) sums[row] += __shfl_xor_sync(~0u, sums[row], other);
+        constexpr int PADDED = next_power_of_2(ROWS);
+        float sums[PADDED] = {};
 #pragma unroll
         for (int row = 0; row < ROWS; row++)
-            if (!lane && row < count) shared->sums[first_sum + row][warp] = sums[row];  // beyond, rows are of before
+#pragma unroll
+            for (int i = 0; i < PER_WARP; i++) sums[row] += product(w[row][i], x.features[i]);
+        // Threads exchange halves of the rows until each has the sum of one: fewer exchanges than of all rows each time.
+        int row = 0, other = 16;
+#pragma unroll
+        for (int num = PADDED / 2; num; num /= 2, other /= 2) {
+            bool is_upper = lane & other;
+            row = row * 2 + is_upper;
+#pragma unroll
+            for (int i = 0; i < num; i++) {
+                float given = is_upper ? sums[i] : sums[i + num], kept = is_upper ? sums[i + num] : sums[i];
+                sums[i] = kept + __shfl_xor_sync(~0u, given, other);
+            }
+        }
+        bool is_first = lane % (other * 2) == 0;  // of those that sum the row
+#pragma unroll
+        for (; other; other /= 2) sums[0] += __shfl_xor_sync(~0u, sums[0], other);
+        if (is_first && row < min(ROWS, count)) shared->sums[first_sum + row][warp] = sums[0];
     }
 
     template <int IN> __device__ __forceinline__ void multiply(const Prepared<IN>& x, int count) {
@@ -324,23 +380,6 @@ struct Warps {
         sum = sum * x.scale * scale;
 #endif
         return rounded(sum);
-    }
-
-    // Waits until all programs have come here. What they have stored is seen behind it.
-    __device__ __forceinline__ void sync_programs(u32* arrivals) {
-        sync_warps();
-        if (!thread) {
-            u32 *counter = arrivals + num_syncs % 3 * 32, value, num_polls = 0;
-            asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
-            do {
-                asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
-                if (++num_polls > MAX_POLLS) __trap();
-            } while (value < gridDim.x);
-            // All programs have left the sync before this one, whose counter can be used again.
-            if (!blockIdx.x) arrivals[(num_syncs + 2) % 3 * 32] = 0;
-        }
-        num_syncs++;
-        sync_warps();
     }
 };
 
@@ -382,42 +421,56 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS + 32, 1) row_stroke(con
     const float qkv_scale = scale_of(p.qkv_scales, is_qkv, qkv.first + row);
     asm volatile("griddepcontrol.wait;" ::: "memory");
 
+    u32 num_launches;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(num_launches) : "l"(p.launches) : "memory");
+    warps.arrivals = p.arrivals, warps.num_awaited = num_launches * 3 * gridDim.x;
+    const u32 half = num_launches % 2;
+    u16 *summed = p.exchanged + half * NUM_EXCHANGED, *act = summed + HIDDEN, *summed_again = act + INNER;
+    {
+        // The next launch fills the other half, which the launch before this one has left full.
+        u16* other = p.exchanged + (half ^ 1) * NUM_EXCHANGED;
+        if (is_hidden) {
+            store_1(other + hidden.first + row, NONE);
+            store_1(other + HIDDEN + INNER + hidden.first + row, NONE);
+        }
+        if (is_inner) store_1(other + HIDDEN + inner.first + row, NONE);
+    }
+
     float residual = is_hidden ? load_1(p.residual + hidden.first + row) : 0;
     {
         auto x = warps.prepare(warps.load<ATTN>(p.attn_out));
         warps.multiply(x, hidden.count);
         if (is_hidden) {
             residual = rounded(warps.sum(x, row, o_scale) + residual);
-            p.residual[hidden.first + row] = to_bfloat16(residual);
+            store_1(summed + hidden.first + row, to_bfloat16(residual));
         }
     }
-    auto gain = warps.load<HIDDEN>(p.mlp_norm);
-    warps.sync_programs(p.arrivals);
-    // Now all programs run. Those of the next kernel, which wait for this one, can no longer take their places.
-    if (!threadIdx.x) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     {
-        auto values = warps.load<HIDDEN>(p.residual);
+        auto gain = warps.load<HIDDEN>(p.mlp_norm);
+        auto values = warps.await<HIDDEN>(summed);
+        // Now all programs run. Those of the next kernel, which wait for this one, can no longer take their places.
+        if (!threadIdx.x) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
         warps.normalize(values, gain, p.eps);
         auto x = warps.prepare(values);
         warps.multiply_both(x, inner.count);
         if (is_inner) {
             float gate = warps.sum(x, row, gate_scale), up = warps.sum(x, inner.count + row, up_scale);
-            p.act[inner.first + row] = to_bfloat16(rounded(gate / (1 + __expf(-gate))) * up);
+            store_1(act + inner.first + row, to_bfloat16(rounded(gate / (1 + __expf(-gate))) * up));
         }
     }
-    warps.sync_programs(p.arrivals);
     {
-        auto x = warps.prepare(warps.load<INNER>(p.act));
+        auto x = warps.prepare(warps.await<INNER>(act));
         warps.multiply(x, hidden.count);
         if (is_hidden) {
             residual = rounded(warps.sum(x, row, down_scale) + residual);
+            store_1(summed_again + hidden.first + row, to_bfloat16(residual));
             p.residual[hidden.first + row] = to_bfloat16(residual);
         }
     }
-    gain = warps.load<HIDDEN>(p.qkv_norm);
-    warps.sync_programs(p.arrivals);
     {
-        auto values = warps.load<HIDDEN>(p.residual);
+        auto gain = warps.load<HIDDEN>(p.qkv_norm);
+        auto values = warps.await<HIDDEN>(summed_again);
+        if (!blockIdx.x && !threadIdx.x) *p.launches = num_launches + 1;  // all programs have read it
         warps.normalize(values, gain, p.eps);
         auto x = warps.prepare(values);
         warps.multiply(x, qkv.count);

@@ -32,6 +32,7 @@ _MAX_STAGES = 16
 _RING_BYTES = 192 << 10  # which leaves attention's programs some room beside it
 _MAX_IN_FEATURES = 32768
 _NONE = -1  # the bits of a place that has no result yet
+_COUNTER_BYTES = 128  # a cache line for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,10 @@ class _Params(ctypes.Structure):
     """The struct `Params` of the source."""
 
     _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("exchanged", "launches", "arrivals")),
         *((name, ctypes.c_void_p) for name in ("o", "gate_up", "down", "qkv")),
         *((name, ctypes.c_void_p) for name in ("o_scales", "gate_up_scales", "down_scales", "qkv_scales")),
         *((name, ctypes.c_void_p) for name in ("mlp_norm", "qkv_norm", "attn_out", "residual", "qkv_out")),
-        *((name, ctypes.c_void_p) for name in ("exchanged", "half")),
         ("eps", ctypes.c_float),
     ]
 
@@ -82,7 +83,7 @@ class RowStroke:
         shared_bytes = own + num_stages * stage_bytes
         self._kernel = CudaKernel(source, "row_stroke", constants, (_NUM_WARPS + 1) * 32, shared_bytes)
         self._exchanged = torch.full((2, 2 * shape.hidden + shape.inner), _NONE, dtype=torch.int16, device=device)
-        self._half = torch.zeros(1, dtype=torch.int32, device=device)
+        self._counters = torch.zeros(2, _COUNTER_BYTES // 4, dtype=torch.int32, device=device)
 
     def __call__(
         self,
@@ -92,7 +93,8 @@ class RowStroke:
         qkv_out: torch.Tensor,  # [1, qkv]: written
     ) -> None:
         """Like `Middle.forward`, of a segment for which `shape_of` gives this shape."""
-        params = _Params(exchanged=self._exchanged.data_ptr(), half=self._half.data_ptr())
+        launches, arrivals = self._counters
+        params = _Params(self._exchanged.data_ptr(), launches.data_ptr(), arrivals.data_ptr())
         after, before = segment.after, segment.before
         linears = {"o": after.o, "gate_up": after.mlp.gate_up, "down": after.mlp.down, "qkv": before.qkv}
         for name, linear in linears.items():
