@@ -46,7 +46,8 @@ CASES = {
         "llama",
         torch.bfloat16,
         ("dense.captures_lazily=true", "attention.captures_lazily=true"),
-        {"head_dim": 64},
+        # Sizes that the kernel of a whole stroke of one row can have.
+        {"head_dim": 64, "num_attention_heads": 4, "hidden_size": 256, "intermediate_size": 512},
     ),
 }
 
