@@ -56,7 +56,10 @@ def _compiled(source: Path, constants: Mapping[str, int]) -> bytes:
     text = source.read_bytes()
     options = [f"--gpu-architecture=sm_{major}{minor}{'a' if major >= 9 else ''}", "--std=c++17"]
     options += [f"-D{name}={value}" for name, value in constants.items()]
-    _, *version = nvrtc.nvrtcVersion()
+    try:
+        _, *version = nvrtc.nvrtcVersion()
+    except RuntimeError as error:
+        raise DeviceError(f"NVRTC cannot be loaded: {error}") from error
     key = hashlib.sha256(repr((text, options, version)).encode()).hexdigest()
     cache, file_name = get_cache_manager(key), f"{source.stem}.cubin"
     cached = cache.get_file(file_name)

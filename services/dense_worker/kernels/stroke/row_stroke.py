@@ -31,6 +31,7 @@ _MAX_STAGE_ROWS = 16  # which a thread multiplies in registers
 _MAX_STAGES = 16
 _RING_BYTES = 192 << 10  # which leaves attention's programs some room beside it
 _MAX_IN_FEATURES = 32768
+_COPY_ALIGNMENT = 16  # bytes, of bulk copies
 _NONE = -1  # the bits of a place that has no result yet
 _COUNTER_BYTES = 128  # a cache line for each
 
@@ -136,6 +137,9 @@ def shape_of(segment: Middle, launcher: KernelLauncher, dtype: torch.dtype) -> S
     is_fp8 = all(_is_fp8(linear) for linear in linears)
     if not is_fp8 and not all(isinstance(linear.weight, PlainWeight) for linear in linears):
         return "the weights are neither bfloat16 nor FP8 with scales of rows and tokens"
+    tensors = [linear.weight.matrix.data for linear in linears] + [norm.weight.data for norm in norms]
+    if not all(tensor.is_contiguous() and tensor.data_ptr() % _COPY_ALIGNMENT == 0 for tensor in tensors):
+        return f"weights do not begin at multiples of {_COPY_ALIGNMENT} bytes without gaps"
     sizes = [linear.in_features for linear in linears]
     if any(size % _FEATURES for size in sizes):
         return f"in_features are {sizes}, the kernel needs multiples of {_FEATURES}"
