@@ -31,6 +31,7 @@ from services.dense_worker.kernels.linear.linear_choice import (
 from services.dense_worker.kernels.linear.matmul_choice import has_choice
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.norm.norm import Norm
+from services.dense_worker.kernels.stroke.row_stroke import RowStroke, StrokeShape, shape_of
 from services.dense_worker.model.head import Head
 from services.dense_worker.model.layer import AfterAttention, NormedQkv, SequentialResidual
 from services.dense_worker.model.mlp import GatedMlp, PlainMlp
@@ -41,7 +42,6 @@ from services.step import StepPlan
 
 if TYPE_CHECKING:
     from services.dense_worker.kernels.lora.cuda_lora import CudaLora
-    from services.dense_worker.kernels.stroke.row_stroke import RowStroke
 
 log = structlog.get_logger()
 
@@ -190,8 +190,6 @@ class CudaBackend(TorchBackend):
         launcher = self._operations.launcher
         if not launcher.is_hopper or not self._measured_segments:
             return
-        from services.dense_worker.kernels.stroke.row_stroke import RowStroke, StrokeShape, shape_of
-
         shapes = [shape_of(segment, launcher, self._dtype) for segment in self._segments.middle]
         if not any(isinstance(shape, StrokeShape) for shape in shapes):
             log.info("no kernel of a whole stroke", reason=shapes[0])

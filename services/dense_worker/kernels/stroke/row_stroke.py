@@ -9,20 +9,22 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from services.common.families.shape import Activation
 from services.common.quantization.schemes import Activations, Element
-from services.dense_worker.kernels.cuda_source import CudaKernel
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.linear.quantized.scaled_weight import ScaledWeight
 from services.dense_worker.kernels.norm.norm import RmsNorm
-from services.dense_worker.kernels.triton_launch import KernelLauncher
 from services.dense_worker.model.layer import AfterAttention, NormedQkv, SequentialResidual
 from services.dense_worker.model.mlp import GatedMlp
 from services.dense_worker.model.segments import Middle
+
+if TYPE_CHECKING:
+    from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 _FEATURES = 256  # that a warp multiplies at a time
 _NUM_WARPS = 8
@@ -64,8 +66,10 @@ class RowStroke:
 
     def __init__(self, launcher: KernelLauncher, shape: StrokeShape, device: torch.device) -> None:
         """Compiles the kernel, unless the cache has it. Raises `DeviceError`."""
+        from services.dense_worker.kernels.cuda_source import CudaKernel
+
         self.shape, self._num_sms = shape, launcher.num_sms
-        stage_bytes = _choose_stage_bytes(shape)
+        stage_bytes = choose_stage_bytes(shape)
         most = max(2 * -(-shape.inner // self._num_sms), -(-max(shape.qkv, shape.hidden) // self._num_sms))
         own = most * (_NUM_WARPS + 1) * 4 + 2 * _NUM_WARPS * 4 + 16 * _MAX_STAGES  # sums and barriers
         num_stages = min(_RING_BYTES // stage_bytes, _MAX_STAGES)
@@ -109,7 +113,7 @@ class RowStroke:
         self._kernel(self._num_sms, params)
 
 
-def _choose_stage_bytes(shape: StrokeShape) -> int:
+def choose_stage_bytes(shape: StrokeShape) -> int:
     """Whole rows of hidden_size, and of the widest product with as little room left as possible."""
     width = 1 if shape.is_fp8 else 2
     row, widest = shape.hidden * width, max(shape.hidden, shape.attn, shape.inner) * width
