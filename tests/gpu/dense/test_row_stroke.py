@@ -27,7 +27,12 @@ from services.dense_worker.kernels.triton_launch import KernelLauncher
 # ‖out − exact‖ / ‖exact‖: each of six operators in a row rounds to 2^-9, FP8 rounds inputs to 2^-4.
 TOLERANCES = {"plain": 1e-2, "fp8": 6e-2}
 # Fewer and more rows than programs, a remainder of rows in stages and programs, sizes that warps do not share evenly.
-SHAPES = {"small": (256, 256, 512, 2, 64), "uneven": (768, 1024, 2816, 8, 128), "7b": (4096, 4096, 11008, 32, 128)}
+SHAPES = {
+    "small": (256, 256, 512, 2, 64),
+    "uneven": (768, 1024, 2816, 8, 128),
+    "narrow attention": (1024, 256, 4096, 2, 64),
+    "7b": (4096, 4096, 11008, 32, 128),
+}
 LLAMA = ModelConfig(
     family="llama",
     vocab_size=128,

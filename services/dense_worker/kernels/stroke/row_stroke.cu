@@ -175,7 +175,10 @@ struct Rows {
 
 __device__ constexpr int next_power_of_2(int n) { return n <= 1 ? 1 : 2 * next_power_of_2((n + 1) / 2); }
 
-template <int IN> constexpr int ROWS_OF_STAGE = STAGE_BYTES / (IN * (int)sizeof(Weight));
+constexpr int MAX_STAGE_ROWS = 16;  // whose sums a warp's 32 threads share out
+
+template <int IN> constexpr int FITTING_ROWS = STAGE_BYTES / (IN * (int)sizeof(Weight));
+template <int IN> constexpr int ROWS_OF_STAGE = FITTING_ROWS<IN> < MAX_STAGE_ROWS ? FITTING_ROWS<IN> : MAX_STAGE_ROWS;
 
 struct Copies {
     u32 ring, full, empty;
