@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from services.common.errors import ConfigError
 from services.dense_worker.model.model_weights import ModelWeights
@@ -20,7 +21,7 @@ class OnnxRuntimeBackend:
     Raises ConfigError if onnxruntime is missing, or for bfloat16, which it cannot compute on a CPU.
     """
 
-    takes_input_embeds = captures_embeds = False  # the network looks the embeddings up
+    takes_input_embeds = captures_embeds = False
     gives_hidden_states = False
     always_ends = skips_logits = False
     logits_dtype = torch.float32
@@ -39,6 +40,7 @@ class OnnxRuntimeBackend:
             name: onnxruntime.InferenceSession(network, options, providers=["CPUExecutionProvider"])
             for name, network in networks.items()
         }
+        self._table = weights.embedding.table.data
         self._weights = {
             segment: [{name: _as_value(tensor) for name, tensor in tensors.items()} for tensors in layers]
             for segment, layers in bind_weights(weights).items()
@@ -51,9 +53,10 @@ class OnnxRuntimeBackend:
 
     def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor, input_embeds: None = None) -> torch.Tensor:
         """Runs the first segment, copies its qkv -> the residual."""
-        qkv, residual = self._run("first", 0, token_ids=token_ids.int())
+        rows = F.embedding(token_ids, self._table)
+        qkv, *residual = self._run("first", 0, embeddings=rows)
         qkv_out.copy_(qkv)
-        return residual
+        return residual[0] if residual else rows
 
     def middle(
         self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor

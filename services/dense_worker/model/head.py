@@ -48,7 +48,7 @@ class LayerInputs:
 class Embedding:
     """Looks up a row of the table for each token. Some families multiply it, add positions or normalise it."""
 
-    table: Parameter  # [vocab, embedding_size]
+    table: Parameter | None  # [vocab, embedding_size]; None: only `of_rows` is called
     multiplier: float = 1.0
     positions: LearnedPositions | None = None
     norm: Norm | None = None
@@ -60,7 +60,21 @@ class Embedding:
         self, operations: Operations, token_ids: torch.Tensor, input_embeds: GivenEmbeds | None = None
     ) -> Residual:
         """token_ids int64 [n] -> residual [n, hidden]. `input_embeds` take the place of rows of the table."""
-        residual = operations.embed(self.table, token_ids)
+        return self.of_rows(operations, operations.embed(self.table, token_ids), token_ids, input_embeds)
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether the rows of the table are the residual."""
+        return self.multiplier == 1.0 and (self.projection, self.positions, self.norm, self.layer_inputs) == (None,) * 4
+
+    def of_rows(
+        self,
+        operations: Operations,
+        residual: Residual,
+        token_ids: torch.Tensor | None,
+        input_embeds: GivenEmbeds | None = None,
+    ) -> Residual:
+        """As `forward`, with the rows of the table; they may be overwritten. `token_ids` only for `layer_inputs`."""
         hidden = residual.hidden
         if input_embeds is not None and not self.is_multiplier_of_table:
             input_embeds.put_into(hidden)
@@ -71,7 +85,7 @@ class Embedding:
         if self.projection is not None:
             hidden = operations.linear(self.projection, hidden)
         if self.positions is not None:
-            rows = operations.positions(len(token_ids)) + self.positions.offset
+            rows = operations.positions(len(hidden)) + self.positions.offset
             hidden = hidden + F.embedding(rows, self.positions.table.data)
         if self.norm is not None:
             hidden = self.norm.normalize(hidden)

@@ -7,7 +7,7 @@ one or two halves of layers and runs with the caller's `Operations`.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -44,6 +44,20 @@ class First:
         residual = self.embedding.forward(operations, token_ids, input_embeds)
         qkv, residual = self.before.forward(operations, residual, qkv_out)
         return qkv, operations.settle(residual)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstOfRows:
+    """`First` behind the lookup of the embeddings."""
+
+    embedding: Embedding  # without its table
+    before: BeforeAttention
+
+    def forward(self, operations: Operations, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """rows [n, embedding_size] of the table -> qkv [n, qkv_size]; and residual [n, hidden], if that is another."""
+        residual = self.embedding.of_rows(operations, Residual(rows), None)
+        qkv, residual = self.before.forward(operations, residual, None)
+        return (qkv,) if self.embedding.is_lookup else (qkv, operations.settle(residual))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +153,16 @@ def segment_names(config: ModelConfig) -> tuple[str, ...]:
     return ("first", "middle", "last") if config.num_layers > 1 else ("first", "last")
 
 
+def behind_lookup(first: First) -> FirstOfRows:
+    """What is exported of it."""
+    return FirstOfRows(replace(first.embedding, table=None), first.before)
+
+
 def bind_weights(weights: ModelWeights) -> dict[str, list[Weights]]:
-    """The weights of each segment, by input name: a list of one entry, for `middle` one entry per layer."""
+    """The weights of each exported segment, by input name: a list of one entry, for `middle` one entry per layer."""
     segments = segments_of(weights)
     return {
-        "first": [tensors_by_name(segments.first)],
+        "first": [tensors_by_name(behind_lookup(segments.first))],
         "middle": [tensors_by_name(middle) for middle in segments.middle],
         "last": [tensors_by_name(segments.last)],
     }

@@ -268,7 +268,8 @@ class CudaModelRunner(ModelRunner):
         token_ids, fed_slots, sampled_rows = packed.reshape(3, num_rows)
         token_ids[:num_tokens] = step.token_ids.numpy()
         token_ids[num_tokens:] = 0  # padding: any valid token and row
-        fed_slots[:] = -1
+        token_ids[step.fed_rows.numpy()] = 0
+        fed_slots[:] = -1  # behind the last slot
         fed_slots[step.fed_rows.numpy()] = step.fed_slots.numpy()
         sampled_rows[:num_sampled] = step.sampled_rows.numpy()
         sampled_rows[num_sampled:] = 0
@@ -339,8 +340,8 @@ class CudaModelRunner(ModelRunner):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs all layers for `num_rows` tokens; returns logits [num_sampled, vocab_size] and the residual."""
         token_ids, fed_slots, sampled_rows = _unpack(self._input, num_rows)
-        fed = self._sampler.last_token[fed_slots.clamp(min=0)]
-        token_ids = torch.where(fed_slots < 0, token_ids, fed)
+        # Of each row one of both is 0, unless it is the token: few kernels, because a step waits for them.
+        token_ids = torch.maximum(token_ids, self._sampler.last_token[fed_slots])
         layers = LayerRun(self._backend, channel, self._num_layers, self._hook.residuals_out(), readers)
         layers.begin(token_ids, input_embeds)
         return layers.finish(sampled_rows[:num_sampled], self._hook.hidden_out(num_sampled))
@@ -393,7 +394,7 @@ def rows_with_vectors(num_tokens: int) -> int:
 
 
 def _unpack(packed: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views, int64 [num_rows] each: token ids, the slot that each token comes from (or -1), and rows to sample."""
+    """Views, int64 [num_rows] each: token ids or 0, the slot that each token comes from (or -1), and rows to sample."""
     token_ids, fed_slots, sampled_rows = packed[: 3 * num_rows].view(3, num_rows)
     return token_ids, fed_slots, sampled_rows
 

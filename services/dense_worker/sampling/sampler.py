@@ -63,7 +63,7 @@ class Sampler:
     Options are on the host, one record per slot, and are copied to the device packed. This is on the device, because
     only the device knows it:
 
-    last_token: torch.int64 [max_num_seqs]  # sampled last in each slot: input of the slot's next step, or any token
+    last_token: torch.int64 [max_num_seqs + 1]  # sampled last in each slot: input of its next step, or any token; and 0
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Sampler:
     ) -> None:
         """`editors` are applied to the logits in this order. `logits_dtype` is that of most logits, not of all."""
         self._device = torch.device(device)
-        self.last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=self._device)
+        self.last_token = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self._device)
         self._vocab_size = vocab_size
         self._options = np.zeros(max_num_seqs, dtype=_OPTIONS)
         self._editors = [editor(max_num_seqs, vocab_size, self._device) for editor in editors]

@@ -101,7 +101,7 @@ class PlanRuns:
 class TensorRTSegments:
     """A DenseBackend whose segments are plans."""
 
-    takes_input_embeds = captures_embeds = False  # the engine looks the embeddings up
+    takes_input_embeds = captures_embeds = False
     gives_hidden_states = False
     always_ends = skips_logits = False
     logits_dtype = torch.float32
@@ -120,6 +120,8 @@ class TensorRTSegments:
         Raises ConfigError for a plan that is not of this model, and for profiles that end below `limits`.
         """
         self._config = config
+        embedding = weights.embedding
+        self._table, self._residual_is_lookup = embedding.table.data, embedding.is_lookup
         check_cover(profiles_of(plans), limits)
         max_sizes = {name: limits.of(name) for name in plans}
         self._runs = PlanRuns(api, plans, bind_weights(weights), weights.device, max_sizes, current_stream)
@@ -134,7 +136,9 @@ class TensorRTSegments:
     def first(self, token_ids: torch.Tensor, qkv_out: torch.Tensor, input_embeds: None = None) -> torch.Tensor:
         """Enqueues the engine of the first segment -> a new residual. May overwrite rows behind `qkv_out`."""
         size = self._runs.run_size(len(token_ids))
-        return self._run("first", 0, size, [("token_ids", _padded_ids(token_ids, size))], qkv_out)
+        rows = _select(self._table, token_ids, size)
+        residual = rows if self._residual_is_lookup else None
+        return self._run("first", 0, size, [("embeddings", rows)], qkv_out, residual)
 
     def middle(self, layer: int, attn_out: torch.Tensor, residual: torch.Tensor, qkv_out: torch.Tensor) -> torch.Tensor:
         """Enqueues the engine of the middle segments with this layer's weights -> a new residual.
@@ -161,29 +165,39 @@ class TensorRTSegments:
         """Never called."""
         raise AssertionError("TensorRT keeps the hidden states to itself")
 
-    def _run(self, segment: str, layer: int, size: int, inputs: list[Binding], qkv_out: torch.Tensor) -> torch.Tensor:
-        """Enqueues a segment for so many rows -> the rows of a new residual that `qkv_out` has."""
+    def _run(
+        self,
+        segment: str,
+        layer: int,
+        size: int,
+        inputs: list[Binding],
+        qkv_out: torch.Tensor,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Enqueues a segment for so many rows -> the rows of `residual`, or of a new one, that `qkv_out` has."""
         qkv = _with_rows_behind(qkv_out, size)
-        residual = torch.empty(size, self._config.hidden_size, dtype=qkv.dtype, device=qkv.device)
-        self._runs.run(segment, layer, size, inputs, [("qkv", qkv), ("residual_out", residual)])
+        outputs = [("qkv", qkv)]
+        if residual is None:
+            residual = torch.empty(size, self._config.hidden_size, dtype=qkv.dtype, device=qkv.device)
+            outputs.append(("residual_out", residual))
+        self._runs.run(segment, layer, size, inputs, outputs)
         if qkv.data_ptr() != qkv_out.data_ptr():
             qkv_out.copy_(qkv[: len(qkv_out)])
         return residual[: len(qkv_out)]
 
 
-def _padded_ids(token_ids: torch.Tensor, size: int) -> torch.Tensor:
-    """token_ids: [n] -> int32 [size], with zeros behind them, since any number must be a valid token"""
-    if len(token_ids) == size:
-        return token_ids.to(torch.int32)
-    padded = torch.zeros(size, dtype=torch.int32, device=token_ids.device)
-    padded[: len(token_ids)] = token_ids
-    return padded
-
-
 def _select(tensor: torch.Tensor, rows: torch.Tensor, size: int) -> torch.Tensor:
-    """A copy of some rows (int64 [r]) with any others behind them: [n, width] -> [size, width]"""
+    """A copy of some rows (int64 [r]) with any others behind them: [n, width] -> [size, width]
+
+    Of one row there is nothing to select. Of several, indexing copies faster than `index_select`.
+    """
+    if len(tensor) == len(rows) == size == 1:
+        return tensor
     selected = tensor.new_empty(size, tensor.shape[1])
-    torch.index_select(tensor, 0, rows, out=selected[: len(rows)])
+    if len(rows) == 1:
+        torch.index_select(tensor, 0, rows, out=selected[:1])
+    else:
+        torch.ops.aten.index.Tensor_out(tensor, [rows], out=selected[: len(rows)])
     return selected
 
 

@@ -22,7 +22,7 @@ from services.common.model_config import ModelConfig
 from services.dense_worker.model.head import Head
 from services.dense_worker.model.layer import AfterAttention
 from services.dense_worker.model.operations import Operations, Residual
-from services.dense_worker.model.segments import segment_names, segments_of
+from services.dense_worker.model.segments import behind_lookup, segment_names, segments_of
 from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.model.weights import empty_weights
 from services.dense_worker.parameters import tensors_by_name, with_tensors
@@ -70,8 +70,9 @@ class _LastOfRows:
 def export_segment(name: str, config: ModelConfig, dtype: torch.dtype) -> onnx.ModelProto:
     """One of `segment_names(config)`, checked. Takes a second and no memory, whatever the model's size.
 
-    Inputs: the activations (`token_ids` are int32, because TensorRT 8.6 has no int64), of `last` those of the rows that
-    need logits, then the weights in the order of the segment's parts. Outputs: `qkv` and `residual_out`, or `logits`.
+    Inputs: the activations, of `first` the rows of the embedding's table, of `last` those of the rows that need logits,
+    then the weights in the order of the segment's parts. Outputs: `qkv` and `residual_out`, or `logits`. `first` has no
+    `residual_out` where that would be its input.
     The same arguments give the same bytes. Raises ModelError for formats of quantized weights, and ConfigError for
     parts, that ONNX does not get.
     """
@@ -181,9 +182,10 @@ def _value(name: str, tensor: torch.Tensor, dynamic: str | None = None) -> onnx.
 
 
 def _first(config: ModelConfig, dtype: torch.dtype) -> Example:
-    token_ids = (NUM_TOKENS, torch.empty(_TOKENS, dtype=torch.int64, device="meta"))
-    segment = segments_of(empty_weights(config, dtype, _META)).first
-    return Example(segment, {"token_ids": token_ids}, ("qkv", "residual_out"), NUM_TOKENS)
+    segment = behind_lookup(segments_of(empty_weights(config, dtype, _META)).first)
+    outputs = ("qkv",) if segment.embedding.is_lookup else ("qkv", "residual_out")
+    rows = NUM_TOKENS, torch.empty(_TOKENS, config.embedding_size, dtype=dtype, device="meta")
+    return Example(segment, {"embeddings": rows}, outputs, NUM_TOKENS)
 
 
 def _middle(config: ModelConfig, dtype: torch.dtype) -> Example:

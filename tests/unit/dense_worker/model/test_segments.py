@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from services.common.model_config import ModelConfig, load_model_config
 from services.dense_worker.backends.torch_backend import TorchBackend
-from services.dense_worker.model.segments import bind_weights, segments_of
+from services.dense_worker.model.segments import behind_lookup, bind_weights, segments_of
 from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.model.weights import load_weights
 from services.dense_worker.tensorrt.onnx_segments import TracedSegment
@@ -188,12 +188,12 @@ def test_weight_names_list_the_inputs_in_order(tmp_path: Path) -> None:
     before = ["input_norm", "qkv_weight", "qkv_bias", "q_norm", "k_norm"]
     after = ["o_weight", "o_bias", "post_norm", "gate_up_weight", "down_weight"]
     expected = {
-        "first": ["embed"] + [f"layers.0.{name}" for name in before],
+        "first": [f"layers.0.{name}" for name in before],
         "middle": [f"layers.1.{name}" for name in after] + [f"layers.2.{name}" for name in before],
         "last": [f"layers.2.{name}" for name in after] + ["final_norm", "lm_head"],
     }
     parts, bound = segments_of(weights), bind_weights(weights)
-    for name, segment in (("first", parts.first), ("middle", parts.middle[1]), ("last", parts.last)):
+    for name, segment in (("first", behind_lookup(parts.first)), ("middle", parts.middle[1]), ("last", parts.last)):
         names, selected = expected[name], bound[name][-1]
         segment = TracedSegment(segment)
         assert list(segment.weight_names) == list(selected) == [name.split(".")[-1] for name in names]

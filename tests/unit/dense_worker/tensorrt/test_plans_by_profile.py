@@ -90,7 +90,7 @@ def test_each_profile_has_a_plan_whose_sizes_are_its_own(builds: Builds) -> None
         of_one, of_more = (
             {name: [low[0], best[0], high[0]] for name, (low, best, high) in each.items()} for [each] in sizes
         )
-        assert [*of_one] == [*of_more] == (["token_ids"] if segment == "first" else ["attn_out", "residual"])
+        assert [*of_one] == [*of_more] == (["embeddings"] if segment == "first" else ["attn_out", "residual"])
         assert set(map(tuple, of_one.values())) == {(1, 1, 1)}
         assert set(map(tuple, of_more.values())) == {(2, 16, 16)}
 

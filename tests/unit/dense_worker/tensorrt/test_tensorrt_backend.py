@@ -14,9 +14,9 @@ from services.common.errors import ConfigError, TwostrokeError
 from services.common.model_config import ModelConfig, load_model_config
 from services.dense_worker.backends import InputEmbeds
 from services.dense_worker.backends.torch_backend import TorchBackend
-from services.dense_worker.model.head import Embedding
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import load_weights
+from services.dense_worker.parameters import tensors_by_name, with_tensors
 from services.dense_worker.tensorrt import engine_contexts, engine_segments
 from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.backend import TensorRTBackend
@@ -184,9 +184,9 @@ def test_a_step_sets_shapes_and_addresses_then_runs_on_the_callers_stream(
     names = {"set_input_shape", "set_tensor_address", "execute_async_v3"}
     assert {call[0] for call in trt.calls} == names  # nothing else, no profile switch and no wait
     of_first = trt.calls[: trt.calls.index(runs[0])]
-    assert [call[3] for call in of_first][:1] == ["token_ids"]
+    assert [call[3] for call in of_first][:1] == ["embeddings"]
     assert trt.named("set_input_shape") == [
-        ("set_input_shape", "first", 16, "token_ids", (5,)),
+        ("set_input_shape", "first", 16, "embeddings", (5, config.hidden_size)),
         ("set_input_shape", "middle", 16, "attn_out", (5, config.attn_size)),
         ("set_input_shape", "middle", 16, "residual", (5, config.hidden_size)),
         ("set_input_shape", "last", 4, "attn_out", (1, config.attn_size)),
@@ -290,8 +290,8 @@ def test_what_tensorrt_refuses_is_an_error_that_names_segment_and_size(
         "set_input_shape",
         "first",
         16,
-        "token_ids",
-        (5,),
+        "embeddings",
+        (5, config.hidden_size),
     ) in trt.calls  # nothing is taken for set that failed
 
 
@@ -331,9 +331,10 @@ def test_plans_of_another_model_version_or_gpu_are_refused(
         whole, damaged, *others = plans["first"]
         damaged = replace(damaged, plan=damaged.plan[9:])
         load(make_tensorrt("10.0.1"), config, {**plans, "first": [whole, damaged, *others]})
-    table = weights.embedding.table
-    smaller = replace(weights, embedding=Embedding(replace(table, data=table.data[:100].contiguous())))
-    with pytest.raises(ConfigError, match=r"of another model: embed is .*100, 64.*, not .*160, 64"):
+    tensors = tensors_by_name(weights.head)
+    tensors["lm_head"] = tensors["lm_head"][:100].contiguous()
+    smaller = replace(weights, head=with_tensors(weights.head, tensors))
+    with pytest.raises(ConfigError, match=r"of another model: lm_head is .*100, 64.*, not .*160, 64"):
         TensorRTSegments(
             TensorRT(make_tensorrt("10.0.1")), plans, smaller, config, LIMITS, lambda: STREAM
         )
