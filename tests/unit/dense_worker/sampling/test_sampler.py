@@ -347,7 +347,7 @@ def test_next_step_finds_the_token_in_its_slot() -> None:
         sampler.add(slot, SamplingParams(temperature=0.0), [1, 2], [7] if slot == 3 else [], [])
     sampler.sample(torch.eye(8)[[3, 4, 5, 7]], [0, 1, 2, 3], np.full(4, 2), np.zeros(4, np.int64))
     sampler.sample(torch.eye(8)[[4, 6]], [2, 0], np.array([3, 3]), np.array([1, 1]))
-    assert sampler.last_token.tolist() == [6, 4, 4, 7]
+    assert sampler.last_token.tolist() == [6, 4, 4, 7, 0]
 
 
 def test_reused_slot_has_nothing_of_the_previous_sequence() -> None:
@@ -419,4 +419,4 @@ def test_the_memory_of_slots_may_be_reused_after_a_step() -> None:
     sampler.sample(torch.eye(VOCAB_SIZE)[[3, 4]], slots, lens, lens)
     slots[:] = [2, 3]
     sampler.sample(torch.eye(VOCAB_SIZE)[[5, 6]], np.array([0, 1]), lens, lens)
-    assert sampler.last_token.tolist() == [5, 6, 0, 0]
+    assert sampler.last_token.tolist() == [5, 6, 0, 0, 0]
