@@ -14,6 +14,7 @@ from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.lora.torch_lora import TorchLora
+from services.dense_worker.kernels.norm.split_norm import SplitNorm, num_squares
 from services.dense_worker.parameters import Parameter
 from services.lora.checkpoint import LoraTensors
 
@@ -40,7 +41,7 @@ def make_linear(name: str, in_features: int, sizes: tuple[int, ...]) -> Linear:
 
 LINEARS = (
     make_linear("qkv", 200, (96, 32, 32)),
-    make_linear("down", 136, (150,)),
+    make_linear("down", 136, (200,)),
     make_linear("gate_up", 200, (100, 100)),
 )
 
@@ -67,6 +68,15 @@ def make_stores(dtype: torch.dtype, device: torch.device) -> tuple[CudaLora, Tor
         found.store(slot, adapter)
         reference.store(slot, adapter)
     return found, reference
+
+
+def move_linear(linear: Linear, dtype: torch.dtype, device: torch.device) -> Linear:
+    weight = linear.weight.matrix.data.to(device, dtype)
+    return replace(linear, weight=PlainWeight(Parameter(linear.name, weight)))
+
+
+def check(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert (found.cpu().float() - expected).abs().max() / expected.abs().max() < TOLERANCES[dtype]
 
 
 def check_rows(found: CudaLora, reference: TorchLora, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -133,6 +143,38 @@ def test_a_product_with_deltas_is_that_of_torch(kernel_device: torch.device, dty
             found.multiply(on_device, x.to(kernel_device), out, activation, residual)
             error = (out.cpu().float() - expected).abs().max() / expected.abs().max()
             assert error < TOLERANCES[dtype], linear.name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_rows", [2, 33])
+def test_two_products_with_deltas_compute_the_norm_between_them(
+    kernel_device: torch.device, dtype: torch.dtype, num_rows: int
+) -> None:
+    if kernel_device.type == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter does not round bfloat16")
+    torch.manual_seed(num_rows)
+    found, reference = make_stores(dtype, kernel_device)
+    slots = np.random.default_rng(num_rows).integers(-1, NUM_SLOTS, num_rows)
+    for store in (found, reference):
+        store.begin_step(slots.astype(np.int64))
+    found.start(num_rows)
+    qkv, down = (move_linear(LINEARS[index], dtype, kernel_device) for index in (0, 1))
+    x, residual = (torch.randn(num_rows, size).to(dtype) for size in (down.in_features, down.out_features))
+    weight, eps = torch.rand(down.out_features) + 0.5, 1e-5
+    on_device = {"dtype": dtype, "device": kernel_device}
+    squares = torch.zeros(64, num_squares(down.out_features), device=kernel_device)
+    half = SplitNorm(weight.to(**on_device), eps, torch.empty(residual.shape, **on_device), squares)
+    hidden, out = residual.to(kernel_device, copy=True), torch.empty(num_rows, qkv.out_features, **on_device)
+    found.multiply(down, x.to(kernel_device), hidden, None, hidden, norm_after=half)
+    found.multiply(qkv, half.rows, out, None, None, norm=half)
+
+    product = F.linear(x, down.weight.matrix.data.cpu())
+    reference.add(LINEARS[1], x, product)
+    check(hidden, residual.float() + product.float(), dtype)
+    normed = F.rms_norm(hidden.cpu().float(), (down.out_features,), weight.to(dtype).float(), eps).to(dtype)
+    product = F.linear(normed, qkv.weight.matrix.data.cpu())
+    reference.add(LINEARS[0], normed, product)
+    check(out, product.float(), dtype)
 
 
 def test_an_adapter_that_replaces_another_leaves_nothing_of_it(kernel_device: torch.device) -> None:

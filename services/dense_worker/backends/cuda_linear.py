@@ -81,7 +81,7 @@ class CudaLinear:
 
     @property
     def adds_deltas(self) -> bool:
-        """Whether rows of the step have adapters. Then no product may be fused with the norm before it."""
+        """Whether rows of the step have adapters. Then no product may be fused with the whole norm before it."""
         return self._lora is not None and self._lora.is_active
 
     def kernel(self, linear: Linear, num_rows: int) -> LinearKernel:
@@ -129,10 +129,12 @@ class CudaLinear:
 
         Rows that are not yet divided by their root mean square may be beyond the range of float16.
         """
-        if self.adds_deltas or not isinstance(norm, RmsNorm) or not 1 < num_rows <= ROW_BUCKETS[-1]:
+        if not isinstance(norm, RmsNorm) or not 1 < num_rows <= ROW_BUCKETS[-1]:
             return False
         return all(
-            linear.weight.kind == torch.bfloat16 and self.kernel(linear, num_rows) is LinearKernel.STREAMED
+            linear.weight.kind == torch.bfloat16
+            and self.kernel(linear, num_rows) is LinearKernel.STREAMED
+            and (not self.adds_deltas or self._fuses_deltas(linear, num_rows))
             for linear in (before, after)
         )
 
@@ -177,9 +179,9 @@ class CudaLinear:
         If rows have adapters, their deltas are added.
         """
         if self._fuses_deltas(linear, len(x)):
-            is_plain = norm is None and delta is None and activation_before is None
-            assert is_plain, "the kernel with deltas fuses only what follows"
-            self._lora.multiply(linear, x, out, activation, residual)
+            is_plain = delta is None and activation_before is None
+            assert is_plain and (norm is None or isinstance(norm, SplitNorm)), "the kernel fuses only halves of norms"
+            self._lora.multiply(linear, x, out, activation, residual, norm, norm_after)
             return
         if kernel is LinearKernel.STREAMED:
             assert delta is None and activation_before is None, "no streaming kernel fuses them"

@@ -26,6 +26,7 @@ from services.dense_worker.kernels.linear.quantized.triton_skinny_quantized impo
 from services.dense_worker.kernels.linear.quantized.triton_value_tiles import _value_tiles_kernel
 from services.dense_worker.kernels.linear.triton_skinny import _skinny_kernel, choose_skinny_tiles
 from services.dense_worker.kernels.linear.triton_skinny_hopper import hopper_skinny_kernel
+from services.dense_worker.kernels.lora.triton_fused_hopper import _shrink_kernel, choose_tiles_beside
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -59,8 +60,9 @@ def check(
     tiles: Tiles,
     folder: Path,
     programs_per_sm: int,
+    other_bytes: int = 0,
 ) -> str:
-    """The PTX of the kernel, of which so many programs must fit into an SM."""
+    """The PTX of the kernel, of which so many programs must fit into an SM, besides others of so many bytes."""
     constants |= {"DTYPE": tl.bfloat16, "PDL": True, "IS_PADDED": False, "NUM_SPLITS": tiles.num_splits}
     constants |= {"BLOCK_ROWS": tiles.block_rows, "BLOCK_OUT": tiles.block_out, "BLOCK_IN": tiles.block_in}
     constants |= {"NUM_STAGES": tiles.num_stages, "ROW_GROUP_SIZE": 128 if "x_scale" in types else 1}
@@ -84,7 +86,7 @@ def check(
     assert found is not None, usage
     num_registers, stack_bytes = map(int, found.groups())
     assert stack_bytes <= (0 if tiles.num_splits == 1 else MAX_STACK_BYTES), usage
-    assert programs_per_sm * (compiled.metadata.shared + 1024) <= SM_BYTES
+    assert programs_per_sm * (compiled.metadata.shared + 1024) + other_bytes <= SM_BYTES
     assert programs_per_sm * num_registers * tiles.num_warps * 32 <= SM_REGISTERS
     return compiled.asm["ptx"]
 
@@ -154,6 +156,33 @@ def test_on_hopper_weights_of_few_rows_are_copied_before_the_kernel_waits(
     assert before.count("cp.async.bulk.tensor") == tiles.num_stages * (1 + is_gated)
     assert after.count("cp.async.bulk.tensor") == tiles.num_stages + 2 + is_gated, "rows, and a tile in the loop"
     assert "ld.global" not in before and f"m64n{num_rows}{product}" in after
+
+
+@pytest.mark.parametrize(("out_features", "num_projections"), [(4096, 1), (11008, 2), (12288, 3)])
+@pytest.mark.parametrize("num_rows", [16, 64])
+def test_on_hopper_a_program_of_adapters_finds_room_beside_those_of_products(
+    num_rows: int, out_features: int, num_projections: int, tmp_path: Path
+) -> None:
+    is_gated, small_bytes = num_projections == 2, 13 << 10
+    chosen = choose_tiles_beside(num_rows, out_features, is_gated, num_sms=132, most_tiles=None)
+    tiles = Tiles(num_rows, 64, chosen.block_in, chosen.num_stages, 4, max_splits=8, num_splits=chosen.num_splits)
+    layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)"
+    weight = f"tensordesc<bf16[1, 64, {tiles.block_in}],{layout.replace('rank=2', 'rank=3')}>"
+    types: dict[str, str | None] = {"x": f"tensordesc<bf16[{num_rows}, {tiles.block_in}],{layout}>", "weight": weight}
+    counts = dict.fromkeys(("ranks", "column_starts", "row_slots", "counters", "num_parts_done"), "*i32")
+    constants = {"IS_GATED": is_gated, "ACTIVATION": "silu" if is_gated else None, "HEIGHT": chosen.height}
+    constants |= {"NUM_PROJECTIONS": num_projections, "GROUP_SIZE": 128, "RANK_TILES": 8 * num_projections}
+    types |= {"b": weight, "hidden": types["x"], **counts}
+    programs_per_sm = 1 if num_projections == 1 else 2
+    ptx = check(hopper_skinny_kernel, types, constants, tiles, tmp_path, programs_per_sm, small_bytes)
+    assert ptx.index("fence.proxy.async.global") < ptx.index("griddepcontrol.wait"), "it waits for the end at its own"
+    num_splits = 132 // (8 * num_projections)
+    types = {"x": BRAIN, "a": BRAIN, "hidden": BRAIN, **counts}
+    constants = {"NUM_PROJECTIONS": num_projections, "NUM_SLOTS": 8, "NUM_RANKS": 128, "RANK_STEP": 16, "MAX_ROWS": 64}
+    constants |= {"HIDDEN_STRIDE": 128, "NUM_BLOCKS": -(-32 // num_splits)}
+    tiles = Tiles(num_rows, 16, 128, 1, 4, max_splits=num_splits, num_splits=num_splits)
+    ptx = check(_shrink_kernel, types, constants, tiles, tmp_path, 1, SM_BYTES - small_bytes)
+    assert ptx.index("ld.global") < ptx.index("griddepcontrol.wait"), "A is read before the wait"
 
 
 @pytest.mark.parametrize("num_rows", [16, 64])

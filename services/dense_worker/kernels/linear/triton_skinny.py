@@ -40,7 +40,7 @@ from services.dense_worker.kernels.triton_launch import KernelLauncher, begin
 
 _MAX_SPLITS = 8
 _TILES_PER_SM = 2  # that run at once
-_SM_BYTES = 224 << 10  # of a Hopper's shared memory, less what barriers and the system need
+SM_BYTES = 224 << 10  # of a Hopper's shared memory, less what barriers and the system need
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def choose_skinny_tiles(
         is_narrow = is_gated and programs_per_sm == 2 and block_rows > MIN_ROWS  # else two stages are in flight
         row_bytes = 128 if is_narrow and (height < BLOCK_OUT or num_tiles < 1.5 * num_sms) else 256
         tile_bytes = row_bytes * (BLOCK_OUT * (1 + is_gated) + block_rows)
-        num_stages = _SM_BYTES // programs_per_sm // tile_bytes
+        num_stages = SM_BYTES // programs_per_sm // tile_bytes
         return SkinnyTiles(block_rows, row_bytes // itemsize, num_stages, num_splits, height)
     if is_gated:
         if block_rows < MAX_ROWS and num_tiles < 1.5 * num_sms:

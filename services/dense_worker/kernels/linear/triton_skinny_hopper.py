@@ -6,7 +6,7 @@ Triton's language of explicit copies, which has no interpreter: it runs on GPUs 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,6 +17,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.dense_worker.kernels.linear.quantized.operands import CodeScales
+from services.dense_worker.kernels.linear.triton_tiles import (
+    MAX_ROWS as _MAX_ROWS,
+)
 from services.dense_worker.kernels.linear.triton_tiles import (
     SplitWorkspace,
     part_of_split,
@@ -32,9 +35,24 @@ from services.dense_worker.kernels.norm.triton_split_norm import (
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 _ALIGNMENT = 16  # bytes, of the rows that the copy unit reads
+MAX_ROWS = gl.constexpr(_MAX_ROWS)
+RANK_STEP = gl.constexpr(16)  # as in `triton_lora`
 # Triton 3.6 has the older names, 3.9 only the later ones.
 _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+class DeltaOperands(NamedTuple):
+    """The products with B that are added to a linear layer's: those of each row with its adapter's."""
+
+    hidden: torch.Tensor  # x A^T, x's dtype [num_projections, most rows, ranks of all slots, and zeros behind them]
+    b: torch.Tensor  # [weight's rows, ranks of all slots], scaled
+    group_size: int  # ranks that lie together: the first ones of all slots, and so on
+    num_tiles: int  # of A
+    ranks: torch.Tensor  # int32 [num_slots, num_projections], multiples of RANK_STEP; 0: no delta
+    column_starts: torch.Tensor  # int32 [num_projections + 1]: the columns of each projection
+    row_slots: torch.Tensor  # int32 [n]: the slot of each row or -1
+    counters: torch.Tensor  # int32 [2]: tiles of A whose sums are in `hidden`, and, from 1 on, x is complete
 
 
 def can_copy_ahead(launcher: KernelLauncher, x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -54,11 +72,28 @@ def multiply_copied_ahead(
     residual: torch.Tensor | None,
     norm: SplitNorm | None,
     norm_after: SplitNorm | None,
+    deltas: DeltaOperands | None = None,
     **constants: Any,  # the kernel's, but those of this function
 ) -> None:
-    """As `skinny_linear`, where `can_copy_ahead` says so."""
+    """As `skinny_linear`, where `can_copy_ahead` says so; with the deltas of the rows' adapters."""
     block_rows, block_out, block_in = (constants[f"BLOCK_{name}"] for name in ("ROWS", "OUT", "IN"))
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.itemsize, rank=2)
+    of_deltas: tuple[Any, ...] = (None,) * 6
+    if deltas is not None:
+        hidden = deltas.hidden.flatten(0, 1)
+        of_deltas = (
+            _descriptor_of_tiles(deltas.b, constants["HEIGHT"], block_out, block_in),
+            TensorDescriptor(hidden, list(hidden.shape), [hidden.stride(0), 1], [block_rows, block_in], layout),
+            deltas.ranks,
+            deltas.column_starts,
+            deltas.row_slots,
+            deltas.counters,
+        )
+        constants |= {
+            "NUM_PROJECTIONS": len(deltas.hidden),
+            "GROUP_SIZE": deltas.group_size,
+            "RANK_TILES": deltas.num_tiles,
+        }
     launcher(
         hopper_skinny_kernel,
         (triton.cdiv(out.shape[1], constants["HEIGHT"]), constants["NUM_SPLITS"]),
@@ -70,6 +105,7 @@ def multiply_copied_ahead(
         bias,
         residual,
         *operands_of_halves(norm, norm_after),
+        *of_deltas,
         workspace.partial_sums,
         workspace.num_done,
         len(x),
@@ -106,6 +142,12 @@ def hopper_skinny_kernel(
     weight_after,
     weighted,
     squares_after,
+    b,  # None: no adapters; descriptor of [tiles, rows of each, ranks], blocks as those of `weight`
+    hidden,  # descriptor of [NUM_PROJECTIONS * MAX_ROWS, ranks], blocks [BLOCK_ROWS, BLOCK_IN]
+    ranks,
+    column_starts,
+    row_slots,
+    counters,
     partial_sums,
     num_done,
     num_rows,
@@ -122,8 +164,14 @@ def hopper_skinny_kernel(
     NUM_STAGES: gl.constexpr,
     HEIGHT: gl.constexpr,
     PDL: gl.constexpr,
+    NUM_PROJECTIONS: gl.constexpr = 0,
+    GROUP_SIZE: gl.constexpr = 0,
+    RANK_TILES: gl.constexpr = 0,
 ):
-    """One program computes HEIGHT features of all tokens over one of NUM_SPLITS parts of in_features."""
+    """One program computes HEIGHT features of all tokens over one of NUM_SPLITS parts of in_features.
+
+    Those of the first part add the products with B, as if its ranks were more columns.
+    """
     if PDL:
         gdc_launch_dependents()
     dtype: gl.constexpr = weight.dtype
@@ -158,7 +206,14 @@ def hopper_skinny_kernel(
         _copy(weight, [w_tile, w_row, at], filled.index(i), w_tiles.index(i), pred=is_tile)
         if IS_GATED:
             _copy(weight, [up_tile, up_row, at], filled.index(i), up_tiles.index(i), pred=is_tile)
-    if PDL:
+    if b is not None:
+        first, num_rank_blocks, num_deltas = _deltas_of(
+            tile, ranks, column_starts, row_slots, num_rows, written,
+            IS_GATED, BLOCK_ROWS, BLOCK_IN, HEIGHT, NUM_PROJECTIONS, GROUP_SIZE,
+        )  # fmt: skip
+        num_deltas = gl.where(split == 0, num_deltas, 0)
+        _await(counters + 1, 1)
+    elif PDL:
         gdc_wait()
     for i in gl.static_range(NUM_STAGES):
         is_tile = i < num_tiles
@@ -192,6 +247,14 @@ def hopper_skinny_kernel(
         if IS_GATED:
             _copy(weight, [up_tile, up_row, at], free, up_tiles.index(last_stage), pred=is_tile)
         _copy(x, [0, at], free, x_tiles.index(last_stage), pred=is_tile)
+        if b is not None:
+            delta = i - 1 + NUM_STAGES - num_tiles
+            if (i > 0) & (delta >= 0) & (delta < num_deltas):
+                _copy_delta(
+                    b, hidden, delta, first, num_rank_blocks, w_tile, w_row, up_tile, up_row, free,
+                    w_tiles.index(last_stage), x_tiles.index(last_stage), counters,
+                    IS_GATED, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, RANK_TILES,
+                )  # fmt: skip
         last_stage = stage
         phase = gl.where(stage == NUM_STAGES - 1, phase ^ 1, phase)
         stage = gl.where(stage == NUM_STAGES - 1, 0, stage + 1)
@@ -199,6 +262,32 @@ def hopper_skinny_kernel(
         sums, up_sums = warpgroup_mma_wait(0, deps=[sums, up_sums])
     else:
         sums = warpgroup_mma_wait(0, deps=[sums])
+    if b is not None:
+        columns = tile * HEIGHT + gl.arange(0, BLOCK_OUT, layout=gl.SliceLayout(1, multiplied))
+        for i in range(num_deltas):
+            mbarrier.wait(filled.index(stage), phase)
+            multiplied_tile = w_tiles.index(stage)._reinterpret(dtype, [BLOCK_OUT, BLOCK_IN], x.layout)
+            delta_sums = gl.zeros([BLOCK_OUT, BLOCK_ROWS], sums_dtype, multiplied)
+            delta_sums = warpgroup_mma(multiplied_tile, x_tiles.index(stage).permute((1, 0)), delta_sums, is_async=True)
+            delta_sums = warpgroup_mma_wait(0, deps=[delta_sums])
+            delta = i - 1 + NUM_STAGES
+            if delta < num_deltas:
+                _copy_delta(
+                    b, hidden, delta, first, num_rank_blocks, w_tile, w_row, up_tile, up_row,
+                    filled.index(last_stage), w_tiles.index(last_stage), x_tiles.index(last_stage), counters,
+                    IS_GATED, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, RANK_TILES,
+                )  # fmt: skip
+            projection = first + i // num_rank_blocks
+            if IS_GATED:
+                sums += gl.where(projection == 0, delta_sums, 0.0)
+                up_sums += gl.where(projection == 0, 0.0, delta_sums)
+            else:
+                is_own = columns >= gl.load(column_starts + projection)
+                is_own &= columns < gl.load(column_starts + projection + 1)
+                sums += gl.where(is_own[:, None], delta_sums, 0.0)
+            last_stage = stage
+            phase = gl.where(stage == NUM_STAGES - 1, phase ^ 1, phase)
+            stage = gl.where(stage == NUM_STAGES - 1, 0, stage + 1)
     for i in gl.static_range(NUM_STAGES):
         mbarrier.invalidate(filled.index(i))
 
@@ -231,6 +320,89 @@ def hopper_skinny_kernel(
             write_for_norm(
                 y, weight_after, weighted, squares_after, tile, features, rows, is_row, out_features, BLOCK_OUT
             )
+    if b is not None:
+        gdc_wait()  # so that this kernel's end implies that of the one before
+
+
+@gluon.jit
+def _deltas_of(
+    tile,
+    ranks,
+    column_starts,
+    row_slots,
+    num_rows,
+    written: gl.constexpr,
+    IS_GATED: gl.constexpr,
+    BLOCK_ROWS: gl.constexpr,
+    BLOCK_IN: gl.constexpr,
+    HEIGHT: gl.constexpr,
+    NUM_PROJECTIONS: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+):
+    """A tile's first projection, the blocks of ranks that adapters of rows have, and those of all its projections."""
+    rows = gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(0, written))
+    slots = gl.load(row_slots + rows, mask=rows < num_rows, other=-1)
+    num_ranks = gl.zeros_like(slots)
+    for projection in gl.static_range(NUM_PROJECTIONS):
+        of_rows = gl.load(ranks + slots * NUM_PROJECTIONS + projection, mask=slots >= 0, other=0)
+        num_ranks = gl.maximum(num_ranks, of_rows)
+    num_rank_blocks = gl.cdiv(gl.max(num_ranks, 0) // RANK_STEP * GROUP_SIZE, BLOCK_IN)
+    first, last = 0, NUM_PROJECTIONS - 1
+    if not IS_GATED:
+        last = 0
+        for index in gl.static_range(1, NUM_PROJECTIONS):
+            column = gl.load(column_starts + index)
+            first += (column <= tile * HEIGHT).to(gl.int32)
+            last += (column < tile * HEIGHT + HEIGHT).to(gl.int32)
+    return first, num_rank_blocks, (last + 1 - first) * num_rank_blocks
+
+
+@gluon.jit
+def _copy_delta(
+    b,
+    hidden,
+    delta,
+    first,
+    num_rank_blocks,
+    w_tile,
+    w_row,
+    up_tile,
+    up_row,
+    filled,
+    w_tiles,
+    x_tiles,
+    counters,
+    IS_GATED: gl.constexpr,
+    BLOCK_ROWS: gl.constexpr,
+    BLOCK_OUT: gl.constexpr,
+    BLOCK_IN: gl.constexpr,
+    RANK_TILES: gl.constexpr,
+):
+    """Copies a tile of B, and that of x A^T when it is there."""
+    num_bytes: gl.constexpr = (BLOCK_OUT + BLOCK_ROWS) * BLOCK_IN * b.dtype.primitive_bitwidth // 8
+    projection, at = first + delta // num_rank_blocks, delta % num_rank_blocks * BLOCK_IN
+    mbarrier.expect(filled, num_bytes)
+    if IS_GATED:
+        w_tile, w_row = gl.where(projection == 0, w_tile, up_tile), gl.where(projection == 0, w_row, up_row)
+    _copy(b, [w_tile, w_row, at], filled, w_tiles)
+    _await(counters, RANK_TILES)
+    _copy(hidden, [projection * MAX_ROWS, at], filled, x_tiles)
+
+
+@gluon.jit
+def _await(counter, count):
+    """Waits for programs of the kernel before. They run already, or this one would not have been started."""
+    while gl.atomic_add(counter, 0, sem="acquire") < count:
+        pass
+    _fence_copies()
+
+
+@gluon.jit
+def _fence_copies():
+    """Orders what threads have read of global memory before what the copy unit reads."""
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.u32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit

@@ -19,7 +19,8 @@ from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.plain_gemv import can_stream_plain
 from services.dense_worker.kernels.linear.triton_tiles import MAX_ROWS
 from services.dense_worker.kernels.lora.tensors import to_tensor
-from services.dense_worker.kernels.lora.triton_fused import MAX_RANKS, FusedWorkspace, SlotMemory, fused_linear
+from services.dense_worker.kernels.lora.triton_fused import MAX_RANKS, FusedWorkspace, fused_linear
+from services.dense_worker.kernels.lora.triton_fused_hopper import SlotMemory
 from services.dense_worker.kernels.lora.triton_lora import (
     FEW_ROWS,
     FEW_ROWS_SPLITS,
@@ -31,6 +32,7 @@ from services.dense_worker.kernels.lora.triton_lora import (
     plan_blocks,
     shrink,
 )
+from services.dense_worker.kernels.norm.split_norm import SplitNorm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 from services.lora.checkpoint import LoraTensors
 
@@ -42,8 +44,8 @@ class _Layer:
     """The memory of all slots for one linear layer."""
 
     linear: Linear
-    a: torch.Tensor  # [num_slots, num_projections, max_rank, in_features]
-    b: torch.Tensor  # [num_slots, out_features, max_rank]
+    a: torch.Tensor  # [num_projections, max_rank / RANK_STEP, num_slots, RANK_STEP, in_features]
+    b: torch.Tensor  # [out_features, max_rank / RANK_STEP, num_slots, RANK_STEP]
     ranks: torch.Tensor  # int32 [num_slots, num_projections], multiples of RANK_STEP; 0: no delta
     column_starts: torch.Tensor  # int32 [num_projections + 1]
     widest: int  # most columns of a projection
@@ -76,15 +78,13 @@ class CudaLora:
         self._row_slots = torch.full((max_num_tokens,), -1, dtype=torch.int32, device=device)
         self._stages = [torch.empty(max_num_tokens, dtype=torch.int32, pin_memory=is_cuda) for _ in range(_NUM_STAGES)]
         self._num_steps = 0
-        num_projections = max(layer.a.shape[1] for layer in self._layers.values())
+        num_projections = max(layer.a.shape[0] for layer in self._layers.values())
         few_rows = max_num_tokens if is_deterministic else min(FEW_ROWS, max_num_tokens)
         num_partial_rows = max(FEW_ROWS_SPLITS * few_rows, max_num_tokens)
         self._hidden = torch.empty(
             num_partial_rows * num_projections * self._max_rank, dtype=torch.float32, device=device
         )
-        self._workspace = FusedWorkspace(
-            device, self._launcher.num_sms, len(self._layers), num_projections * num_slots * self._max_rank
-        )
+        self._workspace = FusedWorkspace([layer.a for layer in self._layers.values()], self._launcher.num_sms)
         self._num_fused = 0  # products of the step that `multiply` has computed
         self._slots = self._row_slots[:0]  # of the rows of later products
         self._blocks: Blocks | None = None  # of the same rows; None: no layer needs them
@@ -94,8 +94,8 @@ class CudaLora:
         with torch.cuda.stream(self._copies):
             for layer in self._layers.values():
                 a, b, ranks = self._fill(layer, tensors)
-                layer.a[slot].copy_(a)
-                layer.b[slot].copy_(b)
+                layer.a[:, :, slot].copy_(a.view(layer.a[:, :, slot].shape))
+                layer.b[:, :, slot].copy_(b.view(layer.b[:, :, slot].shape))
                 layer.ranks[slot].copy_(ranks)
         if self._copies is not None:
             self._copies.synchronize()
@@ -147,6 +147,8 @@ class CudaLora:
         out: torch.Tensor,
         activation: MlpActivation | None,
         residual: torch.Tensor | None,
+        norm: SplitNorm | None = None,
+        norm_after: SplitNorm | None = None,
     ) -> None:
         """Enqueues the product and the deltas in one kernel; arguments as in `fused_linear`."""
         layer = self._layers[linear.merged_from[0].name]
@@ -163,6 +165,8 @@ class CudaLora:
             self._num_fused,
             activation=activation,
             residual=residual,
+            norm=norm,
+            norm_after=norm_after,
         )
         self._num_fused += 1
 
@@ -172,7 +176,7 @@ class CudaLora:
         if layer is None:
             return
         assert self._blocks is not None and len(self._slots) == len(x), "`start` or `select` comes first"
-        num_projections = layer.a.shape[1]
+        num_projections = len(layer.a)
         num_splits = FEW_ROWS_SPLITS if self._is_deterministic else num_splits_for(len(x))
         shape = (num_splits, len(x), num_projections, self._max_rank)
         hidden = self._hidden[: int(np.prod(shape))].view(shape)
@@ -189,10 +193,11 @@ class CudaLora:
         sizes = [projection.out_features for projection in linear.merged_from]
         starts = [0, *itertools.accumulate(sizes)]
         kind = {"dtype": self._dtype, "device": self._device}
+        ranks = self._max_rank // RANK_STEP, self._num_slots, RANK_STEP
         return _Layer(
             linear,
-            torch.zeros(self._num_slots, len(sizes), self._max_rank, linear.in_features, **kind),
-            torch.zeros(self._num_slots, linear.out_features, self._max_rank, **kind),
+            torch.zeros(len(sizes), *ranks, linear.in_features, **kind),
+            torch.zeros(linear.out_features, *ranks, **kind),
             torch.zeros(self._num_slots, len(sizes), dtype=torch.int32, device=self._device),
             torch.tensor(starts, dtype=torch.int32, device=self._device),
             max(sizes),
@@ -202,7 +207,8 @@ class CudaLora:
         self, layer: _Layer, tensors: Mapping[str, LoraTensors]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """An adapter's tensors as a slot holds them, on the host."""
-        a, b = (torch.zeros(each.shape[1:], dtype=self._dtype) for each in (layer.a, layer.b))
+        a = torch.zeros(len(layer.a), self._max_rank, layer.linear.in_features, dtype=self._dtype)
+        b = torch.zeros(len(layer.b), self._max_rank, dtype=self._dtype)
         ranks = torch.zeros(layer.ranks.shape[1], dtype=torch.int32)
         column = 0
         for index, projection in enumerate(layer.linear.merged_from):

@@ -8,8 +8,8 @@ result does not depend on the other rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 import triton
@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.triton_skinny import SkinnyTiles, choose_skinny_tiles
+from services.dense_worker.kernels.linear.triton_skinny_hopper import can_copy_ahead
 from services.dense_worker.kernels.linear.triton_tiles import (
     MAX_ROWS,
     SplitWorkspace,
@@ -26,7 +27,15 @@ from services.dense_worker.kernels.linear.triton_tiles import (
     sum_products,
     write_features,
 )
+from services.dense_worker.kernels.lora.triton_fused_hopper import HiddenWorkspace, SlotMemory, copied_ahead_linear
 from services.dense_worker.kernels.lora.triton_lora import RANK_STEP
+from services.dense_worker.kernels.norm.split_norm import SplitNorm
+from services.dense_worker.kernels.norm.triton_split_norm import (
+    norm_factors,
+    operands_of_halves,
+    read_squares,
+    write_for_norm,
+)
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 MAX_RANKS = 512  # of all slots together; each program goes through all of them, also those that nobody uses
@@ -35,25 +44,19 @@ _MAX_BLOCK_RANKS = 128
 _NUM_PARTS = 2  # of in_features, whose sums with A are computed apart; with more, the products start later
 
 
-class SlotMemory(NamedTuple):
-    """The adapters of one linear layer, by slot."""
-
-    a: torch.Tensor  # [num_slots, num_projections, max_rank, in_features]
-    b: torch.Tensor  # [num_slots, out_features, max_rank], scaled
-    ranks: torch.Tensor  # int32 [num_slots, num_projections]; 0: no delta
-    column_starts: torch.Tensor  # int32 [num_projections + 1]: the columns of each projection
-
-
 class FusedWorkspace:
     """What the programs of a launch tell each other, in device memory."""
 
-    def __init__(self, device: torch.device, num_sms: int, max_num_products: int, max_num_ranks: int) -> None:
-        """max_num_ranks: those of all slots and projections of a layer"""
+    def __init__(self, slots: Sequence[torch.Tensor], num_sms: int) -> None:
+        """slots: A of each layer, as in `SlotMemory`."""
+        device = slots[0].device
+        max_num_ranks = max(a[..., 0].numel() for a in slots)
         self.hidden = torch.empty(_NUM_PARTS * MAX_ROWS * max_num_ranks, dtype=torch.float32, device=device)  # x A^T
         # How many programs have written it, for each product of a step; to be set to zero before the step. Rows of 16
         # bytes, because Triton compiles a kernel again for other alignments.
-        self.num_shrunk = torch.zeros(max_num_products, 4, dtype=torch.int32, device=device)
+        self.num_shrunk = torch.zeros(len(slots), 4, dtype=torch.int32, device=device)
         self.splits = SplitWorkspace(device, num_sms)
+        self.on_hopper = HiddenWorkspace(slots, num_sms)
 
 
 def fused_linear(
@@ -69,13 +72,23 @@ def fused_linear(
     *,
     activation: MlpActivation | None = None,  # of the product
     residual: torch.Tensor | None = None,  # [n, out_features], strides of `out`: add it; may be `out`
+    norm: SplitNorm | None = None,  # before the product, as in `skinny_linear`
+    norm_after: SplitNorm | None = None,  # of `out`
 ) -> None:
     """Writes activation(x (W + B A)^T + bias) to `out`, A and B being those of each row. Then adds `residual`."""
     is_gated = activation is not None and activation.is_gated
     num_rows, out_features = out.shape
     in_features = x.shape[1]
-    num_slots, num_projections, max_rank, _ = slots.a.shape
+    num_projections, num_groups, num_slots, _, _ = slots.a.shape
+    max_rank = num_groups * RANK_STEP
     assert num_projections == 2 or not is_gated, "the halves are two projections"
+    if can_copy_ahead(launcher, x, weight):
+        fused = {"activation": activation, "residual": residual, "norm": norm, "norm_after": norm_after}
+        of_launch = workspace.on_hopper, workspace.splits, workspace.num_shrunk[index]
+        copied_ahead_linear(launcher, x, weight, bias, out, slots, row_slots, *of_launch, **fused)
+        return
+    if norm_after is not None and launcher.is_hopper:  # products of other alignment have lower tiles, and so more
+        norm_after.squares.zero_()
     tiles = _choose_tiles(num_rows, out_features, is_gated, launcher.num_sms)
     num_tiles = triton.cdiv(out_features, _BLOCK_OUT)
     num_rank_tiles = num_projections * triton.cdiv(num_slots * max_rank, _BLOCK_OUT)
@@ -87,6 +100,7 @@ def fused_linear(
         weight,
         bias,
         residual,
+        *operands_of_halves(norm, norm_after),
         *slots,
         row_slots,
         workspace.hidden,
@@ -131,6 +145,11 @@ def _fused_kernel(
     weight,
     bias,
     residual,
+    squares_before,
+    eps,
+    weight_after,
+    weighted,
+    squares_after,
     a,
     b,
     ranks,
@@ -175,11 +194,11 @@ def _fused_kernel(
         part, tile = program % NUM_PARTS, program // NUM_PARTS
         projection = tile // rank_tiles
         places = tile % rank_tiles * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-        slot, rank = places // MAX_RANK, places % MAX_RANK
-        num_ranks = tl.load(ranks + slot * NUM_PROJECTIONS + projection, mask=slot < NUM_SLOTS, other=0)
+        slot, rank = places // RANK_STEP % NUM_SLOTS, _rank_of(places, NUM_SLOTS, RANK_STEP)
+        num_ranks = tl.load(ranks + slot * NUM_PROJECTIONS + projection)
         is_used = (rank < num_ranks) & (tl.max((slots[None, :] == slot[:, None]).to(tl.int32), 1) > 0)
         # Ranks that no row uses read the first one's weights and are never stored, so weights need no mask.
-        a_rows = tl.where(is_used, (slot * NUM_PROJECTIONS + projection) * MAX_RANK + rank, 0).to(tl.int64)
+        a_rows = tl.where(is_used, projection * (NUM_SLOTS * MAX_RANK) + places, 0).to(tl.int64)
         start, end = part_of_split(part, in_features, BLOCK_IN, NUM_PARTS)
         end *= tl.max(is_used.to(tl.int32), 0)
         if PDL:
@@ -220,6 +239,8 @@ def _fused_kernel(
             )  # fmt: skip
         if PDL:
             gdc_wait()
+        if squares_before is not None:
+            squares = read_squares(squares_before, tl.arange(0, BLOCK_OUT), rows, in_features, BLOCK_OUT)
         start, end = part_of_split(split, in_features, BLOCK_IN, NUM_SPLITS)
         sums, up_sums = sum_products(
             w_rows, up_offset, x_rows, is_row, start, end, in_features,
@@ -243,10 +264,17 @@ def _fused_kernel(
                     up_sums, b_up, up_ranks, hidden, b, ranks, column_starts, slots, features + out_features, 1, 2,
                     num_rows, NUM_PROJECTIONS, NUM_SLOTS, MAX_RANK, RANK_STEP, BLOCK_RANKS, BLOCK_ROWS, NUM_PARTS,
                 )  # fmt: skip
-            write_features(
+            if squares_before is not None:
+                factors = norm_factors(squares, in_features, eps)
+                sums, up_sums = sums * factors, up_sums * factors
+            y = write_features(
                 out, sums, up_sums, bias, residual, features, rows, is_row, out_features, out_stride,
                 ACTIVATION, IS_GATED, dtype,
             )  # fmt: skip
+            if weight_after is not None:
+                write_for_norm(
+                    y, weight_after, weighted, squares_after, tile, features, rows, is_row, out_features, BLOCK_OUT
+                )
 
 
 @triton.jit
@@ -277,8 +305,8 @@ def _expand(
     end = end_projection * blocks
     for step in tl.range(first_projection * blocks, end, num_stages=1):
         places = step % blocks * BLOCK_RANKS + tl.arange(0, BLOCK_RANKS)
-        is_rank = tl.max_constancy(places % MAX_RANK < num_ranks, RANK_STEP)
-        is_own = (slots[:, None] == (places // MAX_RANK)[None, :]) & is_rank[None, :]
+        is_rank = tl.max_constancy(_rank_of(places, NUM_SLOTS, RANK_STEP) < num_ranks, RANK_STEP)
+        is_own = (slots[:, None] == (places // RANK_STEP % NUM_SLOTS)[None, :]) & is_rank[None, :]
         at = (rows * NUM_PROJECTIONS + step // blocks)[:, None] * (NUM_SLOTS * MAX_RANK) + places[None, :]
         h = tl.zeros([BLOCK_ROWS, BLOCK_RANKS], tl.float32)
         for part in tl.static_range(NUM_PARTS):
@@ -311,12 +339,17 @@ def _load_b(
     blocks: tl.constexpr = (NUM_SLOTS * MAX_RANK + BLOCK_RANKS - 1) // BLOCK_RANKS
     projection = step // blocks
     places = step % blocks * BLOCK_RANKS + tl.arange(0, BLOCK_RANKS)
-    slot, rank = places // MAX_RANK, places % MAX_RANK
-    num_ranks = tl.load(ranks + slot * NUM_PROJECTIONS + projection, mask=slot < NUM_SLOTS, other=0)
+    slot, rank = places // RANK_STEP % NUM_SLOTS, _rank_of(places, NUM_SLOTS, RANK_STEP)
+    num_ranks = tl.load(ranks + slot * NUM_PROJECTIONS + projection)
     is_used = (rank < num_ranks) & (tl.max((slots[:, None] == slot[None, :]).to(tl.int32), 0) > 0)
     is_used = tl.max_constancy(is_used, RANK_STEP)  # of which a number of ranks is a multiple
     is_column = columns >= tl.load(column_starts + projection)
     is_column &= columns < tl.load(column_starts + projection + 1)
-    num_columns = tl.load(column_starts + NUM_PROJECTIONS)
-    b_rows = b + (slot.to(tl.int64)[None, :] * num_columns + columns[:, None]) * MAX_RANK
-    return tl.load(b_rows + rank[None, :], mask=is_column[:, None] & is_used[None, :], other=0.0), num_ranks
+    b_rows = b + columns.to(tl.int64)[:, None] * (NUM_SLOTS * MAX_RANK)
+    return tl.load(b_rows + places[None, :], mask=is_column[:, None] & is_used[None, :], other=0.0), num_ranks
+
+
+@triton.jit
+def _rank_of(places, NUM_SLOTS: tl.constexpr, RANK_STEP: tl.constexpr):
+    """The rank in its slot; behind the last place it is none that a slot has."""
+    return places // (NUM_SLOTS * RANK_STEP) * RANK_STEP + places % RANK_STEP

@@ -67,7 +67,7 @@ def plan_blocks(row_slots: torch.Tensor, num_slots: int, block_rows: int) -> Blo
 def shrink(
     launcher: KernelLauncher,
     x: torch.Tensor,  # [n, in_features], rows contiguous
-    a: torch.Tensor,  # [num_slots, num_projections, max_rank, in_features]
+    a: torch.Tensor,  # [num_projections, max_rank / RANK_STEP, num_slots, RANK_STEP, in_features]
     ranks: torch.Tensor,  # int32 [num_slots, num_projections], multiples of RANK_STEP
     blocks: Blocks,
     hidden: torch.Tensor,  # float32 [num_splits, n, num_projections, max_rank]: partial sums; read up to the rank only
@@ -89,6 +89,7 @@ def shrink(
         x.stride(0),
         x.shape[1],
         NUM_PROJECTIONS=num_projections,
+        NUM_SLOTS=a.shape[2],
         MAX_RANK=max_rank,
         BLOCK_ROWS=blocks.block_rows,
         BLOCK_RANK=RANK_STEP,
@@ -101,7 +102,7 @@ def shrink(
 def expand(
     launcher: KernelLauncher,
     hidden: torch.Tensor,  # float32 [num_splits, n, num_projections, max_rank], of `shrink`
-    b: torch.Tensor,  # [num_slots, out_features, max_rank], scaled
+    b: torch.Tensor,  # [out_features, max_rank / RANK_STEP, num_slots, RANK_STEP], scaled
     ranks: torch.Tensor,  # int32 [num_slots, num_projections]
     column_starts: torch.Tensor,  # int32 [num_projections + 1]: the columns of each projection
     widest: int,  # most columns of a projection
@@ -124,8 +125,8 @@ def expand(
         num_blocks,
         num_rows,
         out.stride(0),
-        b.shape[1],
         NUM_PROJECTIONS=num_projections,
+        NUM_SLOTS=b.shape[2],
         MAX_RANK=max_rank,
         BLOCK_ROWS=blocks.block_rows,
         BLOCK_RANK=RANK_STEP,
@@ -148,6 +149,7 @@ def _shrink_kernel(
     x_stride,
     in_features,
     NUM_PROJECTIONS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
     MAX_RANK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
@@ -166,13 +168,14 @@ def _shrink_kernel(
         gdc_wait()
     if slot >= 0:
         x_rows = x + rows[:, None] * x_stride
-        a_start = a + (slot * NUM_PROJECTIONS + projection).to(tl.int64) * MAX_RANK * in_features
+        a_start = a + (projection * NUM_SLOTS * MAX_RANK + slot * BLOCK_RANK).to(tl.int64) * in_features
         target = hidden + (split.to(tl.int64) * num_rows + rows[:, None]) * (NUM_PROJECTIONS * MAX_RANK)
         target += projection * MAX_RANK
         start, end = part_of_split(split, in_features, BLOCK_IN, NUM_SPLITS)
         for first_rank in tl.range(0, rank, BLOCK_RANK):
             each_rank = first_rank + tl.arange(0, BLOCK_RANK)
-            a_rows = a_start + each_rank.to(tl.int64)[:, None] * in_features
+            place = first_rank * NUM_SLOTS + tl.arange(0, BLOCK_RANK)  # behind those of the slots' first ranks
+            a_rows = a_start + place.to(tl.int64)[:, None] * in_features
             sums = tl.zeros([BLOCK_ROWS, BLOCK_RANK], tl.float32)
             for first_column in tl.range(start, end, BLOCK_IN):
                 columns = first_column + tl.arange(0, BLOCK_IN)
@@ -196,8 +199,8 @@ def _expand_kernel(
     num_blocks,
     num_rows,
     out_stride,
-    out_features,
     NUM_PROJECTIONS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
     MAX_RANK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
@@ -216,7 +219,7 @@ def _expand_kernel(
     columns = tl.load(column_starts + projection) + tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     is_column = (columns < tl.load(column_starts + projection + 1)) & (rank > 0)
     each_rank = tl.arange(0, BLOCK_RANK)[None, :]
-    b_rows = b + (tl.maximum(slot, 0).to(tl.int64) * out_features + columns)[:, None] * MAX_RANK + each_rank
+    b_rows = b + columns.to(tl.int64)[:, None] * (NUM_SLOTS * MAX_RANK) + tl.maximum(slot, 0) * BLOCK_RANK + each_rank
     b_tile = tl.load(b_rows, mask=is_column[:, None], other=0.0)
     if PDL:
         gdc_wait()
@@ -233,7 +236,7 @@ def _expand_kernel(
                 h += tl.load(h_rows + split * split_stride + first_rank, mask=is_row[:, None], other=0.0)
             sums = tl.dot(h.to(dtype), tl.trans(b_tile), sums, input_precision="ieee")
             next_rank = first_rank + BLOCK_RANK
-            b_tile = tl.load(b_rows + next_rank, mask=is_column[:, None] & (next_rank < rank), other=0.0)
+            b_tile = tl.load(b_rows + next_rank * NUM_SLOTS, mask=is_column[:, None] & (next_rank < rank), other=0.0)
         tl.store(target, (y.to(tl.float32) + sums).to(out.dtype.element_ty), mask=mask)
 
 

@@ -17,6 +17,7 @@ from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.kernels.lora.torch_lora import TorchLora
+from services.dense_worker.kernels.norm.split_norm import SplitNorm
 from services.dense_worker.model.weights import load_weights
 from services.dense_worker.parameters import parts_of_type
 from services.lora.checkpoint import read_adapter
@@ -48,7 +49,10 @@ class RowsInTorch(TorchLora):
         out: torch.Tensor,
         activation: MlpActivation | None,
         residual: torch.Tensor | None,
+        norm: SplitNorm | None,
+        norm_after: SplitNorm | None,
     ) -> None:
+        assert norm is None and norm_after is None, "only products of bfloat16 share norms"
         self.num_fused += self.is_active
         y = linear.weight.multiply(x, linear.bias_data)
         self.add(linear, x, y)
