@@ -219,6 +219,14 @@ def hopper_skinny_kernel(
         is_tile = i < num_tiles
         _copy(x, [0, start + i * BLOCK_IN], filled.index(i), x_tiles.index(i), pred=is_tile)
 
+    if b is not None:  # of few features blocks of ranks are among the first
+        for i in range(num_tiles, gl.minimum(num_tiles + num_deltas, NUM_STAGES)):
+            _copy_delta(
+                b, hidden, i - num_tiles, first, num_rank_blocks, w_tile, w_row, up_tile, up_row, filled.index(i),
+                w_tiles.index(i), x_tiles.index(i), counters,
+                IS_GATED, BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, RANK_TILES,
+            )  # fmt: skip
+
     rows = gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(0, written))
     own_features = gl.arange(0, BLOCK_OUT, layout=gl.SliceLayout(1, written))
     if squares_before is not None:  # which arrive during the loop

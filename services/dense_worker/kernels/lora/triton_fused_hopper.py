@@ -119,7 +119,6 @@ def copied_ahead_linear(
         NUM_SPLITS=num_splits,
         num_warps=4,
     )
-    num_steps = triton.cdiv(triton.cdiv(in_features, tiles.block_in), tiles.num_splits)
     multiply_copied_ahead(
         launcher,
         x,
@@ -148,7 +147,7 @@ def copied_ahead_linear(
         BLOCK_OUT=BLOCK_OUT,
         BLOCK_IN=tiles.block_in,
         NUM_SPLITS=tiles.num_splits,
-        NUM_STAGES=min(tiles.num_stages, num_steps),  # no block of ranks is among the first
+        NUM_STAGES=tiles.num_stages,
         HEIGHT=tiles.height,
         num_warps=4,
     )
