@@ -7,6 +7,7 @@ that a step can be captured in a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ from services.dense_worker.kernels.linear.linear_choice import (
 from services.dense_worker.kernels.linear.matmul_choice import has_choice
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.norm.norm import Norm
-from services.dense_worker.kernels.stroke.row_stroke import RowStroke, StrokeShape, shape_of
+from services.dense_worker.kernels.stroke.row_stroke import RowStroke, StrokeShape, compile_stroke, shape_of
 from services.dense_worker.model.head import Head
 from services.dense_worker.model.layer import AfterAttention, NormedQkv, SequentialResidual
 from services.dense_worker.model.mlp import GatedMlp, PlainMlp
@@ -87,9 +88,14 @@ class CudaBackend(TorchBackend):
         self._measured_segments = _segments_of_each_kind(self._segments.middle)
         self._has_tiles = False  # for some layer
         self._strokes: list[RowStroke | None] = [None] * len(self._segments.middle)  # None: kernels of its products
-        self._choose_kernels(_linears_of_each_kind(weights))
-        if type(operations) is CudaOperations and not is_deterministic:
-            self._choose_strokes()
+        has_strokes = type(operations) is CudaOperations and not is_deterministic
+        shapes = self._shapes_of_strokes() if has_strokes else []
+        with ThreadPoolExecutor() as threads:
+            for shape in set(shapes):
+                if isinstance(shape, StrokeShape):
+                    threads.submit(compile_stroke, operations.launcher, shape, weights.device)
+            self._choose_kernels(_linears_of_each_kind(weights))
+        self._choose_strokes(shapes)
         if lora is not None:
             with lora.compiling():
                 for num_tokens in self._step_sizes():
@@ -185,14 +191,19 @@ class CudaBackend(TorchBackend):
                 choice.measure(layers, num_tokens, self._random_step(num_tokens))
                 advance(1)
 
-    def _choose_strokes(self) -> None:
+    def _shapes_of_strokes(self) -> list[StrokeShape | str]:
+        """Of each segment between two attention calls, or why there is no kernel for it."""
+        launcher = self._operations.launcher
+        if not launcher.is_hopper:
+            return []
+        return [shape_of(segment, launcher, self._dtype) for segment in self._segments.middle]
+
+    def _choose_strokes(self, shapes: list[StrokeShape | str]) -> None:
         """Measures whether steps of one row are faster with one kernel for what lies between two attention calls."""
         launcher = self._operations.launcher
-        if not launcher.is_hopper or not self._measured_segments:
-            return
-        shapes = [shape_of(segment, launcher, self._dtype) for segment in self._segments.middle]
         if not any(isinstance(shape, StrokeShape) for shape in shapes):
-            log.info("no kernel of a whole stroke", reason=shapes[0])
+            if shapes:
+                log.info("no kernel of a whole stroke", reason=shapes[0])
             return
         products_us = time_in_graph_us(self._random_step(1))
         try:

@@ -24,11 +24,9 @@ class CudaKernel:
     It takes one struct. It waits by `griddepcontrol.wait` before it accesses what other kernels write.
     """
 
-    def __init__(
-        self, source: Path, name: str, constants: Mapping[str, int], num_threads: int, shared_bytes: int
-    ) -> None:
-        """`constants`: macros of the source. Raises `DeviceError` when it cannot be compiled or loaded."""
-        self._image = ctypes.create_string_buffer(_compiled(source, constants))
+    def __init__(self, binary: bytes, name: str, num_threads: int, shared_bytes: int) -> None:
+        """`binary`: of `compiled`. Raises `DeviceError` when it cannot be loaded."""
+        self._image = ctypes.create_string_buffer(binary)
         self._module = check(driver.cuModuleLoadData(ctypes.addressof(self._image)))
         self._kernel = check(driver.cuModuleGetFunction(self._module, name.encode()))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -50,9 +48,12 @@ class CudaKernel:
         check(driver.cuLaunchKernelEx(self._launch, self._kernel, ctypes.addressof(arguments), 0))
 
 
-def _compiled(source: Path, constants: Mapping[str, int]) -> bytes:
-    """The binary for the current device, from the cache if it is there."""
-    major, minor = torch.cuda.get_device_capability()
+def compiled(source: Path, constants: Mapping[str, int], device: torch.device) -> bytes:
+    """The binary for a device, from the cache if it is there. Other threads may run meanwhile.
+
+    `constants`: macros of the source. Raises `DeviceError` when it cannot be compiled.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
     text = source.read_bytes()
     options = [f"--gpu-architecture=sm_{major}{minor}{'a' if major >= 9 else ''}", "--std=c++17"]
     options += [f"-D{name}={value}" for name, value in constants.items()]

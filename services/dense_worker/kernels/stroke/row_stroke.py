@@ -68,25 +68,12 @@ class RowStroke:
         """Compiles the kernel, unless the cache has it. Raises `DeviceError`."""
         from services.dense_worker.kernels.cuda_source import CudaKernel
 
+        binary = compile_stroke(launcher, shape, device)
         self.shape, self._num_sms = shape, launcher.num_sms
-        stage_bytes = choose_stage_bytes(shape)
-        most = max(2 * -(-shape.inner // self._num_sms), -(-max(shape.qkv, shape.hidden) // self._num_sms))
-        own = most * (_NUM_WARPS + 1) * 4 + 2 * _NUM_WARPS * 4 + 16 * _MAX_STAGES  # sums and barriers
-        num_stages = min(_RING_BYTES // stage_bytes, _MAX_STAGES)
-        constants = {
-            "HIDDEN": shape.hidden,
-            "ATTN": shape.attn,
-            "INNER": shape.inner,
-            "QKV": shape.qkv,
-            "IS_FP8": int(shape.is_fp8),
-            "NUM_WARPS": _NUM_WARPS,
-            "NUM_STAGES": num_stages,
-            "STAGE_BYTES": stage_bytes,
-            "MAX_ROWS": most,
-        }
-        source = Path(__file__).with_name("row_stroke.cu")
-        shared_bytes = own + num_stages * stage_bytes
-        self._kernel = CudaKernel(source, "row_stroke", constants, (_NUM_WARPS + 1) * 32, shared_bytes)
+        ring = _constants(launcher, shape)
+        own = ring["MAX_ROWS"] * (_NUM_WARPS + 1) * 4 + 2 * _NUM_WARPS * 4 + 16 * _MAX_STAGES  # sums and barriers
+        shared_bytes = own + ring["NUM_STAGES"] * ring["STAGE_BYTES"]
+        self._kernel = CudaKernel(binary, "row_stroke", (_NUM_WARPS + 1) * 32, shared_bytes)
         self._exchanged = torch.full((2, 2 * shape.hidden + shape.inner), _NONE, dtype=torch.int16, device=device)
         self._counters = torch.zeros(2, _COUNTER_BYTES // 4, dtype=torch.int32, device=device)
 
@@ -111,6 +98,28 @@ class RowStroke:
         params.attn_out, params.residual = attn_out.data_ptr(), residual.data_ptr()
         params.qkv_out = qkv_out.data_ptr()
         self._kernel(self._num_sms, params)
+
+
+def compile_stroke(launcher: KernelLauncher, shape: StrokeShape, device: torch.device) -> bytes:
+    """The kernel's binary; takes some seconds if the cache does not have it. Raises `DeviceError`."""
+    from services.dense_worker.kernels.cuda_source import compiled
+
+    return compiled(Path(__file__).with_name("row_stroke.cu"), _constants(launcher, shape), device)
+
+
+def _constants(launcher: KernelLauncher, shape: StrokeShape) -> dict[str, int]:
+    num_sms, stage_bytes = launcher.num_sms, choose_stage_bytes(shape)
+    return {
+        "HIDDEN": shape.hidden,
+        "ATTN": shape.attn,
+        "INNER": shape.inner,
+        "QKV": shape.qkv,
+        "IS_FP8": int(shape.is_fp8),
+        "NUM_WARPS": _NUM_WARPS,
+        "NUM_STAGES": min(_RING_BYTES // stage_bytes, _MAX_STAGES),
+        "STAGE_BYTES": stage_bytes,
+        "MAX_ROWS": max(2 * -(-shape.inner // num_sms), -(-max(shape.qkv, shape.hidden) // num_sms)),
+    }
 
 
 def choose_stage_bytes(shape: StrokeShape) -> int:
