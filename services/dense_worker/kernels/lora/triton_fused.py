@@ -41,6 +41,7 @@ from services.dense_worker.kernels.triton_launch import KernelLauncher
 MAX_RANKS = 512  # of all slots together; each program goes through all of them, also those that nobody uses
 _BLOCK_OUT = 64
 _MAX_BLOCK_RANKS = 128
+_COPIED_AHEAD_FROM = 49  # rows; with fewer, `triton_fused_hopper` is slower (bench/results/lora.md)
 _NUM_PARTS = 2  # of in_features, whose sums with A are computed apart; with more, the products start later
 
 
@@ -82,7 +83,7 @@ def fused_linear(
     num_projections, num_groups, num_slots, _, _ = slots.a.shape
     max_rank = num_groups * RANK_STEP
     assert num_projections == 2 or not is_gated, "the halves are two projections"
-    if can_copy_ahead(launcher, x, weight):
+    if num_rows >= _COPIED_AHEAD_FROM and can_copy_ahead(launcher, x, weight):
         fused = {"activation": activation, "residual": residual, "norm": norm, "norm_after": norm_after}
         of_launch = workspace.on_hopper, workspace.splits, workspace.num_shrunk[index]
         copied_ahead_linear(launcher, x, weight, bias, out, slots, row_slots, *of_launch, **fused)

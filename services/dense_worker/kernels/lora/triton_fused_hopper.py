@@ -80,7 +80,7 @@ def copied_ahead_linear(
     norm: SplitNorm | None,
     norm_after: SplitNorm | None,
 ) -> None:
-    """As `fused_linear`, where `can_copy_ahead` says so."""
+    """As `fused_linear`, for the rows and weights that it chooses."""
     num_rows, out_features = out.shape
     is_gated = activation is not None and activation.is_gated
     num_projections, num_groups, num_slots, _, in_features = slots.a.shape
