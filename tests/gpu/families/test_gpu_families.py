@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
@@ -30,6 +31,8 @@ BOUND = 1e-4
 # bfloat16: both implementations round, not always in the same places. Medians of tokens' errors, relative to that of
 # transformers: rounding may choose another expert for a single token. Torch on a CPU has ratios up to 1.3.
 ERROR_RATIO = 2.0
+# Mamba 2 by torch: on an H200 the logits of transformers 5.17 differed by up to 0.8 from those of 5.23, ours by 1e-6.
+WRONG_IN_5_17 = ("mamba2", "bamba", "granitemoehybrid", "granitemoehybrid-plain")
 NUM_DECODED = 6
 TOKENS = torch.randint(3, 96, (28,), generator=torch.Generator().manual_seed(5)).tolist()
 PROMPTS = {1: TOKENS[:21], 2: TOKENS[: 3 * BLOCK_SIZE] + TOKENS[21:]}
@@ -57,6 +60,8 @@ def run_prompts(model: GpuModel) -> dict[int, torch.Tensor]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_greedy_tokens(variant: str, kernel_device: torch.device, tmp_path: Path) -> None:
+    if variant in WRONG_IN_5_17 and transformers.__version__.startswith("5.17."):
+        pytest.skip(f"transformers {transformers.__version__} computes {variant} wrongly")
     path = make_family_model(tmp_path, variant)
     truth, model = load_true_model(path, torch.float32), GpuModel(path, torch.float32, kernel_device)
     found = {seq_id: [logits] for seq_id, logits in run_prompts(model).items()}
