@@ -26,6 +26,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from services.gateway.resources.heavy_work import MAX_INLINE_BYTES, HeavyWork
 
 MAX_STRINGS = 2**16  # strings, lists and objects in one body; a chat of 4096 messages, each of one part, has 50,000
+MANY_OBJECTS = 512  # of those of more, one body at a time is read
+MAX_COUNTED_BYTES = 2**18  # of a body whose values are counted exactly in less than a millisecond
 
 
 class JsonRoute(APIRoute):
@@ -106,7 +108,7 @@ async def _read_body(
     if not data:
         raise RequestValidationError([{"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}])
     note_size(request, len(data), heavy_work)
-    async with heavy_work.alone() if len(data) > MAX_INLINE_BYTES else nullcontext():
+    async with heavy_work.alone() if _has_many_objects(data) else nullcontext():
         try:
             value = await parse_json(data, max_values, heavy_work)
         except json.JSONDecodeError as error:
@@ -121,6 +123,13 @@ async def _read_body(
         await next_turn(request)
     body.log_unknown_fields(request.state.request_id)
     return body
+
+
+def _has_many_objects(body: bytes) -> bool:
+    """Whether it may be parsed into very many objects. What is large by its texts waits for nobody else's reading."""
+    if len(body) <= MAX_INLINE_BYTES or body.count(b"{") + body.count(b"[") <= MANY_OBJECTS:
+        return False
+    return len(body) > MAX_COUNTED_BYTES or count_values(body)[0] > MANY_OBJECTS  # the texts may be code
 
 
 def note_size(request: Request, num_bytes: int, heavy_work: HeavyWork) -> None:

@@ -220,3 +220,41 @@ def test_of_requests_that_arrive_together_one_begins_in_each_iteration() -> None
 
     asyncio.run(main())
     assert len(begun) == 50 and len(set(begun)) == 50
+
+
+LONG = 20_000  # characters
+
+
+class Anything(RequestModel):
+    value: Any
+
+
+@pytest.mark.parametrize(
+    ("value", "waits"),
+    [(["a" * LONG], False), (["{[" * LONG], False), ([7] * LONG, False), ([{}] * LONG, True), ([[7]] * LONG, True)],
+)
+def test_only_a_body_of_many_objects_waits_for_another_one(value: Any, waits: bool) -> None:
+    """Turns between those of many streams take long, and the prompts of all clients would add them up."""
+    work, router = HeavyWork(), APIRouter()
+    router.route_class = json_route(MAX_VALUES, work)
+
+    @router.post("/any", response_class=Response)
+    async def take(body: Anything, request: Request) -> Response:
+        return Response()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": json.dumps({"value": value}).encode(), "more_body": False}
+
+    async def test() -> None:
+        [route] = router.routes
+        assert isinstance(route, APIRoute)
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/any", "headers": headers, "state": {"request_id": "a"}}
+        async with work.alone():
+            reading = asyncio.ensure_future(route.get_route_handler()(Request(scope, receive)))
+            await asyncio.wait([reading], timeout=0.2 if waits else 20)
+            assert reading.done() != waits
+        assert (await reading).status_code == 200
+        work.close()
+
+    run(test())
