@@ -20,7 +20,7 @@ from services.gateway.apis.tgi.format import TgiFormat
 from services.gateway.apis.tgi.schema import StreamRequest, TgiEvent, TgiRequest
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.field_names import client_field_names
-from services.gateway.http.json_route import json_route, next_turn
+from services.gateway.http.json_route import json_route
 from services.gateway.request.generation_request import MAX_STOP_STRINGS
 
 
@@ -41,13 +41,11 @@ class TextGeneration:
 
     def note_body(self, request: Request, body: Any) -> None:
         """Lets errors be of this dialect if the body is, see `is_text_generation`."""
-        request.state.is_text_generation = request.url.path == "/" or self.is_meant(body)
+        request.state.is_text_generation = request.scope["path"] == "/" or self.is_meant(body)
 
     async def answer(self, body: TgiRequest, request: Request, *, is_list: bool = False) -> Response:
         """The answer, or a stream of its tokens. `is_list`: the answer is in a list, as at /."""
-        await next_turn(request)
         request_id: str = request.state.request_id
-        body.log_unknown_fields(request_id)
         body.parameters.log_unknown_fields(request_id)
         limits, truncates = self._service.limits, body.parameters.truncate is not None
         answer_format = TgiFormat(self._service, body, is_list=is_list)

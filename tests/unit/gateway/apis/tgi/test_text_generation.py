@@ -12,6 +12,7 @@ import httpx2
 import pytest
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import IncompleteGenerationError, OverloadedError, ValidationError
+from structlog.testing import capture_logs
 
 from tests.support.clients.gateway_calls import EOS, REFERENCE, ids
 from tests.support.clients.http_clients import async_client
@@ -228,6 +229,26 @@ def test_wrong_requests_name_the_field(tmp_path: Path) -> None:
             assert param in message and word in message
 
     with_client(tmp_path, FakeDense(say(" one")), test)
+
+
+def test_errors_do_not_depend_on_the_name_of_the_host(tmp_path: Path) -> None:
+    """Without a valid one Starlette puts the name of a Unix socket in front of the path of a URL."""
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        response = await client.post("/", json={}, headers={"host": "a/b"})
+        assert (response.status_code, response.json()["error_type"]) == (422, "validation")
+
+    with_client(tmp_path, FakeDense(say(" one")), test)
+
+
+def test_unknown_fields_are_logged_once(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for path in (URL, STREAM, "/"):
+            with capture_logs() as logs:
+                await client.post(path, json={"inputs": "a", "beyond": 1, "parameters": {"within": 1}})
+            assert [each.get("fields") for each in logs if each.get("num_fields")] == ["beyond", "within"], path
+
+    with_client(tmp_path, until_eos(), test)
 
 
 def test_the_document_names_the_errors_of_each_route(tmp_path: Path) -> None:
