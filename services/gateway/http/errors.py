@@ -171,7 +171,7 @@ def add_error_handlers(app: FastAPI, metrics: GatewayMetrics) -> None:
 
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.detail == "Not Found":  # Starlette's, without a name
-            path = shorten(request.url.path, MAX_QUOTED_CHARACTERS)
+            path = shorten(request.scope["path"], MAX_QUOTED_CHARACTERS)
             error = HTTPException(404, f"this server has no {request.method} {path}", error.headers)
         if isinstance(error, HTTPException) and error.status_code == 405:
             error = HTTPException(405, error.detail, {"allow": ", ".join(_allowed_methods(app, request.scope))})

@@ -69,7 +69,8 @@ def audio_routes(service: RequestService, section: GatewaySection, speech: Speec
 
     async def answer(request: Request, task: Task) -> Response:
         if speech is None:
-            raise InvalidRequest(f"{service.names.first} reads text, not sound: it has no {request.url.path}", "model")
+            path = request.scope["path"]
+            raise InvalidRequest(f"{service.names.first} reads text, not sound: it has no {path}", "model")
         if (media_type := media_type_of(request.scope)) != FORM_TYPE:  # others are slow to parse, and have no files
             raise HTTPException(415, f"content-type is {quote(media_type)}, must be {FORM_TYPE}")
         try:

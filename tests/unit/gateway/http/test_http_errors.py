@@ -37,6 +37,11 @@ def test_an_unknown_model_is_a_404(tmp_path: Path) -> None:
 def test_unknown_paths_and_methods_are_refused(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         check_error(await client.get("/v1/nothing"), 404, None)
+        for host in ("gateway", "a/b"):  # without a valid one Starlette's URLs begin with the server's socket
+            response = await client.get("/v1/nothing", headers={"host": host})
+            assert response.json()["error"]["message"] == "this server has no GET /v1/nothing"
+            response = await client.post("/v1/audio/transcriptions", headers={"host": host})
+            assert response.json()["error"]["message"].endswith("it has no /v1/audio/transcriptions")
         check_error(await client.get(COMPLETIONS), 405, None)
         for method, path, allowed in (
             ("GET", COMPLETIONS, {"POST"}),
