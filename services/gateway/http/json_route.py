@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from services.gateway.resources.heavy_work import MAX_INLINE_BYTES, HeavyWork
 
 MAX_STRINGS = 2**16  # strings, lists and objects in one body; a chat of 4096 messages, each of one part, has 50,000
-MANY_OBJECTS = 512  # of those of more, one body at a time is read
+MANY_OBJECTS = 2048  # of those of more, one body at a time is read
 MAX_COUNTED_BYTES = 2**18  # of a body whose values are counted exactly in less than a millisecond
 
 

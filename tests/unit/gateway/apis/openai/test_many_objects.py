@@ -16,7 +16,7 @@ from tests.support.clients.http_clients import async_client
 from tests.support.running_gateway import RunningGateway
 from tests.support.workers.fake_dense import FakeDense
 
-NUM_CHATS, NUM_MESSAGES = 6, 800
+NUM_CHATS, NUM_MESSAGES = 6, 2400
 MESSAGES = [{"role": role, "content": "a"} for role in ("user", "assistant")] * (NUM_MESSAGES // 2)
 NUM_CHARACTERS = 100_000
 
