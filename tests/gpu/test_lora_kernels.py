@@ -177,6 +177,27 @@ def test_two_products_with_deltas_compute_the_norm_between_them(
     check(out, product.float(), dtype)
 
 
+def test_products_of_further_rows_follow_those_of_the_step(kernel_device: torch.device) -> None:
+    """As those of prompt_logprobs do: the last layers multiply once more, and again for each part of the rows."""
+    dtype = torch.float16
+    found, reference = make_stores(dtype, kernel_device)
+    slots = np.array([1, -1, 0, 2])
+    for store in (found, reference):
+        store.begin_step(slots)
+    found.start(len(slots))
+    down = move_linear(LINEARS[1], dtype, kernel_device)
+    for index in range(2 * len(LINEARS) + 1):
+        rows = torch.tensor([3, 0, index % 4])
+        found.select(rows.to(kernel_device))
+        reference.select(rows)
+        x = torch.randn(len(rows), down.in_features).to(dtype)
+        out = torch.empty(len(rows), down.out_features, dtype=dtype, device=kernel_device)
+        found.multiply(down, x.to(kernel_device), out, None, None)
+        product = F.linear(x, down.weight.matrix.data.cpu())
+        reference.add(LINEARS[1], x, product)
+        check(out, product.float(), dtype)
+
+
 def test_an_adapter_that_replaces_another_leaves_nothing_of_it(kernel_device: torch.device) -> None:
     found, reference = make_stores(torch.float32, kernel_device)
     adapter = make_adapter({"qkv0": 3}, np.random.default_rng(5))

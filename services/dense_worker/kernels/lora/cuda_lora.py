@@ -153,6 +153,9 @@ class CudaLora:
         """Enqueues the product and the deltas in one kernel; arguments as in `fused_linear`."""
         layer = self._layers[linear.merged_from[0].name]
         assert len(self._slots) == len(x), "`start` or `select` comes first"
+        if self._num_fused == len(self._workspace.num_shrunk):  # layers multiply again, for further rows of the step
+            self._workspace.num_shrunk.zero_()
+            self._num_fused = 0
         fused_linear(
             self._launcher,
             x,
