@@ -212,7 +212,7 @@ class CudaBackend(TorchBackend):
                 for shape in set(shapes)
                 if isinstance(shape, StrokeShape)
             }
-        except DeviceError as error:
+        except (DeviceError, OSError) as error:  # OSError: the cache cannot be written
             log.warning("no kernel of a whole stroke", reason=str(error))
             return
         self._strokes = [kernels.get(shape) for shape in shapes]

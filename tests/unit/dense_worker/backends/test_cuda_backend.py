@@ -8,12 +8,14 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
+from services.common.errors import DeviceError
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends import DenseBackend, InputEmbeds
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.kernels.linear import matmul_choice
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
+from services.dense_worker.kernels.stroke.row_stroke import StrokeShape
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import empty_weights
 from services.step import StepPlan
@@ -288,6 +290,26 @@ def test_a_step_beyond_the_workspaces_is_refused_before_it_runs(launches: Launch
     backend.begin_step(StepPlan(1), MAX_NUM_TOKENS)
     with pytest.raises(AssertionError, match="101 tokens, workspaces for 100"):
         backend.begin_step(StepPlan(2), MAX_NUM_TOKENS + 1)
+
+
+@pytest.mark.parametrize("error", [DeviceError("no NVRTC"), OSError(30, "Read-only file system", "cache")], ids=repr)
+def test_products_serve_where_the_kernel_of_a_stroke_cannot_be_had(
+    launches: LaunchRecorder, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    module = importlib.import_module("services.dense_worker.backends.cuda_backend")  # with these kernels
+    config, weights = make("llama")
+    shape = StrokeShape(config.hidden_size, config.attn_size, config.intermediate_size, config.qkv_size, is_fp8=False)
+    monkeypatch.setattr(module.CudaBackend, "_shapes_of_strokes", lambda backend: [shape] * (config.num_layers - 1))
+    for name in ("compile_stroke", "RowStroke"):
+        monkeypatch.setattr(module, name, fail)
+    monkeypatch.setattr(module, "time_in_graph_us", lambda run: 1.0)
+    choose(monkeypatch, LinearKernel.CUBLAS)
+    expected = run_step(TorchBackend(weights), config, torch.float16, [3], [0])
+    found = run_step(make_backend(weights, config), config, torch.float16, [3], [0])
+    assert relative_error(found, expected) < 5e-3
 
 
 def test_products_are_chosen_once_for_each_graph_with_prompts_and_for_no_others(
