@@ -82,13 +82,17 @@ class PlainMlp:
 class ScaledEmbedding:
     """An embedding multiplied by a constant, like Gemma's."""
 
-    table: Parameter
+    table: Parameter | None  # None: only `of_rows` is called
+    is_lookup = False
 
     def forward(
         self, operations: Operations, token_ids: torch.Tensor, input_embeds: InputEmbeds | None = None
     ) -> Residual:
         assert input_embeds is None, "these steps have token ids only"
-        return Residual(operations.embed(self.table, token_ids).hidden * SCALE)
+        return self.of_rows(operations, operations.embed(self.table, token_ids), token_ids)
+
+    def of_rows(self, operations: Operations, residual: Residual, token_ids: torch.Tensor | None) -> Residual:
+        return Residual(residual.hidden * SCALE)
 
 
 def build_parallel(config: ModelConfig, allocator: WeightAllocator) -> ModelWeights:
