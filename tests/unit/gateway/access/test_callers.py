@@ -57,7 +57,8 @@ def test_two_callers_may_give_their_requests_the_same_name(tmp_path: Path) -> No
             await start("ann")
         assert await abort("bob")
         assert (await bob).completions[0].finish.reason == gateway_pb2.FINISH_REASON_ABORT
-        assert len(dense.running) == 1 and not ann.done()
+        await until(lambda: len(dense.running) == 1)
+        assert not ann.done()
         assert not await abort("bob")
         assert await abort("ann")
         assert (await ann).completions[0].finish.reason == gateway_pb2.FINISH_REASON_ABORT
