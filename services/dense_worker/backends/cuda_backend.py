@@ -93,6 +93,7 @@ class CudaBackend(TorchBackend):
         with ThreadPoolExecutor() as threads:
             for shape in set(shapes):
                 if isinstance(shape, StrokeShape):
+                    # An error comes again, and is logged, where the kernel is loaded.
                     threads.submit(compile_stroke, operations.launcher, shape, weights.device)
             self._choose_kernels(_linears_of_each_kind(weights))
         self._choose_strokes(shapes)

@@ -10,12 +10,15 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
+import structlog
 import torch
 from cuda.bindings import driver, nvrtc
 from triton.runtime.cache import get_cache_manager
 
 from services.channel.cuda_flags import check
 from services.common.errors import DeviceError
+
+log = structlog.get_logger()
 
 
 class CudaKernel:
@@ -67,7 +70,10 @@ def compiled(source: Path, constants: Mapping[str, int], device: torch.device) -
     if cached is not None:
         return Path(cached).read_bytes()
     binary = _compile(text, source.name, options)
-    cache.put(binary, file_name, binary=True)
+    try:
+        cache.put(binary, file_name, binary=True)
+    except OSError as error:  # a folder that is full or cannot be written
+        log.warning("a compiled kernel is not kept", kernel=source.stem, reason=str(error))
     return binary
 
 

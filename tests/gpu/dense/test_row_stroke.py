@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from services.common.model_config import ModelConfig, RopeConfig
+from services.common.model_config import ModelConfig
 from services.common.quantization.schemes import on_the_fly_fp8
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.model.segments import Middle, segments_of
 from services.dense_worker.model.weights import random_weights
 from tests.gpu.dense.operands import EPS, rms_norm
+from tests.support.model_configs import small_config
 
 pytest.importorskip("triton", reason="needs triton")
 pytest.importorskip("cuda.bindings", reason="needs the CUDA driver")
@@ -33,9 +34,8 @@ SHAPES = {
     "narrow attention": (1024, 256, 4096, 2, 64),
     "7b": (4096, 4096, 11008, 32, 128),
 }
-LLAMA = ModelConfig(
-    family="llama",
-    vocab_size=128,
+LLAMA = replace(
+    small_config("llama"),
     hidden_size=256,
     intermediate_size=512,
     num_layers=2,
@@ -43,16 +43,7 @@ LLAMA = ModelConfig(
     num_kv_heads=2,
     head_dim=64,
     norm_eps=EPS,
-    tie_word_embeddings=False,
-    qkv_bias=False,
-    o_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
     sliding_windows=(None,) * 2,
-    max_position_embeddings=64,
-    rope=RopeConfig("default", 10000.0, 32, 64),
-    eos_token_ids=(),
-    checkpoint_dtype="float32",
 )
 
 

@@ -8,16 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from services.common.model_config import ModelConfig, RopeConfig
+from services.common.model_config import ModelConfig
 from services.common.quantization.schemes import on_the_fly_fp8
 from services.dense_worker.kernels.stroke.row_stroke import StrokeShape, choose_stage_bytes, shape_of
 from services.dense_worker.model.segments import segments_of
 from services.dense_worker.model.weights import empty_weights
+from tests.support.model_configs import small_config
 
 HOPPER = SimpleNamespace(is_hopper=True, num_sms=132)
-LLAMA = ModelConfig(
-    family="llama",
-    vocab_size=128,
+LLAMA = replace(
+    small_config("llama"),
     hidden_size=256,
     intermediate_size=512,
     num_layers=2,
@@ -25,16 +25,7 @@ LLAMA = ModelConfig(
     num_kv_heads=2,
     head_dim=64,
     norm_eps=1e-5,
-    tie_word_embeddings=False,
-    qkv_bias=False,
-    o_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
     sliding_windows=(None,) * 2,
-    max_position_embeddings=64,
-    rope=RopeConfig("default", 10000.0, 32, 64),
-    eos_token_ids=(),
-    checkpoint_dtype="float32",
 )
 
 
