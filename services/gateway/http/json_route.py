@@ -42,7 +42,7 @@ def json_route(max_values: int, heavy_work: HeavyWork, note_body: NoteBody | Non
 
     A route with a body is a function of `body`, a `RequestModel`, and `request`, and makes its response itself. So
     nothing is left for FastAPI to do, which would take a fifth of a request's time in the gateway. `note_body` gets
-    each body before it is checked: a path may belong to several dialects.
+    None before a body is read, and each body before it is checked: a path may belong to several dialects.
     """
 
     class StrictJsonRoute(JsonRoute):
@@ -100,6 +100,8 @@ async def _read_body(
     request: Request, field: Any, max_values: int, heavy_work: HeavyWork, note_body: NoteBody | None
 ) -> Any:
     """The body as the object of a route, whose `body_field` it is. Raises `RequestValidationError` as FastAPI would."""
+    if note_body is not None:
+        note_body(request, None)
     _require_json_type(request)
     try:
         data = await request.body()

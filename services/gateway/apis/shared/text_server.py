@@ -39,7 +39,7 @@ class TextServer(Protocol):
         """Whether a body at /generate is one of these, and not SGLang's."""
 
     def note_body(self, request: Request, body: Any) -> None:
-        """Lets errors be of this dialect if the body is. To be called before the body is checked."""
+        """Lets errors be of this dialect if the body is. To be called before it is read (with None) and checked."""
 
     async def answer(self, body: Any, request: Request, *, is_list: bool = False) -> Response:
         """The answer, or a stream of its tokens. `is_list`: the answer is in a list, as at /."""

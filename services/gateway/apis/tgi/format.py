@@ -17,6 +17,8 @@ from services.gateway.core.request_service import RequestService
 from services.gateway.link.journal_entry import FinishReason
 from services.gateway.text.detokenizer import Detokenizer
 
+ABORTED = "the request was aborted: its text is not complete"
+
 
 class TgiFormat:
     """The `Format` of these answers. It belongs to one request, because it keeps the text of a stream."""
@@ -58,7 +60,7 @@ class TgiFormat:
         if chunk.finish is None:
             return events
         if not events or chunk.finish.reason is FinishReason.ABORT:
-            return [*events, tgi_error(AbortedByCaller("the request was aborted: its text is not complete"))]
+            return [*events, tgi_error(AbortedByCaller(ABORTED))]
         events[-1]["generated_text"] = "".join(self._texts)
         events[-1]["details"] = {
             "finish_reason": _reason(chunk.finish),
@@ -75,7 +77,10 @@ class TgiFormat:
         return [tgi_error(error)]
 
     def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> Any:
+        """Raises `AbortedByCaller`: the object has no word for an end that was not the text's."""
         [(completions, prompt)] = answers
+        if any(each.finish is not None and each.finish.reason is FinishReason.ABORT for each in completions):
+            raise AbortedByCaller(ABORTED)
         best, *others = sorted(completions, key=_mean_logprob, reverse=True)
         answer: TgiAnswer = {"generated_text": best.text}
         if self._parameters.details or self._parameters.decoder_input_details:

@@ -36,8 +36,9 @@ class TextGeneration:
 
     def is_meant(self, body: Any) -> bool:
         """Whether a body at /generate is one of these, and not SGLang's."""
-        given = {name for name, value in body.items() if value is not None} if isinstance(body, Mapping) else set()
-        return "inputs" in given and not given & {"text", "input_ids"}
+        if not isinstance(body, Mapping) or "inputs" not in body:
+            return False
+        return body.get("text") is None and body.get("input_ids") is None
 
     def note_body(self, request: Request, body: Any) -> None:
         """Lets errors be of this dialect if the body is, see `is_text_generation`."""

@@ -122,6 +122,26 @@ def test_an_aborted_stream_is_an_incomplete_generation(tmp_path: Path) -> None:
     run(body())
 
 
+@pytest.mark.parametrize("path", [URL, "/"])
+@pytest.mark.parametrize("details", [False, True])
+def test_an_aborted_answer_is_an_incomplete_generation(path: str, details: bool, tmp_path: Path) -> None:
+    """As TGI answers without a whole text: `InferError::IncompleteGeneration`."""
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"inputs": PROMPT, "parameters": {"details": details}}
+        reading = asyncio.create_task(client.post(path, json=body))
+        await until(lambda: len(dense.submits) == 1)
+        while not reading.done():
+            await client.post("/abort_request", json={"abort_all": True})
+            await asyncio.wait({reading}, timeout=0.01)
+        response = await reading
+        assert response.status_code == 499 and response.json()["error_type"] == "incomplete_generation"
+        assert "aborted" in response.json()["error"]
+
+    dense = FakeDense(lambda submit: ids(TEXT)[:2])  # and no more
+    with_client(tmp_path, dense, test)
+
+
 def test_a_stop_string_ends_the_answer_and_is_kept(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         body = {"inputs": PROMPT, "parameters": {"stop": [","], "details": True}}
@@ -201,6 +221,7 @@ def test_a_body_may_be_sent_to_each_of_the_routes(tmp_path: Path) -> None:
 
 WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (URL, {"inputs": 5}, "inputs", "5"),
+    (URL, {"inputs": None}, "inputs", "None"),
     (URL, {"inputs": ""}, "inputs", "empty"),
     (URL, {"inputs": "a", "parameters": {"max_new_tokens": 0}}, "parameters.max_new_tokens", "0"),
     (URL, {"inputs": "a", "parameters": {"temperature": -1.0}}, "parameters.temperature", "-1"),
@@ -227,6 +248,24 @@ def test_wrong_requests_name_the_field(tmp_path: Path) -> None:
             message = response.json()["error"]
             assert (response.status_code, response.json()) == (422, {"error": message, "error_type": "validation"})
             assert param in message and word in message
+
+    with_client(tmp_path, FakeDense(say(" one")), test)
+
+
+def test_what_is_no_json_has_an_error_of_this_server(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for path in ("/", STREAM):
+            for body, content_type, status, word in (
+                (b'{"inputs": "a",', "application/json", 422, "not JSON"),
+                (b"", "application/json", 422, "body"),
+                (b"{}", "text/plain", 415, "text/plain"),
+            ):
+                response = await client.post(path, content=body, headers={"content-type": content_type})
+                message = response.json()["error"]
+                assert (response.status_code, response.json()) == (
+                    status, {"error": message, "error_type": "validation"},
+                )  # fmt: skip
+                assert word in message
 
     with_client(tmp_path, FakeDense(say(" one")), test)
 
