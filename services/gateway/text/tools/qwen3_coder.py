@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import Any
 
+from services.gateway.text.deltas import Delta
 from services.gateway.text.markers import find_marker
 from services.gateway.text.tools.json_call import NAME, MalformedCall
 from services.gateway.text.tools.marked_parser import MarkedParser
@@ -22,7 +23,9 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 _END_OF_VALUE = "\n" + END_PARAMETER
-_AFTER_VALUE = ("\n" + PARAMETER, "\n" + END_FUNCTION)  # some models leave out the end of a value before these
+_END_OF_CALL = "\n" + END_FUNCTION
+_AFTER_VALUE = ("\n" + PARAMETER, _END_OF_CALL)  # some models leave out the end of a value before these
+_AFTER_FUNCTION = (END, BEGIN, FUNCTION)  # or nothing; an END_FUNCTION before anything else is a part of a value
 MAX_KEY_CHARACTERS = 256
 
 
@@ -51,6 +54,11 @@ class Qwen3CoderParser(MarkedParser):
         self._is_string = False
         self._types: frozenset[str] | None = None  # of a parameter that is no string; None: any
         self._value: list[str] = []  # of a parameter that is no string
+        self._is_over = False  # whether the answer has ended
+
+    def finish(self, is_cut: bool = False) -> list[Delta]:
+        self._is_over = True
+        return super().finish(is_cut)
 
     def _step(self) -> bool:
         match self._state:
@@ -142,17 +150,26 @@ class Qwen3CoderParser(MarkedParser):
 
     def _read_value(self) -> bool:
         index, marker = find_marker(self._text, (END_PARAMETER, _END_OF_VALUE, *_AFTER_VALUE))
-        piece = self._take(index)
-        if self._is_string:
-            self._writer.arguments(json.dumps(piece, ensure_ascii=False)[1:-1])
-        else:
-            self._value.append(piece)
+        self._add_to_value(self._take(index))
         if marker is None:
             return False
+        if marker == _END_OF_CALL:
+            rest = self._text[len(marker) :].lstrip()
+            if not self._is_over and any(each.startswith(rest) and each != rest for each in _AFTER_FUNCTION):
+                return False
+            if rest and not rest.startswith(_AFTER_FUNCTION):
+                self._add_to_value(self._take(len(marker)))
+                return True
         self._take(1 if marker in _AFTER_VALUE else len(marker))
         self._writer.arguments('"' if self._is_string else _to_json("".join(self._value), self._types))
         self._state = _State.FUNCTION
         return True
+
+    def _add_to_value(self, piece: str) -> None:
+        if self._is_string:
+            self._writer.arguments(json.dumps(piece, ensure_ascii=False)[1:-1])
+        else:
+            self._value.append(piece)
 
     def _read_until_bracket(self) -> str | None:
         """The text before the next >, which it takes; None if that has not come yet."""

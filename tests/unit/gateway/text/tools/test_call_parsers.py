@@ -211,6 +211,25 @@ def test_qwen3_coder_may_leave_out_the_ends_of_parameters(cuts: list[int]) -> No
     assert read(parse("qwen3_coder", text, cuts)) == ("", [("f", {"city": "Rome", "days": 3})])
 
 
+@given(cuts=CUTS)
+def test_a_string_of_qwen3_coder_may_hold_the_end_of_a_function(cuts: list[int]) -> None:
+    """Where more of the string follows, and the end of the parameter."""
+    city = "<a>\n</function>\n</a>\n</function>"
+    end = "\n</parameter>\n</function>\n"
+    text = f"<function=f>\n<parameter=city>\n{city}{end}</tool_call>\n<function=f>\n<parameter=days>\n3{end}"
+    assert read(parse("qwen3_coder", text, cuts)) == ("", [("f", {"city": city}), ("f", {"days": 3})])
+
+
+@pytest.mark.parametrize(
+    "rest", ["", "\n", "\n</tool_call>", "\n<function=f>\n</function>", "<tool_call><function=f></function>"]
+)
+@given(cuts=CUTS)
+def test_the_end_of_a_function_of_qwen3_coder_may_end_its_last_value(rest: str, cuts: list[int]) -> None:
+    text = f"<function=f>\n<parameter=city>\nRome\n</function>{rest}"
+    further = [("f", {})] if "=f" in rest else []
+    assert read(parse("qwen3_coder", text, cuts)) == ("", [("f", {"city": "Rome"}), *further])
+
+
 def test_objects_that_are_no_calls_stay_content() -> None:
     for text in (
         '{"city": "Paris"}',
