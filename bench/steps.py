@@ -27,7 +27,7 @@ from prometheus_client import CollectorRegistry
 from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.servicer import describe_opened
 from services.common.sampling_params import SamplingParams
-from services.dense_worker.engine.attachment import Attachment
+from services.dense_worker.engine.attachment import AttachedCache, Attachment
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.sequence import Sequence
@@ -71,8 +71,8 @@ class Steps:
         self.in_flight: Any = None  # the step that is planned and not ended, and its input
         attention: Any = None
         self.engine = Engine(limits, self.runner, attention, self.keep_report, 1.0, [metrics])
-        counts = (BLOCK_SIZE, self.cache.num_blocks, self.cache.num_free_blocks)
-        self.session = Session(Attachment(1, 1, {}, *counts, {}, self.cache.max_model_len))
+        attached = AttachedCache(0, self.cache.num_blocks, self.cache.num_free_blocks, {})
+        self.session = Session(Attachment(1, 1, {}, BLOCK_SIZE, (attached,), self.cache.max_model_len))
         self.scheduler = self.engine._scheduler
         self.scheduler.begin(self.session)
         for seq_id in range(1, batch + 1):

@@ -27,7 +27,7 @@ from services.common.rank import Rank, seam_config
 from services.common.resolve import ResolvedModel
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.build import load_model, resolve_dense_model
-from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
+from services.dense_worker.engine.attachment import AttachedCache, Attachment, AttachmentEnd
 from services.dense_worker.engine.attention_client import AttachOptions
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.step_report import StepReport
@@ -67,9 +67,9 @@ class AttentionSide:
     def describe(self) -> Attachment:
         """The dense worker's end."""
         cache = self.engine.cache
-        counts = (cache.block_size, cache.num_blocks, cache.num_free_blocks, {}, cache.max_model_len)
+        sizes = cache.block_size, (AttachedCache(0, cache.num_blocks, cache.num_free_blocks, {}),), cache.max_model_len
         kept = (cache.sliding_window.window, cache.sliding_window.num_sink_tokens, cache.uncounted_window)
-        return Attachment(EPOCH, self.attachment.attachment_id, self.channels, *counts, *kept)
+        return Attachment(EPOCH, self.attachment.attachment_id, self.channels, *sizes, *kept)
 
     def open(self, new: NewSequence, answer: Callable[[SequenceOpened], None]) -> None:
         """Opens a sequence; `answer` is called on some thread."""

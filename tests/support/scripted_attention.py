@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import ClassVar
 
-from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
+from services.dense_worker.engine.attachment import AttachedCache, Attachment, AttachmentEnd
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.observer import EngineObserver
@@ -169,4 +169,5 @@ def started_engine(
 
 
 def make_attachment(attention: FakeAttention, attachment_id: int, num_blocks: int = 100) -> Attachment:
-    return Attachment(1, attachment_id, {0: attention.channel}, 4, num_blocks, num_blocks, {}, 4 * num_blocks)
+    caches = (AttachedCache(0, num_blocks, num_blocks, {}),)
+    return Attachment(1, attachment_id, {0: attention.channel}, 4, caches, 4 * num_blocks)

@@ -41,6 +41,7 @@ from services.dense_worker.engine.attention_client import (
     Ended,
     attach_request,
     describe_attachment,
+    describe_cache,
     execute,
     map_channels,
     receive_answers,
@@ -305,18 +306,12 @@ class AttentionWorkersClient(AttentionClient):
                 link.drop()
             raise
         self._may_miss = True
-        first, *others = links
         self._links = {each.cache_id: each for each in links}
         members = {each.cache_id: each.channel for each in links}
         self._joined = joined = self._make_joined(members)
         self._splitter = PlanSplitter(cache_of)
-        return replace(
-            describe_attachment(first.reply, {_LANE: joined}),
-            num_free_blocks=first.cache.num_free_blocks,
-            orphaned_blocks=first.cache.orphaned_blocks,
-            others=tuple(each.cache for each in others),
-            max_model_len=self._max_model_len(links),
-        )
+        attachment = describe_attachment(links[0].reply, {_LANE: joined}, [each.cache for each in links])
+        return replace(attachment, max_model_len=self._max_model_len(links))
 
     def _max_model_len(self, links: Sequence[_Link]) -> int:
         """Tokens of the longest sequence. Workers that are missing count as those that are there."""
@@ -398,14 +393,7 @@ class AttentionWorkersClient(AttentionClient):
             raise ConfigError(f"{where}: {error}") from error
         except StaleEpoch as error:
             raise PeerError(f"{where}: {error}") from error
-        cache = AttachedCache(
-            self._next_cache_id,
-            reply.num_blocks,
-            reply.num_free_blocks,
-            dict(zip(reply.open_seq_ids, reply.open_num_blocks, strict=True)),
-            reply.is_empty,
-            reply.prefix_generation,
-        )
+        cache = describe_cache(reply, self._next_cache_id)
         self._next_cache_id += 1
         link = _Link(worker, cache, reply, channel, execute(worker.stub, reply.epoch, reply.attachment_id))
         try:

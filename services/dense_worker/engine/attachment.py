@@ -16,35 +16,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttachedCache:
-    """The KV cache of one of several attention workers, as it was when that worker attached."""
+    """The KV cache of an attention worker, as it was when that worker attached."""
 
-    cache_id: int  # ascending; never used again in an attachment
+    cache_id: int  # 0 of the first one, ascending; never used again in an attachment
     num_blocks: int
     num_free_blocks: int
-    orphaned_blocks: dict[int, int]  # as in `Attachment`
-    is_empty: bool = False  # as in `Attachment`
-    prefix_generation: int = 0  # as in `Attachment`
+    orphaned_blocks: dict[int, int]  # number of blocks, by seq_id of sequences that an earlier dense worker left open
+    is_empty: bool = False  # no block of a sequence can be found in it, since none was there before
+    prefix_generation: int = 0  # the highest that it has seen, see `NewSequence`
 
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """The mapped data regions, which the engine closes, and the attention worker's description of its cache."""
+    """The mapped data regions, which the engine closes, and what the attention workers' caches have in common."""
 
     epoch: int
     attachment_id: int
     channels: Mapping[int, Channel]  # by lane
     block_size: int
-    num_blocks: int
-    num_free_blocks: int
-    orphaned_blocks: dict[int, int]  # number of blocks, by seq_id of sequences that an earlier dense worker left open
-    max_model_len: int  # tokens of the longest sequence that the model and the cache allow
-    window: int | None = None  # of the KV cache, see `SlidingWindow`
+    caches: tuple[AttachedCache, ...]  # at least one; several attention workers have one each
+    max_model_len: int  # tokens of the longest sequence that the model and the caches allow
+    window: int | None = None  # of the KV caches, see `SlidingWindow`
     num_sink_tokens: int = 0
     layer_window: int | None = None  # of layers whose blocks the attention worker drops by itself; None: there are none
-    others: tuple[AttachedCache, ...] = ()  # of further attention workers; the first one's cache has the id 0
-    is_empty: bool = False  # no block of a sequence can be found in the KV cache, since none was there before
-    prefix_generation: int = 0  # the highest that the KV cache has seen, see `NewSequence`
-    max_num_sequences: int | None = None  # that the KV cache keeps at a time; None: as many as have blocks
+    max_num_sequences: int | None = None  # that a KV cache keeps at a time; None: as many as have blocks
     link: MessageLink | None = None  # for plans and answers; None: they go by gRPC
     ranks: LeadingRanks | None = None  # the other ranks, of which each has an attention worker; None: there are none
 

@@ -8,7 +8,7 @@ the engine thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeAlias
@@ -217,7 +217,8 @@ class AttentionClient:
 
     def _map(self, reply: attn_pb2.AttachReply) -> Attachment:
         channels = map_channels(reply, self._options.spec, self._options.device, self._options.wait_timeout_s)
-        return describe_attachment(reply, channels, self._connect(reply.plan_link) if reply.plan_link else None)
+        link = self._connect(reply.plan_link) if reply.plan_link else None
+        return describe_attachment(reply, channels, [describe_cache(reply)], link)
 
     def _connect(self, name: str) -> MessageLink | None:
         try:
@@ -314,24 +315,35 @@ def map_channels(
         ) from error
 
 
+def describe_cache(reply: attn_pb2.AttachReply, cache_id: int = 0) -> AttachedCache:
+    """The cache of the attention worker that has given the reply."""
+    return AttachedCache(
+        cache_id,
+        reply.num_blocks,
+        reply.num_free_blocks,
+        dict(zip(reply.open_seq_ids, reply.open_num_blocks, strict=True)),
+        reply.is_empty,
+        reply.prefix_generation,
+    )
+
+
 def describe_attachment(
-    reply: attn_pb2.AttachReply, channels: Mapping[int, Channel], link: MessageLink | None = None
+    reply: attn_pb2.AttachReply,
+    channels: Mapping[int, Channel],
+    caches: Sequence[AttachedCache],
+    link: MessageLink | None = None,
 ) -> Attachment:
-    """The attachment to a single attention worker."""
+    """The attachment to attention workers with these caches, of which the first one has given the reply."""
     return Attachment(
         epoch=reply.epoch,
         attachment_id=reply.attachment_id,
         channels=channels,
         block_size=reply.block_size,
-        num_blocks=reply.num_blocks,
-        num_free_blocks=reply.num_free_blocks,
-        orphaned_blocks=dict(zip(reply.open_seq_ids, reply.open_num_blocks, strict=True)),
+        caches=tuple(caches),
         max_model_len=reply.max_model_len,
         window=reply.window if reply.HasField("window") else None,
         num_sink_tokens=reply.num_sink_tokens,
         layer_window=reply.layer_window if reply.HasField("layer_window") else None,
-        is_empty=reply.is_empty,
-        prefix_generation=reply.prefix_generation,
         max_num_sequences=reply.max_num_sources or None,
         link=link,
     )

@@ -503,7 +503,7 @@ class Engine:
         # On a GPU. On a CPU rehearsals would take a core from those who read the request.
         has_link = attachment.link is not None
         self._rehearsal = Rehearsal(self._scheduler.limits, attachment) if has_link else None
-        log.info("attached", epoch=f"{attachment.epoch:016x}", num_blocks=attachment.num_blocks)
+        log.info("attached", epoch=f"{attachment.epoch:016x}", num_blocks=attachment.caches[0].num_blocks)
         self._attention.ready(attachment)
 
     def _detach(self, attachment: Attachment, end: AttachmentEnd) -> None:

@@ -27,13 +27,11 @@ class Rehearsal:
     """Of one attachment. It rehearses a plain sequence like the last one."""
 
     def __init__(self, limits: SchedulerLimits, attachment: Attachment) -> None:
+        first = attachment.caches[0]
         self._attachment = replace(
             attachment,
             channels={},
-            num_free_blocks=attachment.num_blocks,
-            orphaned_blocks={},
-            others=(),
-            is_empty=True,
+            caches=(replace(first, num_free_blocks=first.num_blocks, orphaned_blocks={}, is_empty=True),),
             link=None,
             ranks=None,
         )

@@ -106,7 +106,7 @@ class Scheduler:
                 feature.leave(self.num_steps)
         self.session = session
         self._num_past_preemptions = self.num_preemptions
-        for cache in (session.attachment, *session.attachment.others):
+        for cache in session.attachment.caches:
             self._prefix_generation = max(self._prefix_generation, cache.prefix_generation)
         self._begin_parts()
         self._await_caches(session.attachment.max_model_len // session.ledger.block_size)
@@ -572,7 +572,7 @@ class Scheduler:
         parts = (session, self._waiting, limits, self._drafting, self._forks, self._residency)
         self._planners = [StepPlanner(*parts, lane) for lane in range(len(session.lanes))]
         # Whether plain sequences have rows: not where each is looked at in each step.
-        self._has_rows = not self._drafting.looks_at_each and session.ledger.sliding_window.window is None
+        self._has_rows = not self._drafting.looks_at_each and session.sliding_window.window is None
 
     def _note_new_caches(self, sequence: Sequence) -> None:
         if self.session.has_new_caches:

@@ -101,9 +101,7 @@ NO_ATTACHMENT = Attachment(
     attachment_id=0,
     channels={},
     block_size=1,
-    num_blocks=0,
-    num_free_blocks=0,
-    orphaned_blocks={},
+    caches=(AttachedCache(0, 0, 0, {}),),
     max_model_len=0,
 )
 
@@ -114,13 +112,11 @@ class Session:
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
         # Whether no KV cache had anything when they were attached.
-        self.has_new_caches = attachment.is_empty and all(each.is_empty for each in attachment.others)
-        sliding_window = SlidingWindow(attachment.block_size, attachment.window, attachment.num_sink_tokens)
-        ledger = BlockLedger(sliding_window, attachment.num_blocks, attachment.num_free_blocks)
-        self.ledgers = {0: ledger}  # by cache_id
-        self.ledger = ledger  # of the largest KV cache; blocks have the same size in all
+        self.has_new_caches = all(each.is_empty for each in attachment.caches)
+        self.sliding_window = SlidingWindow(attachment.block_size, attachment.window, attachment.num_sink_tokens)
+        self.ledgers: dict[int, BlockLedger] = {}  # by cache_id
+        self.ledger: BlockLedger  # of the largest KV cache; blocks have the same size in all
         self.prefixes = SeenPrefixes(attachment.block_size)
-        self.prefixes.set_cache(0, attachment.num_blocks, is_empty=attachment.is_empty)
         self.layer_sliding_window = SlidingWindow(attachment.block_size, attachment.layer_window)
         self.running: list[Sequence] = []  # in the order of the waiting queue
         self.rows = DecodeRows()  # of those that need one token in each step and nothing else
@@ -143,10 +139,10 @@ class Session:
         self.num_errors = Counter[tuple[int, int]]()  # errors in the answers so far, by lane and cache_id
         self.request_ids: dict[int, str] = {}  # by seq_id, of running sequences; for messages, from any thread
 
-        # Blocks of sequences of an earlier dense worker, and the time until which gateways may claim them.
-        self.orphaned_blocks = dict(attachment.orphaned_blocks)  # by seq_id
-        self.orphan_caches: dict[int, int] = {}  # the cache_ids of those that are not in the first KV cache
-        self.claim_deadline_s = time.monotonic() + CLAIM_TIMEOUT_S if attachment.orphaned_blocks else None
+        # Sequences of an earlier dense worker, by seq_id, and the time until which gateways may claim them.
+        self.orphaned_blocks: dict[int, int] = {}  # how many
+        self.orphan_caches: dict[int, int] = {}  # the KV cache that has them
+        self.claim_deadline_s: float | None = None  # None: nothing can be claimed
 
         self.lanes = tuple(Lane() for _ in attachment.channels or (0,))
         self.dealer = LaneDealer(len(self.lanes))
@@ -156,7 +152,7 @@ class Session:
         self.sampled: list[TokenColumns] = []  # tokens for the next plan, in order
         self.draining: set[int] = set()  # cache_ids whose sequences move to others
         self.awaits_caches = False  # whether all that could be opened next waits for KV caches that are missing
-        for cache in attachment.others:
+        for cache in attachment.caches:
             self.add_cache(cache)
 
     @property
@@ -189,8 +185,8 @@ class Session:
         return max((each.num_blocks for each in self.open_ledgers.values()), default=0)
 
     def add_cache(self, cache: AttachedCache) -> None:
-        """A further attention worker has sequences from now on."""
-        self.ledgers[cache.cache_id] = BlockLedger(self.ledger.sliding_window, cache.num_blocks, cache.num_free_blocks)
+        """An attention worker has sequences from now on."""
+        self.ledgers[cache.cache_id] = BlockLedger(self.sliding_window, cache.num_blocks, cache.num_free_blocks)
         self.ledger = self._largest_ledger()
         self.prefixes.set_cache(cache.cache_id, cache.num_blocks, is_empty=cache.is_empty)
         for seq_id, num_blocks in cache.orphaned_blocks.items():
@@ -207,7 +203,7 @@ class Session:
         for lane in self.lanes:
             lane.short_caches.discard(cache_id)
         self.draining.discard(cache_id)
-        for seq_id in [each for each in self.orphaned_blocks if self.cache_of_orphan(each) == cache_id]:
+        for seq_id in [each for each in self.orphaned_blocks if self.orphan_caches[each] == cache_id]:
             del self.orphaned_blocks[seq_id]
         for key in [key for key in self.num_errors if key[1] == cache_id]:
             del self.num_errors[key]
@@ -218,10 +214,6 @@ class Session:
     def ledger_of(self, sequence: Sequence) -> BlockLedger:
         """The blocks of the KV cache in which a sequence is, or will be opened; or its own, of several."""
         return sequence.divided or self.ledgers[sequence.cache_id]
-
-    def cache_of_orphan(self, seq_id: int) -> int:
-        """The KV cache that has the blocks of a sequence of an earlier dense worker."""
-        return self.orphan_caches.get(seq_id, 0)
 
     def errors_of(self, lane: int) -> int:
         """Errors in the answers of all present attention workers so far."""
@@ -379,10 +371,9 @@ class Session:
 
         Those that the rows of a policy drop are not counted.
         """
-        sliding_window = self.ledger.sliding_window
-        if sliding_window.window is None or sequence.policy is not None:
+        if self.sliding_window.window is None or sequence.policy is not None:
             return False
-        num_dropped = sliding_window.num_evicted_blocks(sequence.num_computed_tokens)
+        num_dropped = self.sliding_window.num_evicted_blocks(sequence.num_computed_tokens)
         num_more = num_dropped - sequence.num_evicted_blocks
         if num_more <= 0:
             return False

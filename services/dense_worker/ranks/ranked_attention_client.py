@@ -33,6 +33,7 @@ from services.dense_worker.engine.attention_client import (
     AttentionListener,
     Ended,
     attach_request,
+    describe_cache,
     execute,
     receive_answers,
 )
@@ -143,17 +144,22 @@ class RankedAttentionClient(AttentionClient):
             attachment.abort()
             attachment.close()
             raise
-        open_blocks = [dict(zip(each.open_seq_ids, each.open_num_blocks, strict=True)) for each in replies]
+        caches = [describe_cache(each) for each in replies]
+        open_blocks = [each.orphaned_blocks for each in caches]
         orphaned = {seq_id: max(each.get(seq_id, 0) for each in open_blocks) for seq_id in set().union(*open_blocks)}
-        serving = _Serving(replies, attachment_id, RankAnswers([each.num_free_blocks for each in replies]))
+        serving = _Serving(replies, attachment_id, RankAnswers([each.num_free_blocks for each in caches]))
         self._serving = serving
-        return replace(
-            attachment,
-            num_blocks=min(each.num_blocks for each in replies),
+        cache = replace(  # as if all ranks had one
+            caches[0],
+            num_blocks=min(each.num_blocks for each in caches),
             num_free_blocks=serving.answers.num_free_blocks,
             orphaned_blocks=orphaned,
+            prefix_generation=max(each.prefix_generation for each in caches),
+        )
+        return replace(
+            attachment,
+            caches=(cache,),
             max_model_len=min(each.max_model_len for each in replies),
-            prefix_generation=max(each.prefix_generation for each in replies),
             layer_window=min((each.layer_window for each in replies if each.HasField("layer_window")), default=None),
             ranks=self._lead(groups, serving),
         )

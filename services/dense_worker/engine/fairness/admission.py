@@ -171,7 +171,7 @@ class Admission:
     def _home_of(self, sequence: Sequence) -> int | None:
         """The KV cache that has blocks of it already, or blocks that it could share; None: none has."""
         if sequence.seq_id in self._session.orphaned_blocks:
-            return self._session.cache_of_orphan(sequence.seq_id)
+            return self._session.orphan_caches[sequence.seq_id]
         source = self._forks.source_of(sequence, self._session)
         return None if source is None else source.cache_id
 

@@ -43,7 +43,7 @@ class ParallelAnswers(ForkPolicy):
 
         Blocks that a window leaves behind count for nothing: the source may have dropped them before the fork.
         """
-        if session.ledger.sliding_window.window is not None or self.source_of(sequence, session) is None:
+        if session.sliding_window.window is not None or self.source_of(sequence, session) is None:
             return 0
         return (sequence.num_prompt_tokens - 1) // session.ledger.block_size
 
@@ -82,7 +82,7 @@ def is_source(sequence: Sequence, session: Session) -> bool:
     if sequence.status not in (SequenceStatus.OPENING, SequenceStatus.RUNNING) or sequence in session.to_fork:
         return False
     position, layers = sequence.num_prompt_tokens - 1, session.layer_sliding_window
-    if sequence.num_evicted_blocks > session.ledger.sliding_window.num_unread_blocks(position):
+    if sequence.num_evicted_blocks > session.sliding_window.num_unread_blocks(position):
         return False
     # The attention worker drops these blocks by the tokens that it has computed, which are no more than were planned.
     num_dropped = layers.num_unread_blocks(sequence.num_opened_tokens)

@@ -263,8 +263,7 @@ def test_blocks_that_the_first_worker_frees_while_it_attaches_are_free() -> None
         return await client._attach_once()
 
     attachment = asyncio.run(attach())
-    assert (attachment.num_free_blocks, attachment.orphaned_blocks) == (55, {})
-    assert [(each.num_free_blocks, each.orphaned_blocks) for each in attachment.others] == [(50, {1: 5})]
+    assert [(each.num_free_blocks, each.orphaned_blocks) for each in attachment.caches] == [(55, {}), (50, {1: 5})]
 
 
 def test_a_missing_worker_is_logged_once_and_again_after_it_was_there() -> None:

@@ -13,8 +13,8 @@ SHARED = list(range(3 * CHUNK_TOKENS))
 
 
 def make_session(*num_free: int, num_blocks: int = 100) -> Session:
-    others = tuple(AttachedCache(index, num_blocks, free, {}) for index, free in enumerate(num_free[1:], start=1))
-    return Session(Attachment(1, 1, {}, 16, num_blocks, num_free[0], {}, 1600, others=others))
+    caches = tuple(AttachedCache(index, num_blocks, free, {}) for index, free in enumerate(num_free))
+    return Session(Attachment(1, 1, {}, 16, caches, 1600))
 
 
 def make(seq_id: int, prompt: list[int]) -> Sequence:

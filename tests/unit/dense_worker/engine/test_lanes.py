@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.common.sampling_params import SamplingParams
-from services.dense_worker.engine.attachment import Attachment
+from services.dense_worker.engine.attachment import AttachedCache, Attachment
 from services.dense_worker.engine.decode_rows import DecodeRows
 from services.dense_worker.engine.engine import Engine, progress_of
 from services.dense_worker.engine.observer import EngineCounts
@@ -80,7 +80,8 @@ def start_engine(attention: TwoLaneAttention, runner: FakeRunner) -> tuple[Engin
     engine.failure.add_done_callback(lambda failure: reports.put(StepReport(-1)))
     attention.engine = engine
     engine.start()
-    engine.on_attached(Attachment(1, 1, attention.channels, 4, NUM_BLOCKS, NUM_BLOCKS, {}, 4 * NUM_BLOCKS))
+    caches = (AttachedCache(0, NUM_BLOCKS, NUM_BLOCKS, {}),)
+    engine.on_attached(Attachment(1, 1, attention.channels, 4, caches, 4 * NUM_BLOCKS))
     return engine, reports
 
 

@@ -15,7 +15,7 @@ from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.servicer import describe_opened
 from services.common.errors import CapacityError, InvalidRequest
 from services.common.sampling_params import SamplingParams
-from services.dense_worker.engine.attachment import Attachment
+from services.dense_worker.engine.attachment import AttachedCache, Attachment
 from services.dense_worker.engine.limits import Policy, SchedulerLimits
 from services.dense_worker.engine.planning.step_planner import MAX_HOST_S
 from services.dense_worker.engine.scheduler import Scheduler
@@ -63,9 +63,9 @@ def make_sequence(seq_id: int, prompt_len: int, max_tokens: int, *, can_stop: bo
 
 def new_session(cache: KVCache, *, is_empty: bool = False) -> Session:
     """A new attachment to this cache, which says whether it is empty."""
-    counts = (cache.block_size, cache.num_blocks, cache.num_free_blocks)
+    attached = AttachedCache(0, cache.num_blocks, cache.num_free_blocks, cache.orphaned_blocks, is_empty=is_empty)
     kept = cache.sliding_window.window, cache.sliding_window.num_sink_tokens, cache.uncounted_window
-    return Session(Attachment(1, 1, {}, *counts, cache.orphaned_blocks, cache.max_model_len, *kept, is_empty=is_empty))
+    return Session(Attachment(1, 1, {}, cache.block_size, (attached,), cache.max_model_len, *kept))
 
 
 def sample(plan: StepPlan) -> StepResult:

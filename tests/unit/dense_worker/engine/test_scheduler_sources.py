@@ -226,7 +226,7 @@ def test_no_plan_has_an_entry_without_tokens_or_is_longer_than_its_budget(
 def test_a_long_sound_leaves_no_tokens_to_others_in_its_step(sources: tuple[int, int], in_cache: tuple[int]) -> None:
     reading = Reading()
     scheduler = new_scheduler(SchedulerLimits(8, 512, 448, 1000, "guaranteed_no_evict"), reading.runs)
-    scheduler.begin(Session(Attachment(1, 1, {}, 16, 200, 200, {}, 448, max_num_sequences=8)))
+    scheduler.begin(Session(Attachment(1, 1, {}, 16, (AttachedCache(0, 200, 200, {}),), 448, max_num_sequences=8)))
     for seq_id, source in enumerate(sources, start=1):
         scheduler.add(reader(reading, seq_id, 4, 10, source, 1500))
     for sequence in scheduler.next_to_open():
@@ -248,7 +248,7 @@ def test_a_plan_names_each_output_a_fixed_number_of_times(monkeypatch: pytest.Mo
 
     reading = Reading()
     scheduler = new_scheduler(SchedulerLimits(60, 512, 448, 1000, "guaranteed_no_evict"), reading.runs)
-    scheduler.begin(Session(Attachment(1, 1, {}, 16, 200, 200, {}, 448, max_num_sequences=60)))
+    scheduler.begin(Session(Attachment(1, 1, {}, 16, (AttachedCache(0, 200, 200, {}),), 448, max_num_sequences=60)))
     for seq_id in range(1, 61):
         scheduler.add(reader(reading, seq_id, 1, 10, seq_id, 1500))
     for sequence in scheduler.next_to_open():  # the cache has every other output
@@ -261,7 +261,7 @@ def test_a_plan_names_each_output_a_fixed_number_of_times(monkeypatch: pytest.Mo
 def test_an_output_stays_in_the_cache_for_those_that_count_on_it_in_a_plan() -> None:
     reading = Reading()
     scheduler = new_scheduler(SchedulerLimits(3, 8, 448, 1000, "max_utilization"), reading.runs)
-    scheduler.begin(Session(Attachment(1, 1, {}, 4, 100, 100, {}, 448, max_num_sequences=3)))
+    scheduler.begin(Session(Attachment(1, 1, {}, 4, (AttachedCache(0, 100, 100, {}),), 448, max_num_sequences=3)))
     writer, heir = reader(reading, 1, 20, 2, 1, 4), reader(reading, 3, 2, 2, 1, 4, priority=-2)
     other = reader(reading, 2, 4, 2, 2, 2, priority=-1)
     open_in(scheduler, writer)
@@ -281,8 +281,8 @@ def test_an_output_stays_in_the_cache_for_those_that_count_on_it_in_a_plan() -> 
 def test_each_cache_gets_an_output_of_its_own() -> None:
     reading = Reading()
     scheduler = new_scheduler(SchedulerLimits(8, 64, 448, 1000, "guaranteed_no_evict"), reading.runs, SpreadPlacement())
-    others = (AttachedCache(1, 100, 100, {}),)
-    attached = Attachment(1, 1, {}, 16, 100, 100, {}, 448, max_num_sequences=8, others=others)
+    caches = tuple(AttachedCache(each, 100, 100, {}) for each in range(2))
+    attached = Attachment(1, 1, {}, 16, caches, 448, max_num_sequences=8)
     scheduler.begin(Session(attached))
     sequences = [reader(reading, seq_id, 2, 10, 1, 8) for seq_id in (1, 2)]
     for sequence in sequences:
@@ -297,7 +297,7 @@ def test_a_sequence_with_an_alignment_has_the_output_in_its_first_step(is_writte
     """Though the cache has it, or another sequence of the same step writes it."""
     reading = Reading()
     scheduler = new_scheduler(SchedulerLimits(8, 64, 448, 1000, "guaranteed_no_evict"), reading.runs)
-    scheduler.begin(Session(Attachment(1, 1, {}, 16, 100, 100, {}, 448, max_num_sequences=8)))
+    scheduler.begin(Session(Attachment(1, 1, {}, 16, (AttachedCache(0, 100, 100, {}),), 448, max_num_sequences=8)))
     request = source_pb2.Alignment(num_rows=8, heads=[source_pb2.AlignmentHead()], filter_width=7)
     alignment = Alignment(request, 2, {1: LayerHeads(1, 1, 8, is_cross=True)}, None)
     first = reader(reading, 1, 2, 10, 1, 8)

@@ -150,7 +150,7 @@ def attach(attention: list[Process], shard: Process) -> Attachment:
 def test_sequences_are_opened_after_the_last_flush_that_any_rank_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranked_attention_client, "join_groups", lambda *arguments: [])
     restarted, other = Process(), Process(prefix_generation=3)
-    assert attach([restarted, other], Process()).prefix_generation == 3
+    assert attach([restarted, other], Process()).caches[0].prefix_generation == 3
 
 
 def test_nobody_is_asked_to_attach_before_all_are_ready() -> None:
