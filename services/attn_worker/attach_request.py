@@ -1,17 +1,62 @@
-"""Checks the parts of an `AttachRequest` that a dense worker read from its checkpoint."""
+"""Checks an `AttachRequest`: that both workers fit together, and what the dense worker read from its checkpoint."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 
+from services.attn_worker.build import AttentionSetup, StepLimits
 from services.common.attention.learned import Learned
 from services.common.attention.recurrence_weights import RecurrenceWeights
-from services.common.errors import InvalidRequest
+from services.common.config import MAX_LANES
+from services.common.errors import ConfigError, InvalidRequest
+from services.common.kv_cache.format import resolve_kv_cache_format
 from services.common.kv_cache.scales import KVScales
 from services.common.model_config import ModelConfig
 from services.pb import attn_pb2
+
+
+def num_lanes(request: attn_pb2.AttachRequest) -> int:
+    """How many lanes the dense worker has; one that names none has one."""
+    return request.num_lanes or 1
+
+
+def check_model(request: attn_pb2.AttachRequest, setup: AttentionSetup) -> None:
+    """Raises `ConfigError` if the dense worker has another model, or keys and values that are to be kept otherwise."""
+    own = {
+        "dtype": str(setup.model.dtype).removeprefix("torch."),
+        "model_fingerprint": setup.model.config.fingerprint,
+        "kv_cache_dtype": resolve_kv_cache_format(setup.section, setup.model),
+        "deterministic": setup.is_deterministic,
+        "split_context": setup.section.split_context,
+    }
+    for field, value in own.items():
+        if getattr(request, field) != value:
+            raise ConfigError(
+                f"the dense worker's {field} is {getattr(request, field)}, the attention worker's is {value}: "
+                "both must be started with the same sections model and attention, and the same dense.deterministic"
+            )
+
+
+def check_limits(request: attn_pb2.AttachRequest, limits: StepLimits | None) -> None:
+    """Raises `ConfigError` if the dense worker may plan larger steps than the engine is built for. None: it is not."""
+    if request.num_lanes > MAX_LANES:
+        raise ConfigError(f"the dense worker's num_lanes is {request.num_lanes}, at most {MAX_LANES} are possible")
+    if limits is None:
+        return
+    for field, limit in (("max_num_seqs", limits.max_num_seqs), ("max_num_batched_tokens", limits.max_num_tokens)):
+        if getattr(request, field) > limit:
+            raise ConfigError(
+                f"the dense worker's {field} is {getattr(request, field)}, this attention worker was started for "
+                f"{limit} by the first one: restart it, too"
+            )
+    if num_lanes(request) != limits.num_lanes:
+        raise ConfigError(
+            f"the dense worker's num_lanes is {num_lanes(request)}, this attention worker was started for"
+            f" {limits.num_lanes} by the first one: restart it, too"
+        )
 
 
 def read_learned(request: attn_pb2.AttachRequest, config: ModelConfig) -> Learned:
@@ -49,17 +94,8 @@ def read_sinks(request: attn_pb2.AttachRequest, config: ModelConfig) -> tuple[tu
 
     Raises InvalidRequest, which names the value, for a wrong number of sinks, and for one that is not finite.
     """
-    sinks, num_heads = tuple(request.sinks), config.num_heads
-    expected = config.num_layers * num_heads if config.attention.has_sinks else 0
-    if len(sinks) != expected:
-        raise InvalidRequest(f"the dense worker has {len(sinks)} sinks, the model calls for {expected}")
-    for index, sink in enumerate(sinks):
-        if not math.isfinite(sink):
-            layer, head = divmod(index, num_heads)
-            raise InvalidRequest(
-                f"the dense worker's sink of layer {layer} and head {head} is {sink}, expected a finite number"
-            )
-    return tuple(sinks[start : start + num_heads] for start in range(0, expected, num_heads))
+    num_layers = config.num_layers if config.attention.has_sinks else 0
+    return _read_rows(request.sinks, num_layers, config.num_heads, "sink", "sinks", "layer")
 
 
 def read_relative_bias(request: attn_pb2.AttachRequest, config: ModelConfig) -> tuple[tuple[float, ...], ...]:
@@ -67,16 +103,28 @@ def read_relative_bias(request: attn_pb2.AttachRequest, config: ModelConfig) -> 
 
     Raises InvalidRequest, which names the value, for a wrong number of values, and for one that is not finite.
     """
-    values, bias, num_heads = tuple(request.relative_bias), config.attention.relative_bias, config.num_heads
-    expected = 0 if bias is None else bias.num_buckets * num_heads
+    bias = config.attention.relative_bias
+    num_buckets = 0 if bias is None else bias.num_buckets
+    return _read_rows(
+        request.relative_bias, num_buckets, config.num_heads, "relative bias", "relative biases", "bucket"
+    )
+
+
+def _read_rows(
+    given: Iterable[float], num_rows: int, num_heads: int, what: str, several: str, row_name: str
+) -> tuple[tuple[float, ...], ...]:
+    """Numbers by row and head, [num_rows][num_heads]. Raises InvalidRequest for a wrong count, and not finite ones.
+
+    what, several, row_name: how messages name a number, all of them, and a row
+    """
+    values, expected = tuple(given), num_rows * num_heads
     if len(values) != expected:
-        raise InvalidRequest(f"the dense worker has {len(values)} relative biases, the model calls for {expected}")
+        raise InvalidRequest(f"the dense worker has {len(values)} {several}, the model calls for {expected}")
     for index, value in enumerate(values):
         if not math.isfinite(value):
-            bucket, head = divmod(index, num_heads)
+            row, head = divmod(index, num_heads)
             raise InvalidRequest(
-                f"the dense worker's relative bias of bucket {bucket} and head {head} is {value}, expected a finite"
-                " number"
+                f"the dense worker's {what} of {row_name} {row} and head {head} is {value}, expected a finite number"
             )
     return tuple(values[start : start + num_heads] for start in range(0, expected, num_heads))
 

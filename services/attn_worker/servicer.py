@@ -10,10 +10,9 @@ from typing import NoReturn
 
 import grpc
 import structlog
-import torch
 from prometheus_client import CollectorRegistry
 
-from services.attn_worker.attach_request import read_learned
+from services.attn_worker.attach_request import check_limits, check_model, num_lanes, read_learned
 from services.attn_worker.attachment import Attachment
 from services.attn_worker.build import AttentionSetup, StepLimits, build_engine
 from services.attn_worker.cache.cached_sequence import OpenResult
@@ -25,17 +24,14 @@ from services.channel.message_link import LinkOffer
 from services.channel.region import shared_memory_id
 from services.channel.shm_cleanup import SHM_DIR, remove_stale_regions
 from services.common.attention.learned import Learned
-from services.common.config import MAX_LANES
 from services.common.errors import (
     CapacityError,
-    ConfigError,
     DeviceError,
     InvalidRequest,
     PeerError,
     StaleEpoch,
     TwostrokeError,
 )
-from services.common.kv_cache.format import resolve_kv_cache_format
 from services.common.process import resident_bytes
 from services.pb import attn_pb2, attn_pb2_grpc, step_pb2
 from services.rpc.server import until_over
@@ -102,8 +98,8 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         if self._is_leaving or self._failure.done():
             raise PeerError("the attention worker is stopping")
         self.is_used.set()
-        self._check_model(request)
-        self._check_limits(request)
+        check_model(request, self._setup)
+        check_limits(request, self._limits)
         learned = read_learned(request, self._model.config)
         try:
             async with self._attaching:
@@ -170,7 +166,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         """The channel of each lane: all, or none."""
         channels: dict[int, Channel] = {}
         try:
-            for lane in range(_num_lanes(request)):
+            for lane in range(num_lanes(request)):
                 channels[lane] = await self._create_channel(request, attachment_id, lane)
         except BaseException:
             for channel in channels.values():
@@ -197,7 +193,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
                     attachment_id,
                     lane,
                     wait_timeout_s=self._wait_timeout_s,
-                    num_lanes=_num_lanes(request),
+                    num_lanes=num_lanes(request),
                 )
             except CapacityError as error:
                 if time.monotonic() > deadline:
@@ -455,39 +451,6 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             if count > limit:
                 raise InvalidRequest(f"plan {plan.step_id} has {count} {what}, the limit is {limit}")
 
-    def _check_limits(self, request: attn_pb2.AttachRequest) -> None:
-        if request.num_lanes > MAX_LANES:
-            raise ConfigError(f"the dense worker's num_lanes is {request.num_lanes}, at most {MAX_LANES} are possible")
-        limits = self._limits
-        if limits is None:
-            return
-        for field, limit in (("max_num_seqs", limits.max_num_seqs), ("max_num_batched_tokens", limits.max_num_tokens)):
-            if getattr(request, field) > limit:
-                raise ConfigError(
-                    f"the dense worker's {field} is {getattr(request, field)}, this attention worker was started for "
-                    f"{limit} by the first one: restart it, too"
-                )
-        if _num_lanes(request) != limits.num_lanes:
-            raise ConfigError(
-                f"the dense worker's num_lanes is {_num_lanes(request)}, this attention worker was started for"
-                f" {limits.num_lanes} by the first one: restart it, too"
-            )
-
-    def _check_model(self, request: attn_pb2.AttachRequest) -> None:
-        own = {
-            "dtype": _name(self._model.dtype),
-            "model_fingerprint": self._model.config.fingerprint,
-            "kv_cache_dtype": resolve_kv_cache_format(self._setup.section, self._model),
-            "deterministic": self._setup.is_deterministic,
-            "split_context": self._setup.section.split_context,
-        }
-        for field, value in own.items():
-            if getattr(request, field) != value:
-                raise ConfigError(
-                    f"the dense worker's {field} is {getattr(request, field)}, the attention worker's is {value}: "
-                    "both must be started with the same sections model and attention, and the same dense.deterministic"
-                )
-
 
 def describe_opened(seq_id: int, result: OpenResult) -> SequenceOpened:
     """The answer for a sequence that has been opened."""
@@ -509,11 +472,3 @@ def describe_accepted(accepted: Accepted) -> PlanAccepted:
         num_free_blocks=accepted.num_free_blocks,
         errors={seq_id: str(error) for seq_id, error in accepted.step.errors.items()},
     )
-
-
-def _num_lanes(request: attn_pb2.AttachRequest) -> int:
-    return request.num_lanes or 1
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
