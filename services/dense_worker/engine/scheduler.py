@@ -209,8 +209,7 @@ class Scheduler:
     def _start_empty(self, sequence: Sequence) -> None:
         """Lets the next plans open a sequence and run it."""
         self.session.to_open.append(replace(sequence.describe(self._prefix_generation), starts_empty=True))
-        if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = 0
+        sequence.note_found(0)
         self._waiting.note_opened(sequence)
         self._residency.enter(sequence)
         for feature in sequence.features:
@@ -245,8 +244,7 @@ class Scheduler:
         num_evicted = ledger.blocks_for(answer.num_cached_tokens) - answer.num_held_blocks
         sequence.num_evicted_blocks = 0 if sequence.divided is not None else num_evicted
         sequence.num_computed_tokens = sequence.num_opened_tokens = answer.num_cached_tokens
-        if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = answer.num_cached_tokens
+        sequence.note_found(answer.num_cached_tokens)
         self._waiting.note_opened(sequence)
         if sequence.status is SequenceStatus.FINISHED:  # cancelled meanwhile
             self._residency.close(sequence)

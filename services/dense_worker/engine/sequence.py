@@ -63,7 +63,7 @@ class Sequence:
     order: tuple[float, int] = (0.0, 0)  # set by the scheduler; smaller goes first; preemption does not change it
     flow: Flow | None = None  # its client's, while it is live; set by the waiting queue
     num_paid_outputs: int = 0  # output tokens that its flow has been charged for; 0 while it waits
-    num_cached_tokens: int | None = None  # tokens found in the KV cache when it was first opened
+    num_cached_tokens: int | None = None  # tokens found in the KV cache when it was opened, see `note_found`
     counts: SequenceCounts = field(default_factory=SequenceCounts)  # or those of its row of `DecodeRows`
     cache_id: int = 0  # the KV cache, of several attention workers', in which it is or was, or will be opened
     divided: DividedLedger | None = None  # its blocks, if several KV caches have some, from its opening on
@@ -208,6 +208,17 @@ class Sequence:
             if len(self.output_token_ids) == self.spec.max_tokens:
                 return FinishReason.STOP if is_complete else FinishReason.LENGTH
         return FinishReason.STOP if is_complete else None
+
+    def note_found(self, num_tokens: int) -> None:
+        """It has been opened, and so many of its tokens were in the KV cache.
+
+        Before its first token a later opening counts if fewer were: what an earlier one had found has been lost. (More
+        may be what it has computed itself.) Its first step then comes again.
+        """
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = num_tokens
+        elif num_tokens < self.num_cached_tokens and not self.output_token_ids:
+            self.num_cached_tokens, self.started_s = num_tokens, None
 
     def leave_cache(self) -> None:
         """Resets all counts of the KV cache: it holds no blocks and no reservation any more."""

@@ -303,12 +303,15 @@ class JournalEntry:
         return Timings(self.queue_s, first_token_s, per_token_s, time.monotonic() - self.arrival)
 
     def start(self, queue_s: float, num_cached_tokens: int) -> None:
-        """Notes the sequence's first step. A later call, after a worker died, changes nothing."""
+        """Notes the sequence's first step. After a worker died before the first token, there may be another one."""
         if self.queue_s is None:
             self.queue_s, self.num_cached_tokens = queue_s, num_cached_tokens
             self._on_start(self)
-            for follower in self.followers:
-                follower.start(queue_s, num_cached_tokens)
+        elif self.output_token_ids:
+            return
+        self.num_cached_tokens = min(self.num_cached_tokens, num_cached_tokens)
+        for follower in self.followers:
+            follower.start(queue_s, num_cached_tokens)
 
     def append(self, token_id: int, now: float) -> None:
         """Adds one token, which arrived at `now` on the monotonic clock."""

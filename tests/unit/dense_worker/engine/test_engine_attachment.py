@@ -13,7 +13,8 @@ import pytest
 from services.common.errors import PeerError
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.attachment import AttachedCache, Attachment, AttachmentEnd
-from services.step import PlanAccepted, SequenceOpened, StepPlan
+from services.dense_worker.engine.step_report import StepReport
+from services.step import NewSequence, PlanAccepted, SequenceOpened, StepPlan
 from tests.support.clients.steady_stream import wait_until
 from tests.support.dense.sequences import new_sequence
 from tests.support.scripted_attention import (
@@ -137,6 +138,35 @@ def test_steps_lost_with_an_attachment_are_run_again_by_the_next() -> None:
     engine.stop(TIMEOUT_S)
     assert tokens == [9, 9, 9] and reports.empty(), "lost steps are run again and reported once"
     assert list(attention.opened.queue) == [1, 1]
+
+
+def test_cached_tokens_are_those_of_the_first_step_that_was_not_lost() -> None:
+    class ForgettingAttention(RecordingAttention):
+        """Has a block of the prompt at its first opening, and none afterwards."""
+
+        def open(self, attachment: Attachment, new: NewSequence) -> None:
+            self.attachment, num_blocks = attachment, 1 - len(self.opened.queue)
+            self.opened.put(new.seq_id)
+            assert self.engine is not None
+            self.engine.on_answer(attachment, SequenceOpened(new.seq_id, 4 * num_blocks, num_blocks, num_blocks))
+
+    runner, attention, reports = SlowRunner(), ForgettingAttention(), queue.Queue[StepReport]()
+    engine = started_engine(runner, attention, reports, TIMEOUT_S)
+    engine.submit(new_sequence(1, "r1", [5] * 6, SamplingParams(), max_tokens=3))
+    while not (started := reports.get(timeout=TIMEOUT_S).started):  # reported while the step runs
+        pass
+    [first] = started
+    assert first.num_cached_tokens == 4 and attention.attachment is not None
+    engine.on_detached(attention.attachment, AttachmentEnd("gone", is_crash=True))
+    engine.on_attached(make_attachment(attention, 2))
+    runner.has_ended.set()
+    num_tokens, found = 0, []
+    while num_tokens < 3:
+        report = reports.get(timeout=TIMEOUT_S)
+        found += [each.num_cached_tokens for each in report.started]
+        num_tokens += sum(len(each.token_ids) for each in report.outputs)
+    engine.stop(TIMEOUT_S)
+    assert found == [0] and list(attention.opened.queue) == [1, 1]
 
 
 def test_an_ended_attachment_is_unmapped_before_the_next_one() -> None:

@@ -161,6 +161,22 @@ def test_cached_tokens_of_a_continued_sequence_are_those_of_its_first_run(tmp_pa
     run(test())
 
 
+def test_cached_tokens_of_a_lost_first_step_do_not_count(tmp_path: Path) -> None:
+    async def test() -> None:
+        dense = FakeDense(lambda submit: [])  # and so no token comes of the first run
+        dense.num_cached_tokens = 20
+        async with connected(tmp_path, dense) as (gateway, address):
+            entry = gateway.submit("r", [10, 1, 1, 1], max_tokens=4)
+            await until(lambda: entry.num_cached_tokens == 20)
+            await dense.kill()
+            dense.script, dense.num_cached_tokens = count_up, 3
+            await dense.start(address)
+            await take_all(entry)
+            assert entry.num_cached_tokens == 3
+
+    run(test())
+
+
 def test_requests_during_an_outage_wait_for_its_end(tmp_path: Path) -> None:
     async def test() -> None:
         dense = FakeDense(count_up)
