@@ -16,8 +16,8 @@ from services.common.json_files.read_json import read_json
 from services.common.process import importing
 from services.common.shorten import shorten
 from services.common.terminal import safe_for
+from services.launch.checkpoint_bytes import weight_bytes
 from services.launch.hub import HUBS, fetch_model
-from services.launch.memory_plan import weight_bytes
 
 GB = 10**9
 HEADINGS = ("NAME", "ARCHITECTURE", "GB", "QUANTIZATION", "SERVES")

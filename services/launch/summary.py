@@ -11,8 +11,8 @@ from services.common.config import Config, api_keys_of_environment
 from services.common.errors import ConfigError
 from services.common.logs import print_to_stderr
 from services.common.terminal import safe_for
+from services.launch.checkpoint_bytes import weight_bytes
 from services.launch.child import Child
-from services.launch.memory_plan import weight_bytes
 from services.launch.service_configs import num_gateways
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc
 from services.rpc.client import open_channel

@@ -31,9 +31,10 @@ from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.model.weights import empty_weights, whole_embedding
 from services.dense_worker.parameters import parts_of_type
 from services.launch import memory_plan
+from services.launch.checkpoint_bytes import tower_bytes, weight_bytes
 from services.launch.early_services import EarlyServices
 from services.launch.gpus import Gpu
-from services.launch.memory_plan import Need, check_memory, plan_memory, tower_bytes, weight_bytes
+from services.launch.memory_plan import Need, check_memory, plan_memory
 from tests.support.cluster import REPOSITORY
 from tests.support.dense import medusa_heads
 from tests.support.dense.eagle_head import config_of, in_layout_of_vllm, random_head, write_head
@@ -449,7 +450,7 @@ def test_weights_without_permission_are_named(tmp_path: Path) -> None:
     model = make_model_dir(tmp_path, "llama")
     (model / "model.safetensors").chmod(0)
     as_owner = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
-    code = "import sys; from pathlib import Path; from services.launch.memory_plan import *\n"
+    code = "import sys; from pathlib import Path; from services.launch.checkpoint_bytes import *\n"
     code += "try: weight_bytes(Path(sys.argv[1]), 'float32')\nexcept ModelError as error: print(error)"
     done = subprocess.run(
         [*as_owner, sys.executable, "-c", code, str(model)],
