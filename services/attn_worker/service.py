@@ -34,7 +34,7 @@ from services.common.several_ranks import check_ranks
 from services.common.split_context import check_split_context
 from services.pb import attn_pb2_grpc
 from services.rpc.client import open_blocking_channel, read_peer_tls
-from services.rpc.metrics import new_registry, serve_metrics_once_free, serving_metrics
+from services.rpc.metrics import new_registry, serve_late_metrics, serving_metrics
 from services.rpc.server import GrpcServer, run_together
 from services.rpc.tracing import tracing
 
@@ -114,12 +114,13 @@ class AttentionWorker:
 
     async def run(self) -> None:
         """Runs until cancelled. Raises errors that a new attachment cannot cure: a bug, or a failed GPU."""
+        late_address = self._config.attention.metrics_address if self._options.has_predecessor else None
         try:
             await run_together(
                 self._servicer.watchdog.run(),
                 self._servicer.wait_failure(),
                 self._servicer.wait_loaded(),
-                self._serve_late_metrics(),
+                serve_late_metrics(late_address, self._registry, METRICS, self._servicer.is_used),
             )
         except asyncio.CancelledError:  # the worker was asked to stop, which is no crash
             await self._servicer.leave(STOP_GRACE_S)
@@ -135,12 +136,6 @@ class AttentionWorker:
         self._opened.callback(publisher.close)
         publisher.start(has_predecessor=self._options.has_predecessor)
         return events
-
-    async def _serve_late_metrics(self) -> None:
-        """Serves the metrics of a worker that replaces another: once it has taken over, and the old one has ended."""
-        if self._options.has_predecessor:
-            await self._servicer.is_used.wait()
-            await serve_metrics_once_free(self._config.attention.metrics_address, self._registry, METRICS)
 
     async def stop(self) -> None:
         """Closes everything that `start` opened, in reverse order."""

@@ -18,10 +18,10 @@ from services.channel.region import HEADER_BYTES, RegionChannel, SharedRegion, f
 
 # A wait first spins for about as long as a layer of a small model takes, then yields the core, then sleeps. It sleeps
 # at once after a long yield: another process needs the core, and who wakes gets it back sooner than who yields.
-_SPIN_S = 20e-6
-_YIELD_S = 1e-3
+SPIN_S = 20e-6
+YIELD_S = 1e-3
 _LONG_YIELD_S = 0.5e-3
-_NAP_S = 50e-6
+NAP_S = 50e-6
 _LOOK_S = 2e-3  # between two looks at a peer that is waited for
 
 
@@ -74,10 +74,10 @@ class ShmChannel(RegionChannel):
             while not words[index]:
                 self.check()
                 before, waited = waited, time.perf_counter() - start
-                if waited < _SPIN_S:
+                if waited < SPIN_S:
                     continue
                 yields = yields and waited - before < _LONG_YIELD_S
-                if yields and waited < _YIELD_S:
+                if yields and waited < YIELD_S:
                     os.sched_yield()
                     continue
                 if waited > self.wait_timeout_s:
@@ -86,7 +86,7 @@ class ShmChannel(RegionChannel):
                     looked = waited
                     if self._region.is_owner_ending:
                         raise ChannelAborted("the peer is being killed")
-                time.sleep(_NAP_S)
+                time.sleep(NAP_S)
             self.check()
         finally:
             self.is_waiting = False

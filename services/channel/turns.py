@@ -13,11 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from services.channel import Channel, ChannelTimeout, Flag
-
-# How a thread waits: as in `ShmChannel.wait`.
-_SPIN_S = 20e-6
-_YIELD_S = 1e-3
-_NAP_S = 50e-6
+from services.channel.shm import NAP_S, SPIN_S, YIELD_S
 
 
 class Ending(Protocol):
@@ -107,15 +103,15 @@ class Turns:
             for turn in self._waiting():
                 turn.channel.is_waiting = True
         waited_s = now_s - self._idle_since_s
-        if waited_s < _SPIN_S:
+        if waited_s < SPIN_S:
             return
-        if waited_s < _YIELD_S:
+        if waited_s < YIELD_S:
             os.sched_yield()
             return
         for turn in self._waiting():
             if now_s - turn.since_s > turn.channel.wait_timeout_s:
                 raise ChannelTimeout(f"no {turn.awaited.name} from the peer within {turn.channel.wait_timeout_s} s")
-        time.sleep(_NAP_S)
+        time.sleep(NAP_S)
 
     def _waiting(self) -> Iterator[Turn]:
         return (lane[0] for lane in self._lanes.values() if lane and lane[0].awaited is not None)

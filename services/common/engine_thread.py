@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
+IDLE_POLL_S = 1.0  # longest sleep of an idle thread that has deadlines to check
+
 R = TypeVar("R")
 _Call: TypeAlias = tuple[Future[Any] | None, Callable[..., Any], tuple[Any, ...]]
 

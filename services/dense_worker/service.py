@@ -44,7 +44,7 @@ from services.dense_worker.servicer import DenseServicer
 from services.dense_worker.standby import holds_weights
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.client import read_peer_tls
-from services.rpc.metrics import new_registry, serve_metrics_once_free, serving_metrics
+from services.rpc.metrics import new_registry, serve_late_metrics, serving_metrics
 from services.rpc.server import GrpcServer, run_together
 from services.rpc.spans import Tracer
 from services.rpc.tracing import tracing
@@ -110,12 +110,13 @@ class DenseWorker:
             return self._model.describe(attachment, epoch, scheduler, continues_sequences=continues_sequences)
 
         readiness = Readiness(servicer, self._server, describe)
+        late_address = self._config.dense.metrics_address if self._options.has_predecessor else None
         try:
             await run_together(
                 self._client.run(self._engine, readiness),
                 asyncio.shield(asyncio.wrap_future(self._engine.failure)),
                 self._watchdog.run(),
-                self._serve_late_metrics(),
+                serve_late_metrics(late_address, self._registry, METRICS, servicer.may_attach),
             )
         except asyncio.CancelledError:  # the worker was asked to stop, which is no crash
             servicer.set_info(None)
@@ -235,12 +236,6 @@ class DenseWorker:
             servicer.may_attach.set()
         servicer.status.state = state.ATTACHING if servicer.may_attach.is_set() else state.STANDBY
         log.info("loaded", address=address, state=state.State.Name(servicer.status.state))
-
-    async def _serve_late_metrics(self) -> None:
-        """Serves the metrics of a worker that replaces another: after it takes over, once the old one has ended."""
-        if self._options.has_predecessor:
-            await self._servicer.may_attach.wait()
-            await serve_metrics_once_free(self._config.dense.metrics_address, self._registry, METRICS)
 
 
 def make_server(config: Config, servicer: DenseServicer) -> GrpcServer:

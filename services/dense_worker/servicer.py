@@ -26,7 +26,7 @@ from services.common.token_logprobs import TokenLogprobs, encode_logprobs
 from services.dense_worker.attention_workers.attention_workers_client import AttentionWorkersClient
 from services.dense_worker.engine.observer import CacheCounts, EngineCounts
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
-from services.dense_worker.engine.step_report import DecodedTokens, StepOutputs, StepReport
+from services.dense_worker.engine.step_report import DecodedTokens, StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
 from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.installed import has_progress, prepare_policy
@@ -504,8 +504,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             engine.submit(sequence)
 
     def _refuse(self, sequence: Sequence, error: TwostrokeError) -> None:
-        output = SequenceOutput(sequence, (), FinishReason.ERROR, error)
-        self.deliver(StepReport(0, outputs=StepOutputs(others=[output])))
+        self.deliver(StepReport.between_steps([SequenceOutput.failed(sequence, error)]))
 
 
 def decode_sequence(submit: dense_pb2.Submit, stream: int) -> Sequence:

@@ -96,14 +96,20 @@ def _with_format(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[
     return answer
 
 
-async def serve_metrics_once_free(address: str | None, registry: CollectorRegistry, setting: str) -> None:
-    """Like `serving_metrics`, until cancelled; first waits until the previous process has left the address.
+async def serve_late_metrics(
+    address: str | None, registry: CollectorRegistry, setting: str, has_taken_over: asyncio.Event
+) -> None:
+    """Like `serving_metrics`, until cancelled, for a process that replaces another.
 
-    After `HAND_OVER_TIMEOUT_S` it logs an error and returns.
+    First waits until it has taken over, and then until the previous process has left the address. After
+    `HAND_OVER_TIMEOUT_S` of that it logs an error and returns. With the address None it returns at once.
     """
+    if address is None:
+        return
+    await has_taken_over.wait()
     loop = asyncio.get_running_loop()
     deadline = loop.time() + HAND_OVER_TIMEOUT_S
-    while address is not None:
+    while True:
         try:
             with serving_metrics(address, registry, setting):
                 await asyncio.Event().wait()

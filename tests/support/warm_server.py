@@ -160,7 +160,7 @@ def take_on(
     if SPINS not in env:
         # Several clusters share the cores: who waits gives its core away at once, and looks again after a layer's time.
         for waits in (shm, turns):
-            waits._SPIN_S, waits._YIELD_S, waits._NAP_S = 0.0, 0.0, 200e-6
+            waits.SPIN_S, waits.YIELD_S, waits.NAP_S = 0.0, 0.0, 200e-6
 
 
 def enter(namespaces: Sequence[int], cores: Sequence[int], max_files: tuple[int, int]) -> None:

@@ -188,7 +188,7 @@ class AttentionWorkersClient(AttentionClient):
         attachment = self._require_attachment()
         seeking = None
         if (worker := self._workers.get(address)) is None:
-            _check_room(len(self._links), f"the attention worker at {address}")
+            _check_room(len(self._links), _where(address))
             worker = self._workers[address] = _Worker(address, self._peers)
             self._start(seeking := self._loop.create_task(self._seek(attachment, worker)))
         try:
@@ -221,10 +221,11 @@ class AttentionWorkersClient(AttentionClient):
         if cache_id is None:
             self._forget(address)
             return
+        where = _where(address)
         if not self._links.keys() - self._leaving.keys() - {cache_id}:
-            raise InvalidRequest(f"the attention worker at {address} is the last one: add another one before")
+            raise InvalidRequest(f"{where} is the last one: add another one before")
         if cache_id in self._leaving:
-            raise InvalidRequest(f"the attention worker at {address} is being taken away already")
+            raise InvalidRequest(f"{where} is being taken away already")
         left = self._leaving[cache_id] = self._loop.create_future()
         self._listener.on_cache_given_up(attachment, cache_id, True)
         try:
@@ -237,8 +238,7 @@ class AttentionWorkersClient(AttentionClient):
                 self._listener.on_cache_given_up(attachment, cache_id, False)
             if isinstance(error, TimeoutError):
                 raise PeerError(
-                    f"the attention worker at {address} still has sequences after {timeout_s:g} s: others had no room"
-                    " for them; it goes on"
+                    f"{where} still has sequences after {timeout_s:g} s: others had no room for them; it goes on"
                 ) from error
             raise
 
@@ -264,7 +264,7 @@ class AttentionWorkersClient(AttentionClient):
         if (left := self._leaving.pop(cache_id, None)) is not None:
             assert self._listener is not None, "it is attached"
             self._listener.on_cache_given_up(attachment, cache_id, False)
-            left.set_exception(PeerError(f"the attention worker at {link.worker.address} goes on: {reason}"))
+            left.set_exception(PeerError(f"{_where(link.worker.address)} goes on: {reason}"))
 
     def forget(self, attachment: Attachment, cache_id: int) -> None:
         if attachment is self._attachment and self._splitter is not None:
@@ -344,7 +344,7 @@ class AttentionWorkersClient(AttentionClient):
                 ready.append(worker)
             elif worker.socket is None and not self._may_miss:
                 raise PeerError(
-                    f"the attention worker at {worker.address} is not ready: {worker.last_error} (attention.workers"
+                    f"{_where(worker.address)} is not ready: {worker.last_error} (attention.workers"
                     f" or attention.addresses name {len(workers)}, which must all run at start)"
                 )
             else:  # one at a socket that was found may be one of a container that has ended
@@ -379,7 +379,7 @@ class AttentionWorkersClient(AttentionClient):
 
     async def _link(self, worker: _Worker, present: Sequence[_Link]) -> _Link:
         """Attaches to one worker. Raises `PeerError`, or `ConfigError` if a retry cannot help; both name it."""
-        where = f"the attention worker at {worker.address}"
+        where = _where(worker.address)
         _check_room(len(present), where)
         try:
             reply = await worker.stub.Attach(attach_request(self._options), timeout=self._connect_timeout_s)
@@ -423,7 +423,7 @@ class AttentionWorkersClient(AttentionClient):
                 await link.call.write(encode_plan(StepPlan(0, close_seq_ids=closed)))
                 answer = decode_answer(await link.call.read())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError, AttributeError) as error:
-            raise PeerError(f"the attention worker at {link.worker.address} closes no sequences: {error!r}") from error
+            raise PeerError(f"{_where(link.worker.address)} closes no sequences: {error!r}") from error
         assert isinstance(answer, PlanAccepted), "nothing has been opened"
         link.cache = replace(
             cache,
@@ -484,7 +484,7 @@ class AttentionWorkersClient(AttentionClient):
             call.cancel()
         if end.is_replaced:
             raise Ended(end)
-        end = replace(end, reason=f"the attention worker at {link.worker.address}: {end.reason}")
+        end = replace(end, reason=f"{_where(link.worker.address)}: {end.reason}")
         self._lose(attachment, cache_id, end)
         if not self._links:
             raise Ended(end)
@@ -541,7 +541,7 @@ class AttentionWorkersClient(AttentionClient):
         leaving, self._leaving = self._leaving, {}
         for cache_id, left in leaving.items():
             link = self._links.get(cache_id)
-            where = "the attention worker" if link is None else f"the attention worker at {link.worker.address}"
+            where = "the attention worker" if link is None else _where(link.worker.address)
             left.set_exception(PeerError(f"{where} goes on: {reason}"))
 
     def _lost_in_step(self, cache_id: int, reason: str) -> None:
@@ -571,7 +571,7 @@ class AttentionWorkersClient(AttentionClient):
                         listened_s = time.monotonic()  # until it was lost, however long this has taken
                     try:
                         await self._close_others(link, ())  # their sequences have gone on elsewhere
-                        _check_room(len(self._links), f"the attention worker at {worker.address}")
+                        _check_room(len(self._links), _where(worker.address))
                     except BaseException:
                         link.drop()
                         raise
@@ -642,6 +642,11 @@ async def _write_plans(call: grpc.aio.StreamStreamCall, link: _Link) -> None:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             log.debug("a plan could not be sent", reason=repr(error))
             return  # the stream has ended; its reader gets the reason
+
+
+def _where(address: str) -> str:
+    """How messages name the worker at an address."""
+    return f"the attention worker at {address}"
 
 
 def _file_at(address: str) -> _File | None:

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 import numpy as np
 import structlog
 
-from services.common.engine_thread import EngineThread
+from services.common.engine_thread import IDLE_POLL_S, EngineThread
 from services.common.errors import PeerError, TwostrokeError
 from services.dense_worker.engine import step_report
 from services.dense_worker.engine.attachment import AttachedCache, Attachment, AttachmentEnd, AttentionPort
@@ -29,9 +29,9 @@ from services.dense_worker.engine.placement import Placement
 from services.dense_worker.engine.plan_timing import PlanTiming
 from services.dense_worker.engine.rehearsal import Rehearsal
 from services.dense_worker.engine.scheduler import Scheduler
-from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
+from services.dense_worker.engine.sequence import AFTER_SUSPECT_S, Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import InFlight, PublishedPlan, Session
-from services.dense_worker.engine.step_report import StepOutputs, StepReport
+from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.feature import Event, Feature
 from services.dense_worker.features.fork_policy import ForkPolicy
@@ -41,14 +41,12 @@ from services.step import PlanAccepted, SequenceOpened, StepPlan, StepResult, sp
 
 log = structlog.get_logger()
 
-_IDLE_POLL_S = 1.0  # longest sleep of an idle engine, after which it checks its deadlines
 _POLL_S = 20e-6  # how often to look whether a GPU has ended a step
 _CALLS_S = 0.5e-3  # how long calls that have come are made before it is looked once which sequences they let open
 _LOOK_S = 0.5e-3  # the same while the next plan waits: a step may end before its predicted end
 # Of a longer step three quarters run before the next plan leaves. The rest is time for it to arrive, about 1 ms.
 _LONG_STEP_S = 0.012
 _REHEARSAL_PAUSE_S = 0.01  # at least, so that a flood of requests that are refused takes no more of the processor
-_AFTER_SUSPECT_S = 0.1  # in which its token leaves the process, also on a busy machine
 _STEPS_BEFORE_OPENING = 2  # steps that the attention worker may run first: the running one, and one planned ahead
 
 
@@ -203,14 +201,14 @@ class Engine:
         self._check_deadlines()
         session = self._session
         if session is None:
-            return _IDLE_POLL_S
+            return IDLE_POLL_S
         if self._step(session):
             return 0.0
         if not self._is_idle(session):
-            return _IDLE_POLL_S
+            return IDLE_POLL_S
         if self._rehearsal is not None:
             self._rehearsal.prepare()
-        return 0.0 if self._runner.capture_ahead() else _IDLE_POLL_S
+        return 0.0 if self._runner.capture_ahead() else IDLE_POLL_S
 
     def _is_idle(self, session: Session) -> bool:
         """Whether nobody waits for this thread, which may become busy for some time."""
@@ -287,7 +285,7 @@ class Engine:
             # The token that cleared it must get away: if what runs next ends the process before that, the gateway will
             # take the suspect for the cause.
             self._has_run_suspect = False
-            time.sleep(_AFTER_SUSPECT_S)
+            time.sleep(AFTER_SUSPECT_S)
         for each in admitted:
             if each.status is SequenceStatus.RUNNING:  # a later plan forks it, or the next one opens and runs it
                 self._runner.open(each.describe_to_runner())
@@ -436,7 +434,7 @@ class Engine:
     def _deliver_outputs(self, outputs: SequenceOf[SequenceOutput]) -> None:
         """Delivers what comes between steps, if there is anything."""
         if outputs:
-            self._deliver(StepReport(0, outputs=StepOutputs(others=outputs)))
+            self._deliver(StepReport.between_steps(outputs))
 
     def _check_deadlines(self) -> None:
         """Checks the deadlines of waiting sequences, of unclaimed blocks, and of openings without an answer."""
@@ -478,7 +476,7 @@ class Engine:
         try:
             self._scheduler.add(sequence)
         except TwostrokeError as error:
-            self._deliver_outputs([SequenceOutput(sequence, (), FinishReason.ERROR, error)])
+            self._deliver_outputs([SequenceOutput.failed(sequence, error)])
             return
         if self._rehearsal is not None:
             self._rehearsal.note(sequence)

@@ -131,10 +131,8 @@ class Scheduler:
             )
         if sequence.policy is not None:
             sequence.policy.check(self.session.ledger, self.limits)
-        num_blocks = self._admission.most_blocks(sequence)
-        room = self._placement.room_for(sequence, self.session.ledgers, awaits=True)
-        if num_blocks > room.num_blocks:
-            raise CapacityError(f"{num_tokens} tokens need {num_blocks} KV cache blocks, {room.text}")
+        if (lack := self._admission.lack_of(sequence, self.session.ledgers, awaits=True)) is not None:
+            raise CapacityError(f"{num_tokens} tokens need {lack.num_blocks} KV cache blocks, {lack.room}")
         self._waiting.admit(sequence)
         self._note_new_caches(sequence)
         self._sequences[sequence.seq_id] = sequence
@@ -262,7 +260,7 @@ class Scheduler:
         if sequence.status is SequenceStatus.FINISHED:
             return None
         self._forget(sequence)
-        return SequenceOutput(sequence, (), FinishReason.ERROR, RequestAborted(error))
+        return SequenceOutput.failed(sequence, RequestAborted(error))
 
     def waits_for(self, step: InFlight) -> bool:
         """Decides whether the next step is planned only when this one, the newest under way, has ended.
@@ -491,10 +489,8 @@ class Scheduler:
         With `new`, which has just been added, only that one is looked at.
         """
         for each in self._sequences.values() if new is None else (new,):
-            num_blocks = self._admission.most_blocks(each)
-            room = self._placement.room_for(each, self.session.open_ledgers)
-            if num_blocks > room.num_blocks:
-                return f"a request needs {num_blocks} KV cache blocks, of those that would be left {room.text}"
+            if (lack := self._admission.lack_of(each, self.session.open_ledgers)) is not None:
+                return f"a request needs {lack.num_blocks} KV cache blocks, of those that would be left {lack.room}"
         return None
 
     def lose_cache(self, cache_id: int, *, is_crash: bool) -> list[SequenceOutput]:
@@ -533,7 +529,7 @@ class Scheduler:
                 if sequence.is_suspect:
                     what = f"{sequence.num_crashes + 1} attention workers died while they computed this request"
                     self._forget(sequence)
-                    outputs.append(SequenceOutput(sequence, (), FinishReason.ERROR, RequestAborted(what)))
+                    outputs.append(SequenceOutput.failed(sequence, RequestAborted(what)))
                     continue
                 sequence.num_crashes += 1
             self._residency.wait(sequence)
@@ -549,10 +545,8 @@ class Scheduler:
         """Ends waiting sequences for which no KV cache that is left has room."""
         outputs = list[SequenceOutput]()
         for sequence in list(self._waiting):
-            num_blocks = self._admission.most_blocks(sequence)
-            room = self._placement.room_for(sequence, self.session.ledgers, awaits=True)
-            if num_blocks > room.num_blocks:
-                error = f"the request needs {num_blocks} KV cache blocks, of those that are left {room.text}"
+            if (lack := self._admission.lack_of(sequence, self.session.ledgers, awaits=True)) is not None:
+                error = f"the request needs {lack.num_blocks} KV cache blocks, of those that are left {lack.room}"
                 outputs.append(self._fail(sequence, CapacityError(error)))
         return outputs
 
@@ -586,7 +580,7 @@ class Scheduler:
 
     def _fail(self, sequence: Sequence, error: TwostrokeError) -> SequenceOutput:
         self._finish(sequence)
-        return SequenceOutput(sequence, (), FinishReason.ERROR, error)
+        return SequenceOutput.failed(sequence, error)
 
     def _finish(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.RUNNING:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # they need torch and protobuf
     from services.dense_worker.features.row_policy import OutputReport, RowPolicy
 
 SUSPECT_CRASHES = 2  # any running sequence may have caused a single crash
+AFTER_SUSPECT_S = 0.1  # in which what is reported of a suspect leaves the process, also on a busy machine
 
 
 class SequenceStatus(enum.Enum):
@@ -281,3 +282,8 @@ class SequenceOutput(NamedTuple):
     finish_reason: FinishReason | None
     error: TwostrokeError | None = None
     report: OutputReport | None = None  # of its row policy
+
+    @classmethod
+    def failed(cls, sequence: Sequence, error: TwostrokeError) -> SequenceOutput:
+        """The end of a sequence that cannot go on."""
+        return cls(sequence, (), FinishReason.ERROR, error)

@@ -60,6 +60,11 @@ class StepReport:
     reports: SequenceOf[tuple[Sequence, TokenReport]] = ()  # that only some sequences have
     admitted: SequenceOf[Sequence] = ()  # sequences that steps may run from now on
 
+    @classmethod
+    def between_steps(cls, outputs: SequenceOf[SequenceOutput]) -> StepReport:
+        """Outputs that no step has given."""
+        return cls(0, outputs=StepOutputs(others=outputs))
+
 
 def record_started(sequences: Iterable[Sequence], begin_s: float) -> list[Sequence]:
     """Stores in each sequence when its first step began. Returns those in their first step, without resumed ones."""

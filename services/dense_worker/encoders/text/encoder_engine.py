@@ -17,23 +17,26 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from services.common.engine_thread import EngineThread
+from services.common.engine_thread import IDLE_POLL_S, EngineThread
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.pooling.pooling_config import PoolingMethod, TokenHead
 from services.dense_worker.encoders.text.pooled_text import PooledText
 from services.dense_worker.encoders.text.text_encoder import EncoderRun, TextEncoder
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.observer import CacheCounts, EngineCounts, EngineObserver, StepStats
-from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
+from services.dense_worker.engine.sequence import (
+    AFTER_SUSPECT_S,
+    FinishReason,
+    Sequence,
+    SequenceOutput,
+    SequenceStatus,
+)
 from services.dense_worker.engine.step_report import StepOutputs, StepReport, record_started
 from services.dense_worker.engine.waiting_queue import WaitingQueue
 from services.dense_worker.features.report import TokenReport
 from services.dense_worker.features.token_rows import to_host
 from services.dense_worker.sampling.upload import upload
 from services.rpc.watchdog import Progress
-
-_IDLE_POLL_S = 1.0  # longest sleep of an idle engine, after which it checks its deadlines
-_AFTER_SUSPECT_S = 0.1  # in which the report of a suspect leaves the process
 
 
 @dataclass(slots=True)
@@ -171,8 +174,7 @@ class EncoderEngine:
         self._waiting.forget(sequence)
 
     def _deliver_end(self, sequence: Sequence, error: TwostrokeError) -> None:
-        output = SequenceOutput(sequence, (), FinishReason.ERROR, error)
-        self._deliver(StepReport(0, outputs=StepOutputs(others=[output])))
+        self._deliver(StepReport.between_steps([SequenceOutput.failed(sequence, error)]))
 
     @torch.inference_mode()
     def _work(self) -> float:
@@ -191,7 +193,7 @@ class EncoderEngine:
             self._collect()
         if self._long is not None:
             self._advance_long(self._long)
-        return 0.0 if self._long is not None or self._launched is not None or len(self._waiting) else _IDLE_POLL_S
+        return 0.0 if self._long is not None or self._launched is not None or len(self._waiting) else IDLE_POLL_S
 
     def _choose(self) -> list[Sequence]:
         """The inputs of the next step, in the order of their clients' turns. A suspect of crashes runs alone."""
@@ -221,7 +223,7 @@ class EncoderEngine:
         self._deliver(StepReport(0, admitted=sequences))
         if sequences[0].is_suspect:
             self._collect()
-            time.sleep(_AFTER_SUSPECT_S)
+            time.sleep(AFTER_SUSPECT_S)
         self._num_steps += 1
         begin_s = time.monotonic()
         segments = [_pooled_text(each).second_segment for each in sequences]

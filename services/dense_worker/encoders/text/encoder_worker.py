@@ -32,7 +32,7 @@ from services.dense_worker.readiness import Readiness
 from services.dense_worker.service import METRICS, STOP_GRACE_S, make_server, scheduler_limits
 from services.dense_worker.servicer import DenseServicer
 from services.pb import dense_pb2
-from services.rpc.metrics import new_registry, serve_metrics_once_free, serving_metrics
+from services.rpc.metrics import new_registry, serve_late_metrics, serving_metrics
 from services.rpc.server import run_together
 from services.rpc.tracing import tracing
 from services.rpc.watchdog import Watchdog
@@ -98,12 +98,13 @@ class EncoderWorker:
 
     async def run(self) -> None:
         """Serves until cancelled. Raises errors of the engine."""
+        late_address = self._config.dense.metrics_address if self._options.has_predecessor else None
         try:
             await run_together(
                 self._serve(Readiness(self._servicer, self._server, self._describe)),
                 asyncio.shield(asyncio.wrap_future(self._engine.failure)),
                 self._watchdog.run(),
-                self._serve_late_metrics(),
+                serve_late_metrics(late_address, self._registry, METRICS, self._servicer.may_attach),
             )
         except asyncio.CancelledError:  # the worker was asked to stop, which is no crash
             self._servicer.set_info(None)
@@ -146,12 +147,6 @@ class EncoderWorker:
             hidden_size=shape.hidden_size,
             continues_sequences=self._options.continues_sequences,
         )
-
-    async def _serve_late_metrics(self) -> None:
-        """Serves the metrics of a worker that replaces another, once the old one has ended."""
-        if self._options.has_predecessor:
-            await self._servicer.may_attach.wait()
-            await serve_metrics_once_free(self._config.dense.metrics_address, self._registry, METRICS)
 
 
 def check_config(config: Config) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
+from services.dense_worker.engine.block_ledger import BlockLedger
 from services.dense_worker.engine.fairness.victims import Need, choose_victims
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.placement import Placement
@@ -12,6 +14,13 @@ from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import Session
 from services.dense_worker.engine.waiting_queue import WaitingQueue
 from services.dense_worker.features.fork_policy import ForkPolicy
+
+
+class Lack(NamedTuple):
+    """Why a sequence can never run."""
+
+    num_blocks: int  # that it may need
+    room: str  # what there is, for messages
 
 
 class Admission:
@@ -40,6 +49,14 @@ class Admission:
         """The most blocks that a sequence may ever hold at a time."""
         return self._session.ledger.most_blocks(sequence.max_num_cached_tokens, self._limits.max_num_batched_tokens)
 
+    def lack_of(self, sequence: Sequence, ledgers: Mapping[int, BlockLedger], *, awaits: bool = False) -> Lack | None:
+        """What a sequence needs, and there is not even when these KV caches are empty; None: it has room then.
+
+        With `awaits` those that are missing count, too.
+        """
+        num_blocks, room = self.most_blocks(sequence), self._placement.room_for(sequence, ledgers, awaits=awaits)
+        return Lack(num_blocks, room.text) if num_blocks > room.num_blocks else None
+
     def next_to_open(self, suspect: Sequence | None) -> Sequence | None:
         """The next sequence, if it has room now. A waiting suspect goes before all, and takes nothing from others.
 
@@ -67,7 +84,7 @@ class Admission:
         """Whether the KV caches that are there, and not given up, have room for it when they are empty."""
         if not self._outgrows_each(sequence):
             return True
-        return self.most_blocks(sequence) <= self._placement.room_for(sequence, self._session.open_ledgers).num_blocks
+        return self.lack_of(sequence, self._session.open_ledgers) is None
 
     def forget(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""

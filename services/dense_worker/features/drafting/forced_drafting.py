@@ -34,7 +34,7 @@ class ForcedDrafting(MeasuredDrafting):
         """Whether a token promises to take less time if the next step is planned later, with forced tokens."""
         self._has_forms = any([sequence.forced_by is not None for sequence in running])
         if not self._has_forms:
-            self.on_handoff_abort()  # forgets what it knows of plans
+            self._forget_plans()
             return False
         return super().waits_for(step, running, num_rows, max_num_drafts)
 

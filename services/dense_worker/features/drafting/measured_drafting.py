@@ -188,6 +188,9 @@ class MeasuredDrafting(Drafting):
 
     def on_handoff_abort(self) -> None:
         """The plans under way are void."""
+        self._forget_plans()
+
+    def _forget_plans(self) -> None:
         self._has_drafts = self._was_busy = self._is_held_back = self._was_held_back = False
         self._request, self._requested_for = None, ()
 
