@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from services.attn_worker.build import AttentionSetup, StepLimits
+from services.attn_worker.build import AttentionSetup
+from services.attn_worker.cache.make_spec import StepLimits
 from services.common.attention.learned import Learned
 from services.common.attention.recurrence_weights import RecurrenceWeights
 from services.common.config import MAX_LANES

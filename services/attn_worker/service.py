@@ -14,11 +14,11 @@ import structlog
 from services.attn_worker.build import (
     AttentionSetup,
     Peers,
-    StepLimits,
     check_host_tier,
     load_kernels_ahead,
     prepare_device,
 )
+from services.attn_worker.cache.make_spec import StepLimits
 from services.attn_worker.kv_events.kv_events import KVEvents
 from services.attn_worker.layers.select import select_backend
 from services.attn_worker.servicer import AttentionServicer

@@ -14,8 +14,9 @@ from prometheus_client import CollectorRegistry
 
 from services.attn_worker.attach_request import check_limits, check_model, num_lanes, read_learned
 from services.attn_worker.attachment import Attachment
-from services.attn_worker.build import AttentionSetup, StepLimits, build_engine
+from services.attn_worker.build import AttentionSetup, build_engine
 from services.attn_worker.cache.cached_sequence import OpenResult
+from services.attn_worker.cache.make_spec import StepLimits
 from services.attn_worker.engine import Accepted, AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
 from services.channel import Channel, ChannelSpec

@@ -52,7 +52,7 @@ from services.dense_worker.model.on_the_fly import with_quantization
 from services.dense_worker.model.weight_memory import Empty
 from services.dense_worker.model.weights import empty_weights, hash_of_weights, load_weights, random_weights
 from services.dense_worker.parameters import parts_of_type
-from services.dense_worker.runner.model_runner import ModelRunner
+from services.dense_worker.runner.model_runner import ModelRunner, StepRunner
 from services.dense_worker.runner.step_hook import StepHook
 from services.dense_worker.sampling.editors import EDITORS
 from services.dense_worker.sampling.sampler import Sampler, compile_kernels
@@ -71,7 +71,7 @@ class LoadedModel:
     resolved: ResolvedModel
     weights_hash: str
     backend: str  # its name
-    runner: ModelRunner | LaneRunners
+    runner: StepRunner
     features: tuple[Feature, ...]  # of the runner
     drafter: Drafter | None  # None: speculation is off
     kv_cache_dtype: KVCacheFormat

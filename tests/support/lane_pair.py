@@ -14,8 +14,9 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from services.attn_worker.attachment import Attachment as AttentionAttachment
-from services.attn_worker.build import AttentionSetup, StepLimits, build_engine
+from services.attn_worker.build import AttentionSetup, build_engine
 from services.attn_worker.cache.cached_sequence import OpenResult
+from services.attn_worker.cache.make_spec import StepLimits
 from services.attn_worker.engine import Accepted
 from services.attn_worker.kv_events.kv_events import KVEvents
 from services.attn_worker.metrics import AttentionMetrics

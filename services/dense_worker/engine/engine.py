@@ -35,7 +35,7 @@ from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.feature import Event, Feature
 from services.dense_worker.features.fork_policy import ForkPolicy
-from services.dense_worker.runner.model_runner import ModelRunner
+from services.dense_worker.runner.model_runner import StepRunner
 from services.rpc.watchdog import Progress
 from services.step import PlanAccepted, SequenceOpened, StepPlan, StepResult, spans_of
 
@@ -60,7 +60,7 @@ class Engine:
     def __init__(
         self,
         limits: SchedulerLimits,
-        runner: ModelRunner,
+        runner: StepRunner,
         attention: AttentionPort,
         deliver: Callable[[StepReport], None],
         result_timeout_s: float,

@@ -19,7 +19,7 @@ from services.step import NO_ROWS, StepPlan, StepResult
 
 
 class LaneRunners:
-    """Used as a `ModelRunner`: the lane of a sequence or of a plan says which one is meant."""
+    """A `StepRunner`: the lane of a sequence or of a plan says which `ModelRunner` is meant."""
 
     def __init__(self, runners: Sequence[ModelRunner]) -> None:
         self._runners = runners

@@ -8,10 +8,10 @@ its next step, and its row of `BatchRows`, by which a step handles all its seque
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -58,6 +58,16 @@ class RunningStep:
     def collect(self) -> StepResult:
         """The result of the step, which it runs or waits for. Raises the errors of `Channel.wait`."""
         raise NotImplementedError
+
+
+class StepRunner(Protocol):
+    """What the engine needs: a `ModelRunner`, which has the docstrings, or `LaneRunners` with one for each lane."""
+
+    def attach(self, channels: Iterable[Channel], ranks: LeadingRanks | None = None) -> None: ...
+    def capture_ahead(self) -> bool: ...
+    def open(self, sequence: RequestState) -> None: ...
+    def move(self, sequence: RequestState, lane: int) -> None: ...
+    def launch(self, plan: StepPlan, channel: Channel) -> RunningStep: ...
 
 
 class ModelRunner:
@@ -109,6 +119,10 @@ class ModelRunner:
             feature.restore(sequence.token_ids[sequence.spec.num_prompt_tokens :])
         self._batch = None
         self._sequences[sequence.seq_id] = sequence
+
+    def move(self, sequence: RequestState, lane: int) -> None:
+        """A sequence leaves this lane, in which no step is under way with it, for its own."""
+        raise AssertionError("a single lane has no other one")
 
     def forget(self, seq_id: int) -> None:
         """A sequence goes on in another lane. No step under way has it."""
@@ -477,16 +491,16 @@ class _LazyStep(RunningStep):
             self.layers = self.runner.begin(self.step, self.channel)
 
     def run_first(self) -> None:
-        self.begin()  # prepares the step, whose tensors may be changed outside of inference mode
-        if self.layers is not None:
-            with torch.inference_mode():
-                self.layers.run_first()
+        self._run(LayerRun.run_first)
 
     def run_most(self) -> None:
+        self._run(LayerRun.run_most)
+
+    def _run(self, part: Callable[[LayerRun], None]) -> None:
         self.begin()  # prepares the step, whose tensors may be changed outside of inference mode
         if self.layers is not None:
             with torch.inference_mode():
-                self.layers.run_most()
+                part(self.layers)
 
     def collect(self) -> StepResult:
         self.begin()

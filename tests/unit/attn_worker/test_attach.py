@@ -17,7 +17,8 @@ from structlog.testing import capture_logs
 from services.attn_worker import build as build_module
 from services.attn_worker import servicer as servicer_module
 from services.attn_worker.attach_request import read_recurrences, read_relative_bias, read_sinks
-from services.attn_worker.build import AttentionSetup, StepLimits, build_engine
+from services.attn_worker.build import AttentionSetup, build_engine
+from services.attn_worker.cache.make_spec import StepLimits
 from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.servicer import AttentionServicer

@@ -14,7 +14,8 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from services.attn_worker.attachment import Attachment
-from services.attn_worker.build import AttentionSetup, StepLimits, build_engine
+from services.attn_worker.build import AttentionSetup, build_engine
+from services.attn_worker.cache.make_spec import StepLimits
 from services.attn_worker.engine import Accepted, AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
 from services.channel import ChannelAborted, ChannelSpec, ChannelTimeout, Flag, qkv_flag

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from services.attn_worker.build import make_cache_spec
 from services.attn_worker.cache.block_storage import BlockStorage
+from services.attn_worker.cache.make_spec import make_cache_spec
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.layers import BackendSetup
 from services.attn_worker.layers.mha.torch_attention import TorchAttention

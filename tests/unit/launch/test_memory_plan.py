@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.attn_worker.build import StepLimits, make_cache_spec
+from services.attn_worker.cache.make_spec import StepLimits, make_cache_spec
 from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
 from services.common.config import EMBEDDED_MODEL, Config, load_config
 from services.common.errors import CapacityError, ConfigError, ModelError

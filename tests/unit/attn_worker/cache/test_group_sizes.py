@@ -8,9 +8,9 @@ import pytest
 import structlog
 import torch
 
-from services.attn_worker.build import StepLimits, make_cache_spec
 from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.build_cache import WindowBlocks
+from services.attn_worker.cache.make_spec import StepLimits, make_cache_spec
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.common.config import AttentionSection, ModelSection
 from services.common.model_config import AttentionOptions, LayerHeads

@@ -8,9 +8,9 @@ import pytest
 import structlog
 import torch
 
-from services.attn_worker import build
-from services.attn_worker.build import make_cache_spec
+from services.attn_worker.cache import make_spec
 from services.attn_worker.cache.block_storage import BlockStorage
+from services.attn_worker.cache.make_spec import make_cache_spec
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.common.config import AttentionSection, ModelSection
 from services.common.errors import CapacityError, ConfigError
@@ -59,15 +59,15 @@ def test_a_cpu_is_refused_more_than_it_has(model: ResolvedModel, monkeypatch: py
     config = model.config
     block_bytes = 2 * config.num_layers * 16 * config.num_kv_heads * config.head_dim * model.dtype.itemsize
     room = 20 * block_bytes + 5
-    monkeypatch.setattr(build, "available_bytes", lambda: room)
+    monkeypatch.setattr(make_spec, "available_bytes", lambda: room)
     for section, named in (
         (AttentionSection(num_blocks=21), f"need {21 * block_bytes} .*: set attention.num_blocks to 20 or"),
         (AttentionSection(kv_cache_bytes=21 * block_bytes), f"set attention.kv_cache_bytes to {room} or"),
     ):
         with pytest.raises(CapacityError, match=named):
-            build.check_host_memory(section, make_cache_spec(section, model))
+            make_spec.check_host_memory(section, make_cache_spec(section, model))
     section = AttentionSection(num_blocks=20)
-    build.check_host_memory(section, make_cache_spec(section, model))
+    make_spec.check_host_memory(section, make_cache_spec(section, model))
 
 
 def test_the_cache_has_as_many_blocks_as_fit_and_logs_their_number(model: ResolvedModel) -> None:

@@ -8,7 +8,7 @@ import pytest
 import structlog
 import torch
 
-from services.attn_worker.build import StepLimits, make_cache_spec
+from services.attn_worker.cache.make_spec import StepLimits, make_cache_spec
 from services.attn_worker.layers import BackendSetup
 from services.attn_worker.layers.gated_delta.layered_attention import layered_torch_attention
 from services.attn_worker.layers.gated_delta.state_storage import StateStorage

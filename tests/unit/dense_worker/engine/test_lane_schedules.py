@@ -16,10 +16,12 @@ from tests.support.examples import examples
 from tests.unit.dense_worker.engine.test_scheduler import (
     WINDOWS,
     Cluster,
+    check_outputs,
     expected_output,
     make_sequence,
     new_session,
     requests,
+    run_arrivals,
 )
 
 NUM_LANES = 2
@@ -102,24 +104,7 @@ def test_every_sequence_gets_its_tokens_and_every_block_is_freed(
     kept: dict[str, int],
 ) -> None:
     cluster = LaneCluster(policy, num_blocks, max_num_seqs, budget, **kept)
-    sequences, cancels = [], []
-    for seq_id, (prompt_len, max_tokens, can_stop, gap, cancel_after) in enumerate(arrivals, start=1):
-        sequence = make_sequence(seq_id, prompt_len, max_tokens, can_stop=can_stop)
-        cluster.scheduler.add(sequence)
-        sequences.append(sequence)
-        if cancel_after is not None:
-            cancels.append([cancel_after, seq_id])
-        for number in range(gap):
-            for cancel in cancels:
-                cancel[0] -= 1
-                if cancel[0] == 0:
-                    cluster.scheduler.cancel(cancel[1])
-            cluster.step(answer_opens=number % answer_every == 0)
-    cluster.run_until_idle()
-    cancelled = {seq_id for remaining, seq_id in cancels if remaining <= 0}
-    for sequence in sequences:
-        if sequence.seq_id not in cancelled or sequence.status is not SequenceStatus.FINISHED:
-            assert sequence.output_token_ids == expected_output(sequence)
+    check_outputs(*run_arrivals(cluster, arrivals, answer_every))
 
 
 def test_sequences_are_dealt_by_rows_and_by_tokens_of_context() -> None:

@@ -207,6 +207,34 @@ requests = st.lists(
 )
 
 
+def run_arrivals(
+    cluster: Cluster, arrivals: list[tuple[int, int, bool, int, int | None]], answer_every: int
+) -> tuple[list[Sequence], set[int]]:
+    """Adds, cancels and runs these `requests` to their ends. Returns them, and the seq_ids of cancelled ones."""
+    sequences, cancels = [], []
+    for seq_id, (prompt_len, max_tokens, can_stop, gap, cancel_after) in enumerate(arrivals, start=1):
+        sequence = make_sequence(seq_id, prompt_len, max_tokens, can_stop=can_stop)
+        cluster.scheduler.add(sequence)
+        sequences.append(sequence)
+        if cancel_after is not None:
+            cancels.append([cancel_after, seq_id])
+        for number in range(gap):
+            for cancel in cancels:
+                cancel[0] -= 1
+                if cancel[0] == 0:
+                    cluster.scheduler.cancel(cancel[1])
+            cluster.step(answer_opens=number % answer_every == 0)
+    cluster.run_until_idle()
+    return sequences, {seq_id for remaining, seq_id in cancels if remaining <= 0}
+
+
+def check_outputs(sequences: list[Sequence], cancelled: set[int]) -> None:
+    """Whoever was not cancelled in time has all its tokens."""
+    for sequence in sequences:
+        if sequence.seq_id not in cancelled or sequence.status is not SequenceStatus.FINISHED:
+            assert sequence.output_token_ids == expected_output(sequence)
+
+
 @settings(max_examples=examples(150), deadline=None)
 @given(
     requests,
@@ -227,26 +255,8 @@ def test_every_sequence_gets_its_tokens_and_every_block_is_freed(
     kept: dict[str, int],
 ) -> None:
     cluster = Cluster(policy, num_blocks, max_num_seqs, budget, **kept)
-    sequences, cancels = [], []
-    for seq_id, (prompt_len, max_tokens, can_stop, gap, cancel_after) in enumerate(arrivals, start=1):
-        sequence = make_sequence(seq_id, prompt_len, max_tokens, can_stop=can_stop)
-        cluster.scheduler.add(sequence)
-        sequences.append(sequence)
-        if cancel_after is not None:
-            cancels.append([cancel_after, seq_id])
-        for number in range(gap):
-            for cancel in cancels:
-                cancel[0] -= 1
-                if cancel[0] == 0:
-                    cluster.scheduler.cancel(cancel[1])
-            cluster.step(answer_opens=number % answer_every == 0)
-    cluster.run_until_idle()
-
-    cancelled = {seq_id for remaining, seq_id in cancels if remaining <= 0}
-    for sequence in sequences:
-        if sequence.seq_id in cancelled and sequence.status is SequenceStatus.FINISHED:
-            continue
-        assert sequence.output_token_ids == expected_output(sequence)
+    sequences, cancelled = run_arrivals(cluster, arrivals, answer_every)
+    check_outputs(sequences, cancelled)
     ended = [output.sequence.seq_id for output in cluster.outputs if output.finish_reason is not None]
     assert len(ended) == len(set(ended)), "a sequence ends once"
     delivered: dict[int, list[int]] = {}
