@@ -55,7 +55,7 @@ class TgiFormat:
             self._num_sent += 1
             event: TgiEvent = {"index": self._num_sent, "token": token, "generated_text": None, "details": None}
             if self._parameters.top_n_tokens:
-                event["top_tokens"] = self._top(each)
+                event["top_tokens"] = LazyList(lambda each=each: self._top(each))  # type: ignore[typeddict-item]
             events.append(event)
         if chunk.finish is None:
             return events
