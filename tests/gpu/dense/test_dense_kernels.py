@@ -122,6 +122,25 @@ def test_skinny_linear_computes_the_linear_layer_and_what_is_fused(
     assert not splits.num_done.any()
 
 
+@pytest.mark.parametrize("num_rows", [2, 23, 33])
+def test_what_lies_behind_the_rows_of_a_product_does_not_matter(
+    launcher: KernelLauncher, kernel_device: torch.device, dtype: torch.dtype, num_rows: int
+) -> None:
+    """On Hopper it is multiplied, too, as far as the tensor's memory goes: here for a part of a tile."""
+    case = Case(kernel_device, dtype, num_rows, (72, 272))
+    splits, squares = SplitWorkspace(kernel_device, launcher.num_sms), torch.zeros(64, 64, device=kernel_device)
+    workspace = case.nan(num_rows + 5, 400)
+    workspace[:num_rows, 64:336] = case.x
+    found = []
+    for x in (case.x, workspace[:num_rows, 64:336]):
+        out = case.residual.clone()
+        half = SplitNorm(case.randn(72).abs(), EPS, case.nan(num_rows, 72), squares)
+        skinny_linear(launcher, x, case.weight, case.bias, out, splits, residual=out, norm_after=half)
+        found.append((out, squares[:num_rows].clone()))
+    case.check(found[0][0], linear(case.x, case.weight, case.bias) + case.residual.double())
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("num_rows", [2, 16, 23, 64])
 @pytest.mark.parametrize("size", [64, 272, 4480])  # the last has more tiles than one of them has features
 def test_two_products_compute_the_norm_between_them(
