@@ -41,7 +41,7 @@ from services.dense_worker.kernels.triton_launch import KernelLauncher
 MAX_RANKS = 512  # of all slots together; each program goes through all of them, also those that nobody uses
 _BLOCK_OUT = 64
 _MAX_BLOCK_RANKS = 128
-_COPIED_AHEAD_FROM = 49  # rows; with fewer, `triton_fused_hopper` is slower (bench/results/lora.md)
+_COPIED_AHEAD_FROM = 33  # rows; with fewer, `triton_fused_hopper` is slower (bench/results/lora.md)
 _NUM_PARTS = 2  # of in_features, whose sums with A are computed apart; with more, the products start later
 
 
