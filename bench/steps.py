@@ -83,7 +83,7 @@ class Steps:
             self.scheduler.add(sequence)
         for sequence in self.scheduler.next_to_open():
             new = sequence.describe()
-            opened = self.cache.open_sequence(new.seq_id, new.token_ids, new.num_prompt_tokens)
+            opened = self.cache.open_sequence(new)
             self.scheduler.opened(describe_opened(new.seq_id, opened))
             self.runner.open(sequence.describe_to_runner())
 

@@ -79,18 +79,7 @@ class Openings:
 
     def _open(self, opening: _Opening) -> None:
         new, supplier = opening.new, self._supplier(opening.new)
-        opening.result = result = self._cache.open_sequence(
-            new.seq_id,
-            new.token_ids,
-            new.num_prompt_tokens,
-            new.prefix_key,
-            prefix_generation=new.prefix_generation,
-            ignores_prefix_cache=new.ignores_prefix_cache,
-            max_cached_tokens=0 if new.starts_empty else new.max_cached_tokens,
-            num_extra_rows=new.num_extra_rows,
-            spans=new.spans,
-            supplier=supplier,
-        )
+        opening.result = result = self._cache.open_sequence(new, supplier)
         opening.num_freed_blocks += result.num_freed_blocks
         if not result.missing:
             self._answer(opening, result)

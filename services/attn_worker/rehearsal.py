@@ -6,6 +6,8 @@ cache of its own, and prepares the step up to its launch.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.runner.layer_runner import LayerRunner
 from services.channel import Channel
@@ -37,8 +39,7 @@ class Rehearsal:
     def run(self, plan: StepPlan, channel: Channel) -> None:
         """Prepares the plan for this channel. No step is under way."""
         [new] = plan.new_sequences
-        length = new.num_prompt_tokens
-        self._cache.open_sequence(new.seq_id, new.token_ids, length, new.prefix_key, max_cached_tokens=0)
+        self._cache.open_sequence(replace(new, starts_empty=True, num_extra_rows=0, spans=()))
         try:
             step = self._cache.plan_step(plan)
             self._runner.rehearse(step.metadata, channel)

@@ -23,7 +23,7 @@ class PeerServicer(gateway_peers_pb2_grpc.GatewayPeersServicer):
     """Believes its callers: they are processes of the same user. Errors become statuses in `services.rpc.server`."""
 
     def __init__(
-        self, service: RequestService, triton: Triton, measured: AllProcesses, resumption: Resumption | None = None
+        self, service: RequestService, triton: Triton, measured: AllProcesses, resumption: Resumption | None
     ) -> None:
         """`resumption`: None if requests cannot be resumed."""
         self._service = service

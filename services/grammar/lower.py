@@ -44,7 +44,7 @@ def lower(structure: StructuredOutput, special_tokens: Mapping[str, int] = _NO_T
 
 
 def locate(
-    error: GrammarError, structure: StructuredOutput, special_tokens: Mapping[str, int] = _NO_TOKENS
+    error: GrammarError, structure: StructuredOutput, special_tokens: Mapping[str, int]
 ) -> GrammarError:
     """An error of compiling a grammar, in terms of what the client has asked for: it has not seen the grammar."""
     position = _POSITION.match(str(error))

@@ -47,7 +47,7 @@ def weight_bytes(path: Path, dtype: str, *, num_layers: int | None = None, to_fp
     return 0 if names is None else sum(_sizes(path, names, dtype, num_layers, to_fp8))
 
 
-def tower_bytes(path: Path, vision: VisionConfig, dtype: str, *, to_fp8: bool = False) -> int:
+def tower_bytes(path: Path, vision: VisionConfig, dtype: str, *, to_fp8: bool) -> int:
     """Bytes of a tower's weights in memory, as `weight_bytes` of the text; with `to_fp8` Qwen's layers are FP8."""
     assert vision.tower is not None, "the model has a tower"
     num_bytes = 0

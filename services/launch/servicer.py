@@ -30,7 +30,7 @@ def make_control(
     replacer: DenseReplacer | None,
     standbys: Sequence[Standby],
     config: Config,
-    attention_workers: AttentionWorkers | None = None,
+    attention_workers: AttentionWorkers | None,
 ) -> GrpcServer:
     """Creates the server, without starting it."""
     gateway, names = config.gateway, [SERVICE_NAME]

@@ -15,6 +15,7 @@ from services.attn_worker.split_context.parted_cache import PartedKVCache
 from services.channel import Flag
 from services.common.attention.learned import Learned
 from tests.support.attention.harness import BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS, TOLERANCES, Harness
+from tests.support.attention.open_now import open_sequence
 from tests.support.attention.split_harness import SplitHarness
 from tests.support.dense.without_cuda import TorchWithoutCuda
 from tests.support.plans import make_plan
@@ -72,7 +73,7 @@ def test_a_step_with_a_part_runs_without_a_graph_in_all_its_rows(
     for seq_id, prompt_len in ((0, 3), (1, 5)):
         harness.open(seq_id, prompt_len)
     cache.open_part(0, range(0, 40))  # all of it
-    cache.open_sequence(1, [1] * 5, 5)
+    open_sequence(cache, 1, [1] * 5, 5)
     planned = cache.plan_step(make_plan([(1, 5, 0), (0, 3, 0)]))
     rows = [torch.cat([harness.inputs[1][layer, :5], harness.inputs[0][layer, :3]]) for layer in range(2)]
     seam = Seam(rows, config.attn_size, kernel_device)

@@ -31,7 +31,7 @@ from services.attn_worker.cache.step_spans import RopePositions, num_later_of_st
 from services.attn_worker.cache.tiers.tier import BlockSupplier, MissingBlock, NoTier, Tier
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.errors import CapacityError, InvalidRequest, NotFound, RequestAborted, TwostrokeError
-from services.step import Fork, StepPlan
+from services.step import Fork, NewSequence, StepPlan
 from services.step.prompt_span import PromptSpan, check_spans
 
 
@@ -154,29 +154,17 @@ class KVCache:
             self._weights_hash = weights_hash
             self._prefixes.use_weights(weights_hash)
 
-    def open_sequence(
-        self,
-        seq_id: int,
-        token_ids: Sequence[int],
-        num_prompt_tokens: int,
-        prefix_key: bytes = b"",
-        prefix_generation: int = 0,
-        ignores_prefix_cache: bool = False,
-        max_cached_tokens: int | None = None,
-        num_extra_rows: int = 0,
-        spans: Sequence[PromptSpan] = (),
-        supplier: BlockSupplier | None = None,
-    ) -> OpenResult:
+    def open_sequence(self, new: NewSequence, supplier: BlockSupplier | None = None) -> OpenResult:
         """Starts a sequence on its longest cached prefix, or continues a known one from its committed tokens.
 
         At least the last token always remains to be computed. A known sequence (its dense worker died) keeps its blocks
         if `token_ids` agree with its tokens and it has dropped none that it needs again; otherwise it starts as a new
-        one. With `ignores_prefix_cache` all tokens are computed, even of a known sequence; at most `max_cached_tokens`
-        of them are not. The tier, or another `supplier`, may have some of the blocks (`missing`); if it cannot load
-        one, close the sequence and open it again. `num_extra_rows`: rows that it reads besides those of its tokens;
-        `prefix_key` names them. From a higher `prefix_generation` on, no new sequence finds anything of earlier ones.
+        one. With `ignores_prefix_cache` all tokens are computed, even of a known sequence. From a higher
+        `prefix_generation` on, no new sequence finds anything of earlier ones. The tier, or another `supplier`, may
+        have some of the blocks (`missing`); if it cannot load one, close the sequence and open it again.
         Raises InvalidRequest for impossible lengths, and for spans that are not in the prompt in order.
         """
+        seq_id, token_ids, num_prompt_tokens, spans = new.seq_id, new.token_ids, new.num_prompt_tokens, new.spans
         if not 1 <= num_prompt_tokens <= len(token_ids) <= self.max_model_len:
             raise InvalidRequest(
                 f"sequence {seq_id} has {len(token_ids)} tokens, {num_prompt_tokens} of them prompt;"
@@ -184,14 +172,16 @@ class KVCache:
             )
         check_spans(spans, num_prompt_tokens)
         ids = array("I", token_ids)
-        most = len(ids) - 1 if max_cached_tokens is None else min(len(ids) - 1, max_cached_tokens)
-        self._prefixes.use_generation(prefix_generation)
+        most = 0 if new.starts_empty else len(ids) - 1
+        if new.max_cached_tokens is not None:
+            most = min(most, new.max_cached_tokens)
+        self._prefixes.use_generation(new.prefix_generation)
         num_pinned = num_freed = 0
         missing: tuple[MissingBlock, ...] = ()
         sequence = self._sequences.get(seq_id)
         generation = self._prefixes.generation if sequence is None else sequence.generation
-        root = self._prefixes.root(num_prompt_tokens, prefix_key, generation)
-        if sequence is None or ignores_prefix_cache or not _continues(sequence, root, ids, spans):
+        root = self._prefixes.root(num_prompt_tokens, new.prefix_key, generation)
+        if sequence is None or new.ignores_prefix_cache or not _continues(sequence, root, ids, spans):
             length = None
         else:
             length = self._rollback.kept_length(sequence, most)
@@ -204,16 +194,16 @@ class KVCache:
             if sequence is not None:
                 num_freed = self._drop(seq_id)
                 generation = self._prefixes.generation
-                root = self._prefixes.root(num_prompt_tokens, prefix_key, generation)
+                root = self._prefixes.root(num_prompt_tokens, new.prefix_key, generation)
             sequence = self._new_sequence(seq_id, root, generation, ids, spans)
-            if not ignores_prefix_cache:
+            if not new.ignores_prefix_cache:
                 num_pinned = self._prefixes.pin_longest(sequence, most)
                 num_taken, missing = self._prefixes.extend_from(supplier or self.tier, sequence, most, self._main)
                 num_pinned += num_taken
         row, has_extra_rows = sequence.row, True
-        if num_extra_rows:
+        if new.num_extra_rows:
             try:
-                has_extra_rows = all([group.open_extra_rows(row, root, num_extra_rows) for group in self._groups])
+                has_extra_rows = all([group.open_extra_rows(row, root, new.num_extra_rows) for group in self._groups])
             except InvalidRequest:
                 self._drop(seq_id)
                 raise

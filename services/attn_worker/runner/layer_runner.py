@@ -75,7 +75,7 @@ class EagerLayerRunner(LayerRunner):
         self,
         backend: AttentionBackend,
         num_layers: int,
-        take_extra_rows: TakeExtraRows | None = None,
+        take_extra_rows: TakeExtraRows | None,
     ) -> None:
         self._backend = backend
         self._num_layers = num_layers

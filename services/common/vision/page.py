@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.common.errors import InvalidRequest
 from services.common.vision.layout import Layout, PictureShape
-from services.common.vision.resize import resize
+from services.common.vision.resize import check_sides, resize
 from services.common.vision.vision_fields import VisionFields
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_ASPECT_RATIO = 200  # of what is resized: its longer side becomes so many times as long as the shorter one
 BILINEAR, _BICUBIC, _TURN_RIGHT = 2, 3, 4  # as Pillow numbers its filters and ROTATE_270
 _GREY = 200  # after stretching to 0 to 255: what is darker belongs to the page
 _REDUCING_GAP = 2.0
@@ -43,12 +41,8 @@ class PageLayout(Layout):
         is_wide, is_high = picture.width > picture.height, picture.width < picture.height
         if self.turns and (is_wide if self.width < self.height else is_high and self.width > self.height):
             picture = picture.transpose(_TURN_RIGHT)
+        check_sides("a page", picture.width, picture.height)
         shorter, longer = sorted((picture.width, picture.height))
-        if longer > MAX_ASPECT_RATIO * shorter:
-            raise InvalidRequest(
-                f"a page has {picture.width} x {picture.height} pixels: the longer side may be {MAX_ASPECT_RATIO} times"
-                " the other"
-            )
         side = min(self.height, self.width)
         scaled = int(side * longer / shorter)
         size = (side, scaled) if picture.width <= picture.height else (scaled, side)

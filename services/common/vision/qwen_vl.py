@@ -6,16 +6,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from services.common.errors import InvalidRequest
 from services.common.families.kinds import Activation
 from services.common.vision.layout import Layout, PictureShape
-from services.common.vision.resize import resize
+from services.common.vision.resize import check_sides, resize
 from services.common.vision.vision_fields import VisionFields
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_ASPECT_RATIO = 200
 LOW_DETAIL_PIXELS = 512 * 512
 
 
@@ -69,10 +67,7 @@ class QwenLayout(Layout):
 
     def shape_of(self, height: int, width: int, *, is_low: bool) -> PictureShape:
         most = max(self.min_pixels, min(self.max_pixels, LOW_DETAIL_PIXELS)) if is_low else self.max_pixels
-        if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-            raise InvalidRequest(
-                f"a picture has {width} x {height} pixels: the longer side may be {MAX_ASPECT_RATIO} times the other"
-            )
+        check_sides("a picture", width, height)
         rows, columns = (max(1, round(side / self.unit)) for side in (height, width))
         if rows * columns * self.unit**2 > most:
             shrink = math.sqrt(height * width / most) * self.unit

@@ -9,13 +9,24 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from services.common.errors import InvalidRequest
+
 if TYPE_CHECKING:
     from PIL import Image
 
 MAX_THREADS = 4  # for one picture: the first token waits for it, and other pictures have processes of their own
+MAX_ASPECT_RATIO = 200  # of a picture that is resized
 MIN_PIXELS = 2**18  # before or after: fewer take a few milliseconds
 
 Size = tuple[int, int]  # width and height
+
+
+def check_sides(what: str, width: int, height: int) -> None:
+    """Raises `InvalidRequest`, in which `what` names the picture, if it is too long and narrow."""
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        raise InvalidRequest(
+            f"{what} has {width} x {height} pixels: the longer side may be {MAX_ASPECT_RATIO} times the other"
+        )
 
 
 def resize(picture: Image.Image, size: Size, resample: int) -> Image.Image:

@@ -54,9 +54,9 @@ def make_features(
     lora: LoraStore | None,
     loader: AdapterLoader | None,
     grammars: Grammars,
-    language_head: torch.Tensor | None = None,
-    encoder: SourceEncoder | None = None,
-    images: PreparedImages | None = None,
+    language_head: torch.Tensor | None,
+    encoder: SourceEncoder | None,
+    images: PreparedImages | None,
 ) -> tuple[Feature, ...]:
     """All features, which the caller closes. lora, loader: the adapters of the backend; None: they are off.
 

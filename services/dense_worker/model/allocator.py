@@ -91,7 +91,7 @@ class WeightAllocator:
         merged_from: tuple[Projection, ...],
         *,
         has_bias: bool,
-        has_key_bias: bool = True,
+        has_key_bias: bool,
         key_index: int = 1,
     ) -> Linear:
         """The linear layer before attention; of its projections the one of keys may lack a bias, which is then 0."""

@@ -23,7 +23,7 @@ from services.dense_worker.ranks.stage_weights import linked_weights
 
 
 def leading_backend(
-    weights: ModelWeights, model: ResolvedModel, max_num_tokens: int, lora: Any = None
+    weights: ModelWeights, model: ResolvedModel, max_num_tokens: int, lora: Any
 ) -> LeadingBackend:
     """The backend of the first rank. `lora`: the `LoraStore` of the rank's device; None: there are no adapters."""
     if not model.rank.is_stage:
@@ -33,7 +33,7 @@ def leading_backend(
     return LeadingStage(*backend, links, model.config.vocab_size, lora)
 
 
-def shard_runner(weights: ModelWeights, model: ResolvedModel, max_num_tokens: int, lora: Any = None) -> ShardRunner:
+def shard_runner(weights: ModelWeights, model: ResolvedModel, max_num_tokens: int, lora: Any) -> ShardRunner:
     """What runs the steps of another rank. `lora`: as for the first one."""
     if model.rank.is_stage:
         backend, operations = stage_backend(weights, model, max_num_tokens, _stage_links(model), lora)

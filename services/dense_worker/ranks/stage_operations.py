@@ -15,7 +15,7 @@ from services.dense_worker.ranks.stage_links import StageLinks
 class StageOperations(TorchOperations):
     """Rows of the residual go through `links`."""
 
-    def __init__(self, links: StageLinks, lora: LoraStore | None = None, *, is_last: bool) -> None:
+    def __init__(self, links: StageLinks, lora: LoraStore | None, *, is_last: bool) -> None:
         super().__init__(lora)
         self.links = links
         self._is_last = is_last

@@ -40,7 +40,7 @@ class HttpServer:
         *,
         announce: Callable[[], None],
         shares_port: bool,
-        listener: int | None = None,
+        listener: int | None,
     ) -> None:
         """`dialects`: those that are not OpenAI's. `announce` is called when a request with a body has begun to arrive.
         `shares_port`: with other processes.

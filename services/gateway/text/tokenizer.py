@@ -131,7 +131,7 @@ class Tokenizer:
         return await self.off_loop(len(text), self._encode, text, add_special_tokens)
 
     async def write_spans(
-        self, text: str, write: Callable[[Iterator[TokenSpan]], T], add_special_tokens: bool = True
+        self, text: str, write: Callable[[Iterator[TokenSpan]], T], add_special_tokens: bool
     ) -> T:
         """What `write` makes of the tokens of `encode`, and where in the text they are. It runs in a thread, too."""
         return await self.off_loop(len(text), lambda: write(self._spans(text, add_special_tokens)))
@@ -144,7 +144,7 @@ class Tokenizer:
         is_cut: bool,
         max_last: int | None,
         *,
-        keeps_last: bool = False,
+        keeps_last: bool,
     ) -> tuple[list[int], int]:
         """Token ids of a text, or of two that belong together, and how many of them are before the second one's part:
         0 if the model is not told.

@@ -19,6 +19,7 @@ from services.common.kv_cache.scales import KVScales
 from services.common.model_config import AttentionOptions, LayerHeads, ModelConfig
 from services.step import StepPlan
 from tests.gpu.attention_pair import TOLERANCES, Kernels, make_config, relative_error
+from tests.support.attention.open_now import open_sequence
 from tests.support.plans import make_plan, make_window_group
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN = 300, 16, 2048
@@ -77,7 +78,7 @@ class GroupPair:
             if seq_id not in self.lengths:
                 self.lengths[seq_id] = 0
                 for cache in (self.cache, self.reference_cache):
-                    cache.open_sequence(seq_id, [0] * count, count)
+                    open_sequence(cache, seq_id, [0] * count, count)
         plan = make_plan([(seq_id, count, self.lengths[seq_id]) for seq_id, count in num_tokens.items()], forks=forks)
         for seq_id, count in num_tokens.items():
             self.lengths[seq_id] += count

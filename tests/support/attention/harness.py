@@ -22,6 +22,7 @@ from services.attn_worker.layers import BackendSetup
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.common.kv_cache.scales import KVScales
 from services.common.model_config import ModelConfig, load_model_config
+from tests.support.attention.open_now import open_sequence
 from tests.support.plans import make_plan
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 4, 128, 128
@@ -90,7 +91,7 @@ class Harness:
 
     def open(self, seq_id: int, prompt_len: int, max_tokens: int = 40) -> None:
         """Opens a sequence with random activations. It shares no prefix with other sequences."""
-        result = self.cache.open_sequence(seq_id, [seq_id] * prompt_len, prompt_len)
+        result = open_sequence(self.cache, seq_id, [seq_id] * prompt_len, prompt_len)
         assert result.num_cached_tokens == 0
         self.inputs[seq_id] = self.draw(prompt_len + max_tokens, prompt_len)
         self.prompt_lens[seq_id], self.lengths[seq_id] = prompt_len, 0

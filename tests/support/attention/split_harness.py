@@ -14,6 +14,7 @@ from services.attn_worker.split_context.parted_cache import PartedKVCache
 from services.channel.log_sums import log_sums_of
 from services.dense_worker.attention_workers.split_context.shared_rows import SharedRows
 from tests.support.attention.harness import BLOCK_SIZE, CPU, MAX_MODEL_LEN, NUM_BLOCKS, TOLERANCES, Harness
+from tests.support.attention.open_now import open_sequence
 from tests.support.plans import make_plan
 
 PARTS = (range(0, 12), range(12, 20), range(20, 60))  # of sequence 0, one in each KV cache
@@ -48,7 +49,7 @@ class SplitHarness:
         """Chunks and single rows of the split sequence, in one part and over several, alone and beside another one."""
         self.harness.open(0, 50)
         self.harness.open(OTHER, 20)
-        self.caches[-1].open_sequence(OTHER, [OTHER] * 20, 20)
+        open_sequence(self.caches[-1], OTHER, [OTHER] * 20, 20)
         self.check((0, 5))  # within the first part
         self.check((OTHER, 9), (0, 18))  # over all three, beside a prompt
         self.check((0, 1), (OTHER, 11))

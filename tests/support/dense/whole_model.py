@@ -31,6 +31,7 @@ from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.model.weights import load_weights
 from services.step.prompt_span import PromptSpan
+from tests.support.attention.open_now import open_sequence
 from tests.support.dense.encoder_output import output_of
 from tests.support.plans import make_plan
 
@@ -113,7 +114,7 @@ class WholeModel:
         num_rows, key = 0, b""
         if source is not None:
             num_rows, key = self.weights.encoder.body.num_rows(source), hashlib.sha256(source.numpy()).digest()
-        opened = self.cache.open_sequence(seq_id, prompt, len(prompt), key, num_extra_rows=num_rows, spans=spans)
+        opened = open_sequence(self.cache, seq_id, prompt, len(prompt), key, num_extra_rows=num_rows, spans=spans)
         if not opened.has_extra_rows:
             self._sources[seq_id] = source
         return opened.num_cached_tokens

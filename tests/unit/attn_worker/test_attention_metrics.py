@@ -9,6 +9,7 @@ from services.attn_worker.cache.build_cache import WindowBlocks, build_cache
 from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.cache.tiers.tier import TierCounts
 from services.attn_worker.metrics import AttentionMetrics
+from tests.support.attention.open_now import open_sequence
 from tests.support.plans import make_plan
 
 
@@ -29,7 +30,7 @@ def test_every_block_is_used_cached_or_free() -> None:
         return [registry.get_sample_value(name, {"state": state}) for state in ("used", "cached", "free")]
 
     assert blocks() == [0, 0, 10]
-    cache.open_sequence(1, list(range(9)), 9)
+    open_sequence(cache, 1, list(range(9)), 9)
     cache.plan_step(make_plan([(1, 9, 0)]))
     cache.commit_step()
     assert blocks() == [3, 0, 7]
@@ -41,7 +42,7 @@ def test_every_block_is_used_cached_or_free() -> None:
 def test_blocks_of_layers_with_a_window_are_counted_by_themselves() -> None:
     cache, registry = build_cache(10, 4, 40, window_blocks=WindowBlocks(6, 8)), CollectorRegistry()
     AttentionMetrics(registry, lambda: CountingEngine(cache))
-    cache.open_sequence(1, list(range(17)), 17)
+    open_sequence(cache, 1, list(range(17)), 17)
     for entry in ((1, 17, 0), (1, 1, 17)):
         cache.plan_step(make_plan([entry]))
         cache.commit_step()
@@ -54,7 +55,7 @@ def test_blocks_of_layers_with_a_window_are_counted_by_themselves() -> None:
 def test_slots_of_states_are_counted() -> None:
     cache, registry = build_cache(10, 4, 40, num_state_slots=9), CollectorRegistry()
     AttentionMetrics(registry, lambda: CountingEngine(cache))
-    cache.open_sequence(1, list(range(9)), 9)
+    open_sequence(cache, 1, list(range(9)), 9)
     for entry in ((1, 9, 0), (1, 1, 9)):
         cache.plan_step(make_plan([entry]))
         cache.commit_step()
@@ -83,11 +84,11 @@ def test_a_recovered_sequence_is_counted_with_its_kept_tokens() -> None:
     cache, registry = build_cache(num_blocks=10, block_size=4, max_model_len=40), CollectorRegistry()
     cache.use_weights(b"w")
     AttentionMetrics(registry, lambda: CountingEngine(cache))
-    cache.open_sequence(1, list(range(9)), 9)
+    open_sequence(cache, 1, list(range(9)), 9)
     cache.plan_step(make_plan([(1, 9, 0)]))
     cache.commit_step()
-    cache.open_sequence(1, [*range(9), 50], 9)
-    cache.open_sequence(2, [8, 9], 2)
+    open_sequence(cache, 1, [*range(9), 50], 9)
+    open_sequence(cache, 2, [8, 9], 2)
     assert registry.get_sample_value("twostroke_attention_recovered_sequences_total") == 1
     assert registry.get_sample_value("twostroke_attention_recovered_tokens_total") == 9
 

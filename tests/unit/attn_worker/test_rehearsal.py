@@ -20,6 +20,7 @@ from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.rehearsal import Rehearsal
 from services.step import NewSequence, PlanEntry, StepPlan
 from services.step.codec import encode_plan
+from tests.support.attention.open_now import open_sequence
 from tests.support.plans import plan_of
 
 BLOCK_SIZE, MAX_LEN = 4, 400
@@ -45,7 +46,7 @@ def test_a_plan_is_rehearsed_as_it_would_be_run_and_leaves_its_cache_empty() -> 
     for num_tokens in (30, 7, 399):
         plan = opening(num_tokens)
         other = new_cache()
-        other.open_sequence(5, range(num_tokens), num_tokens)
+        open_sequence(other, 5, range(num_tokens), num_tokens)
         expected = other.plan_step(plan).metadata
         note(rehearsal, plan)
         read = rehearsal.read()

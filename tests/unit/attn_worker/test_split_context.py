@@ -15,6 +15,7 @@ from services.common.errors import CapacityError, InvalidRequest
 from services.dense_worker.attention_workers.split_context.shared_rows import SharedRows
 from services.step import StepPlan
 from tests.support.attention.harness import BLOCK_SIZE, MAX_MODEL_LEN, TOLERANCES
+from tests.support.attention.open_now import open_sequence
 from tests.support.attention.split_harness import SplitHarness
 from tests.support.plans import make_plan
 
@@ -49,7 +50,7 @@ def test_blocks_of_a_part_come_back_when_it_is_closed_or_its_dense_worker_is_gon
     with pytest.raises(CapacityError, match="4 KV blocks are needed, 3 of 8 are free"):
         cache.open_part(2, range(0, 4 * BLOCK_SIZE))
     assert cache.open_part(1, range(0, 2 * BLOCK_SIZE)).num_freed_blocks == 5, "it is opened anew"
-    cache.open_sequence(3, [3] * 6, 6)
+    open_sequence(cache, 3, [3] * 6, 6)
     planned = cache.plan_step(make_plan([(3, 6, 0), (1, 4, 20)]))
     assert planned.errors == {} and cache.num_free_blocks == 4
     cache.commit_step()

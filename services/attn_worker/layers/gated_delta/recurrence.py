@@ -31,9 +31,9 @@ def convolve(
     rows: torch.Tensor,
     past: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    bias: torch.Tensor | None,
     *,
-    is_activated: bool = True,
+    is_activated: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The convolution of each channel over its last tokens, then SiLU if it `is_activated`, and the new past.
 

@@ -32,7 +32,7 @@ class TextPooling(Feature):
     name = NAME
     sequence_type = PooledText
 
-    def __init__(self, token_heads: Collection[TokenHead] = ()) -> None:
+    def __init__(self, token_heads: Collection[TokenHead]) -> None:
         """Those that the model has."""
         self._token_heads = token_heads
 

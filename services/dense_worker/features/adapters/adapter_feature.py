@@ -78,7 +78,7 @@ class AdapterFeature(Feature):
 
     sequence_type = SequenceAdapter
 
-    def __init__(self, num_slots: int, loader: Loader | None = None, store: LoraStore | None = None) -> None:
+    def __init__(self, num_slots: int, loader: Loader | None, store: LoraStore | None = None) -> None:
         """loader: None without slots; store: the adapters of the backend, None: no step runs"""
         self.slots = AdapterSlots(num_slots, self._load)
         self.has_kernels = store is not None

@@ -54,7 +54,7 @@ class PreparedDrafter:
     held: HeldWeights[Any] | None = None  # its weights at the launcher; None: it has none of its own, or there is none
 
 
-def prepare_drafter(config: Config, model: ResolvedModel, lifeline: Lifeline | None = None) -> PreparedDrafter | None:
+def prepare_drafter(config: Config, model: ResolvedModel, lifeline: Lifeline | None) -> PreparedDrafter | None:
     """None: speculation is off. `lifeline`: to the launcher, which may have its weights in memory.
 
     Raises `ModelError`, naming value and limit, for a drafter that is not the model's.

@@ -30,7 +30,7 @@ ROLES = {"developer": SYSTEM}
 
 
 def responses_message(
-    body: ResponsesRequest, request_id: str, offered: dict[str, OfferedTool], earlier: Sequence[Any] = ()
+    body: ResponsesRequest, request_id: str, offered: dict[str, OfferedTool], earlier: Sequence[Any]
 ) -> gateway_pb2.GenerateRequest:
     """The message of a request. `offered`: its tools; `earlier`: items before its own. Raises `InvalidRequest`."""
     message = gateway_pb2.GenerateRequest(

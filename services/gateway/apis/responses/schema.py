@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from services.gateway.apis.responses.items import Input
 from services.gateway.apis.responses.tool_schema import ToolChoice, ToolObjects
-from services.gateway.apis.shared.generation_fields import IGNORED, MAX_LABEL_CHARACTERS, MAX_METADATA, LogitBias
+from services.gateway.apis.shared.generation_fields import IGNORED, MAX_METADATA, Label, LogitBias
 from services.gateway.apis.shared.other_servers import VLLM_RESPONSES
 from services.gateway.apis.shared.request_model import Int32, Int64, RequestModel, at_most
 from services.gateway.apis.shared.structured_output import StructuredOutputs, of_structured_outputs
@@ -22,7 +22,6 @@ MAX_TOP_LOGPROBS = 20  # OpenAI's limit
 MAX_ID_CHARACTERS = 256  # of a response
 LOGPROBS = "message.output_text.logprobs"
 
-_Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
 
 
 class TextFormat(RequestModel):
@@ -43,7 +42,7 @@ class TextOptions(RequestModel):
     """Options of the answer's text."""
 
     format: TextFormat | None = None
-    verbosity: _Label | None = Field(None, description=IGNORED)
+    verbosity: Label | None = Field(None, description=IGNORED)
 
 
 class ReasoningOptions(RequestModel):
@@ -52,7 +51,7 @@ class ReasoningOptions(RequestModel):
     effort: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = Field(
         None, description="Variable reasoning_effort of the chat template; none also sets enable_thinking to false"
     )
-    summary: _Label | None = Field(None, description="Accepted; the reasoning itself is given instead")
+    summary: Label | None = Field(None, description="Accepted; the reasoning itself is given instead")
 
 
 class ResponseStreamOptions(RequestModel):
@@ -112,7 +111,7 @@ class ResponsesRequest(RequestModel):
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto: keep as many of the prompt's last tokens as leave room for max_output_tokens"
     )
-    include: Annotated[list[_Label] | None, at_most(MAX_METADATA)] = Field(
+    include: Annotated[list[Label] | None, at_most(MAX_METADATA)] = Field(
         None, description=f"{LOGPROBS}, or values without an effect here"
     )
     store: bool | None = Field(
@@ -127,11 +126,11 @@ class ResponsesRequest(RequestModel):
     priority: Int32 | None = Field(None, description="Requests with a lower number are served earlier")
     access_programs: Any = Field(None, description=IGNORED)
     max_tool_calls: Int64 | None = Field(None, description=f"{IGNORED}: it limits tools that the server itself runs")
-    prompt_cache_key: _Label | None = Field(None, description=IGNORED)
+    prompt_cache_key: Label | None = Field(None, description=IGNORED)
     prompt_cache_options: dict[str, Any] | None = Field(None, description=IGNORED)
-    prompt_cache_retention: _Label | None = Field(None, description=IGNORED)
-    safety_identifier: _Label | None = Field(None, description=IGNORED)
-    service_tier: _Label | None = Field(None, description=IGNORED)
+    prompt_cache_retention: Label | None = Field(None, description=IGNORED)
+    safety_identifier: Label | None = Field(None, description=IGNORED)
+    service_tier: Label | None = Field(None, description=IGNORED)
 
     @pydantic.model_validator(mode="after")
     def _check_form(self) -> ResponsesRequest:

@@ -24,7 +24,7 @@ MAX_LABEL_CHARACTERS = 512
 IGNORED = "Accepted and ignored"
 OLDER = "vLLM's older name of the same in structured_outputs"
 
-_Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
+Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
 
 
 def _check_biased_tokens(bias: dict[str, float] | None) -> dict[str, float] | None:
@@ -121,14 +121,14 @@ class SamplingFields(_NumberFields):
     )
     user: str | None = Field(None, description="Name of the end user, for logs only")
     metadata: Annotated[dict[str, Any] | None, at_most(MAX_METADATA)] = Field(None, description=IGNORED)
-    prompt_cache_key: _Label | None = Field(None, description=IGNORED)
+    prompt_cache_key: Label | None = Field(None, description=IGNORED)
     prompt_cache_options: dict[str, Any] | None = Field(None, description=IGNORED)
-    prompt_cache_retention: _Label | None = Field(None, description=IGNORED)
-    reasoning_effort: _Label | None = Field(None, description=f"{IGNORED}; in chats a variable of the template")
-    safety_identifier: _Label | None = Field(None, description=IGNORED)
-    service_tier: _Label | None = Field(None, description=IGNORED)
+    prompt_cache_retention: Label | None = Field(None, description=IGNORED)
+    reasoning_effort: Label | None = Field(None, description=f"{IGNORED}; in chats a variable of the template")
+    safety_identifier: Label | None = Field(None, description=IGNORED)
+    service_tier: Label | None = Field(None, description=IGNORED)
     store: bool | None = Field(None, description=IGNORED)
-    verbosity: _Label | None = Field(None, description=IGNORED)
+    verbosity: Label | None = Field(None, description=IGNORED)
 
     @pydantic.field_validator("truncate_prompt_tokens")
     @classmethod

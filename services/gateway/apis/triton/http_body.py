@@ -58,7 +58,7 @@ def read_infer_request(
     traceparent: str,
     max_numbers: int,
     *,
-    has_tables: bool = True,
+    has_tables: bool,
 ) -> tuple[InferRequest, Mapping[str, bool]]:
     """The request, and for each requested output whether it is wanted as raw bytes (`""`: the default).
 

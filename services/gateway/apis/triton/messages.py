@@ -26,7 +26,7 @@ CONTENTS = {
 
 
 def decode_infer_request(
-    message: triton_pb2.ModelInferRequest, max_batch_size: int, traceparent: str, *, has_tables: bool = True
+    message: triton_pb2.ModelInferRequest, max_batch_size: int, traceparent: str, *, has_tables: bool
 ) -> InferRequest:
     """The request of a message. Raises `InvalidRequest` or `UnknownModel`.
 

@@ -74,7 +74,7 @@ CALL_GRAMMARS: Mapping[str, CallGrammar] = {
 }
 
 
-def grammar_of_calls(tools: Tools, grammar: CallGrammar, *, has_other_grammar: bool = False) -> TagFormat | None:
+def grammar_of_calls(tools: Tools, grammar: CallGrammar, *, has_other_grammar: bool) -> TagFormat | None:
     """The grammar of an answer to a request with tools; None if the model is free to write anything.
 
     `has_other_grammar`: an answer that is no call has a grammar of its own. The result then is that of calls alone,

@@ -9,6 +9,7 @@ from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.cache.cached_sequence import OpenResult
 from services.attn_worker.cache.kv_cache import KVCache
 from services.common.errors import CapacityError, InvalidRequest, NotFound, RequestAborted
+from tests.support.attention.open_now import open_sequence
 from tests.support.plans import make_plan
 
 BLOCK_SIZE = 4
@@ -28,7 +29,7 @@ def run(cache: KVCache, *entries: tuple[int, int, int], **options: object) -> in
 
 
 def prefill(cache: KVCache, seq_id: int, token_ids: list[int], prefix_key: bytes = b"") -> OpenResult:
-    result = cache.open_sequence(seq_id, token_ids, len(token_ids), prefix_key)
+    result = open_sequence(cache, seq_id, token_ids, len(token_ids), prefix_key)
     run(cache, (seq_id, len(token_ids) - result.num_cached_tokens, result.num_cached_tokens))
     return result
 
@@ -37,7 +38,7 @@ def test_a_shared_prefix_is_pinned_up_to_its_last_full_block() -> None:
     cache = make_cache()
     prompt = list(range(10))
     assert prefill(cache, 1, prompt) == OpenResult(0, 0, 0, 0)
-    result = cache.open_sequence(2, [*prompt[:9], 99, 98], 11)
+    result = open_sequence(cache, 2, [*prompt[:9], 99, 98], 11)
     assert result == OpenResult(num_cached_tokens=8, num_pinned_blocks=0, num_held_blocks=2, num_freed_blocks=0)
     assert cache.num_used_blocks == 3  # two shared blocks, and one of sequence 1
 
@@ -45,12 +46,12 @@ def test_a_shared_prefix_is_pinned_up_to_its_last_full_block() -> None:
 def test_nothing_of_an_earlier_generation_is_found_and_what_runs_goes_on() -> None:
     cache, prompt = make_cache(), list(range(10))
     prefill(cache, 1, prompt)
-    assert cache.open_sequence(2, prompt, 10, prefix_generation=1).num_cached_tokens == 0
+    assert open_sequence(cache, 2, prompt, 10, prefix_generation=1).num_cached_tokens == 0
     assert cache.prefix_generation == 1
     run(cache, (2, 10, 0), (1, 1, 10), sampled=[(1, 50)])
     run(cache, (1, 1, 11), sampled=[(1, 51)])  # fills a block of the earlier generation
-    assert cache.open_sequence(3, [*prompt, 50, 51, 52], 13, prefix_generation=1).num_cached_tokens == 8
-    assert cache.open_sequence(4, prompt, 10, prefix_generation=2).num_cached_tokens == 0
+    assert open_sequence(cache, 3, [*prompt, 50, 51, 52], 13, prefix_generation=1).num_cached_tokens == 8
+    assert open_sequence(cache, 4, prompt, 10, prefix_generation=2).num_cached_tokens == 0
     cache.close_sequences([1, 2, 3, 4])
     assert cache.num_used_blocks == 0
     cache.check_integrity()
@@ -59,10 +60,10 @@ def test_nothing_of_an_earlier_generation_is_found_and_what_runs_goes_on() -> No
 def test_a_known_sequence_keeps_its_blocks_over_a_flush() -> None:
     cache, prompt = make_cache(), list(range(10))
     prefill(cache, 1, prompt)
-    assert cache.open_sequence(1, prompt, 10, prefix_generation=1).num_cached_tokens == 9
-    assert cache.open_sequence(1, prompt, 10, prefix_generation=2).num_cached_tokens == 9
-    assert cache.open_sequence(2, prompt, 10, prefix_generation=2).num_cached_tokens == 0
-    assert cache.open_sequence(1, prompt, 10, b"other", prefix_generation=2).num_cached_tokens == 0
+    assert open_sequence(cache, 1, prompt, 10, prefix_generation=1).num_cached_tokens == 9
+    assert open_sequence(cache, 1, prompt, 10, prefix_generation=2).num_cached_tokens == 9
+    assert open_sequence(cache, 2, prompt, 10, prefix_generation=2).num_cached_tokens == 0
+    assert open_sequence(cache, 1, prompt, 10, b"other", prefix_generation=2).num_cached_tokens == 0
     cache.close_sequences([1, 2])
     assert cache.num_used_blocks == 0
     cache.check_integrity()
@@ -72,9 +73,9 @@ def test_no_more_counts_as_cached_than_another_rank_has() -> None:
     cache = make_cache()
     prompt = list(range(10))
     prefill(cache, 1, prompt)
-    assert cache.open_sequence(2, [*prompt, 99], 11, max_cached_tokens=7).num_cached_tokens == 4, "a whole block"
-    assert cache.open_sequence(3, [*prompt, 98], 11).num_cached_tokens == 8
-    again = cache.open_sequence(3, [*prompt, 98], 11, max_cached_tokens=4)
+    assert open_sequence(cache, 2, [*prompt, 99], 11, max_cached_tokens=7).num_cached_tokens == 4, "a whole block"
+    assert open_sequence(cache, 3, [*prompt, 98], 11).num_cached_tokens == 8
+    again = open_sequence(cache, 3, [*prompt, 98], 11, max_cached_tokens=4)
     assert (again.num_cached_tokens, again.num_held_blocks, again.num_pinned_blocks) == (4, 1, 0)
     run(cache, (3, 7, 4))
 
@@ -85,9 +86,9 @@ def test_a_known_sequence_goes_back_to_what_another_rank_has() -> None:
     prefill(cache, 1, prompt)
     run(cache, (1, 1, 10), sampled=[(1, 50)])
     cache.abort_steps()  # its dense worker dies
-    kept = cache.open_sequence(1, [*prompt, 50, 51], 10, max_cached_tokens=10)
+    kept = open_sequence(cache, 1, [*prompt, 50, 51], 10, max_cached_tokens=10)
     assert kept.num_cached_tokens == 10
-    gone = cache.open_sequence(1, [*prompt, 50, 51], 10, max_cached_tokens=0)
+    gone = open_sequence(cache, 1, [*prompt, 50, 51], 10, max_cached_tokens=0)
     assert gone.num_cached_tokens == 0
     run(cache, (1, 12, 0))
 
@@ -95,7 +96,7 @@ def test_a_known_sequence_goes_back_to_what_another_rank_has() -> None:
 def test_at_least_the_last_token_is_left_to_compute() -> None:
     cache = make_cache()
     prefill(cache, 1, list(range(8)))
-    assert cache.open_sequence(2, list(range(8)), 8).num_cached_tokens == 4
+    assert open_sequence(cache, 2, list(range(8)), 8).num_cached_tokens == 4
 
 
 def test_a_pinned_cached_block_is_no_longer_free() -> None:
@@ -103,7 +104,7 @@ def test_a_pinned_cached_block_is_no_longer_free() -> None:
     prefill(cache, 1, list(range(9)))
     assert run(cache, close_seq_ids=[1]) == 3
     assert (cache.num_free_blocks, cache.num_cached_blocks) == (8, 2)
-    assert cache.open_sequence(2, list(range(9)), 9) == OpenResult(8, 2, 2, 0)
+    assert open_sequence(cache, 2, list(range(9)), 9) == OpenResult(8, 2, 2, 0)
     assert (cache.num_free_blocks, cache.num_cached_blocks) == (6, 0)
 
 
@@ -113,13 +114,13 @@ def test_a_different_token_ends_the_shared_prefix(changed: int) -> None:
     prompt = list(range(9))
     prefill(cache, 1, prompt)
     prompt[changed] = 77
-    assert cache.open_sequence(2, prompt, 9).num_cached_tokens == changed // BLOCK_SIZE * BLOCK_SIZE
+    assert open_sequence(cache, 2, prompt, 9).num_cached_tokens == changed // BLOCK_SIZE * BLOCK_SIZE
 
 
 def test_equal_blocks_after_different_prefixes_are_not_shared() -> None:
     cache = make_cache()
     prefill(cache, 1, [1, 1, 1, 1, 5, 5, 5, 5, 0])
-    assert cache.open_sequence(2, [5, 5, 5, 5, 0], 5).num_cached_tokens == 0
+    assert open_sequence(cache, 2, [5, 5, 5, 5, 0], 5).num_cached_tokens == 0
 
 
 def test_other_salts_and_other_weights_never_hit() -> None:
@@ -127,19 +128,19 @@ def test_other_salts_and_other_weights_never_hit() -> None:
     prompt = list(range(9))
     cache.use_weights(b"one")
     prefill(cache, 1, prompt, b"tenant")
-    assert cache.open_sequence(2, prompt, 9, b"other").num_cached_tokens == 0
-    assert cache.open_sequence(3, prompt, 9, b"tenant").num_cached_tokens == 8
+    assert open_sequence(cache, 2, prompt, 9, b"other").num_cached_tokens == 0
+    assert open_sequence(cache, 3, prompt, 9, b"tenant").num_cached_tokens == 8
     cache.use_weights(b"one")
     assert cache.num_sequences == 3
     cache.use_weights(b"two")
     assert cache.num_sequences == 0 and cache.num_used_blocks == 0
-    assert cache.open_sequence(4, prompt, 9, b"tenant").num_cached_tokens == 0
+    assert open_sequence(cache, 4, prompt, 9, b"tenant").num_cached_tokens == 0
 
 
 def test_without_prefix_cache_no_block_is_found_or_cached() -> None:
     cache = make_cache(enable_prefix_cache=False)
     prefill(cache, 1, list(range(9)))
-    assert cache.open_sequence(2, list(range(9)), 9).num_cached_tokens == 0
+    assert open_sequence(cache, 2, list(range(9)), 9).num_cached_tokens == 0
     run(cache, close_seq_ids=[1, 2])
     assert cache.num_cached_blocks == 0 and cache.num_free_blocks == 16
 
@@ -147,10 +148,10 @@ def test_without_prefix_cache_no_block_is_found_or_cached() -> None:
 def test_length_dependent_keys_are_shared_only_between_prompts_of_equal_length() -> None:
     cache = make_cache(length_dependent_beyond=10)
     prefill(cache, 1, list(range(12)))
-    assert cache.open_sequence(2, list(range(13)), 13).num_cached_tokens == 0
-    assert cache.open_sequence(3, list(range(12)), 12).num_cached_tokens == 8
+    assert open_sequence(cache, 2, list(range(13)), 13).num_cached_tokens == 0
+    assert open_sequence(cache, 3, list(range(12)), 12).num_cached_tokens == 8
     prefill(cache, 4, list(range(9)))
-    assert cache.open_sequence(5, list(range(10)), 10).num_cached_tokens == 8
+    assert open_sequence(cache, 5, list(range(10)), 10).num_cached_tokens == 8
 
 
 def test_generated_tokens_can_be_found_once_known() -> None:
@@ -158,9 +159,9 @@ def test_generated_tokens_can_be_found_once_known() -> None:
     prefill(cache, 1, [0, 1, 2])
     run(cache, (1, 1, 3))  # token 3 was sampled on the device, its id is not known here
     run(cache, (1, 1, 4))
-    assert cache.open_sequence(2, [0, 1, 2, 3, 4], 5).num_cached_tokens == 0
+    assert open_sequence(cache, 2, [0, 1, 2, 3, 4], 5).num_cached_tokens == 0
     run(cache, (1, 1, 5), sampled=[(1, 3), (1, 4)])
-    assert cache.open_sequence(3, [0, 1, 2, 3, 4], 5).num_cached_tokens == 4
+    assert open_sequence(cache, 3, [0, 1, 2, 3, 4], 5).num_cached_tokens == 4
 
 
 def test_the_last_sampled_tokens_of_a_closing_sequence_are_cached_too() -> None:
@@ -168,21 +169,21 @@ def test_the_last_sampled_tokens_of_a_closing_sequence_are_cached_too() -> None:
     prefill(cache, 1, [0, 1, 2])
     run(cache, (1, 1, 3))
     run(cache, close_seq_ids=[1], sampled=[(1, 3)])
-    assert cache.open_sequence(2, [0, 1, 2, 3, 4], 5).num_cached_tokens == 4
+    assert open_sequence(cache, 2, [0, 1, 2, 3, 4], 5).num_cached_tokens == 4
 
 
 def test_uncommitted_blocks_are_never_found() -> None:
     cache = make_cache()
-    cache.open_sequence(1, list(range(9)), 9)
+    open_sequence(cache, 1, list(range(9)), 9)
     cache.plan_step(make_plan([(1, 9, 0)]))
     cache.abort_steps()
-    assert cache.open_sequence(2, list(range(9)), 9).num_cached_tokens == 0
+    assert open_sequence(cache, 2, list(range(9)), 9).num_cached_tokens == 0
 
 
 def test_metadata_of_a_mixed_step() -> None:
     cache = make_cache()
     prefill(cache, 1, [1, 2, 3, 4, 5])  # blocks 0, 1
-    cache.open_sequence(2, list(range(7)), 7)
+    open_sequence(cache, 2, list(range(7)), 7)
     step = cache.plan_step(make_plan([(1, 1, 5), (2, 6, 0)])).metadata  # the second takes blocks 2, 3
     assert step.num_tokens.tolist() == [1, 6] and step.context_lens.tolist() == [6, 6]
     assert step.block_tables.tolist() == [[0, 1], [2, 3]]
@@ -204,8 +205,8 @@ def test_a_step_may_only_close_sequences() -> None:
 
 def test_a_sequence_that_does_not_fit_keeps_its_rows_in_the_null_block() -> None:
     cache = make_cache(num_blocks=3)
-    cache.open_sequence(1, [1] * 5, 5)
-    cache.open_sequence(2, [2] * 7, 7)
+    open_sequence(cache, 1, [1] * 5, 5)
+    open_sequence(cache, 2, [2] * 7, 7)
     step = cache.plan_step(make_plan([(1, 5, 0), (2, 7, 0)]))
     assert isinstance(step.errors.pop(2), CapacityError) and not step.errors
     assert step.metadata.block_tables.tolist() == [[0, 1], [3, 3]]
@@ -244,7 +245,7 @@ def test_an_impossible_number_of_tokens_refuses_the_whole_step(num_tokens: int) 
 @pytest.mark.parametrize(("num_tokens", "num_prompt_tokens"), [(0, 0), (65, 65), (3, 4), (3, 0)])
 def test_impossible_lengths_are_refused(num_tokens: int, num_prompt_tokens: int) -> None:
     with pytest.raises(InvalidRequest, match="max_model_len 64"):
-        make_cache().open_sequence(1, [1] * num_tokens, num_prompt_tokens)
+        open_sequence(make_cache(), 1, [1] * num_tokens, num_prompt_tokens)
 
 
 def test_an_aborted_step_frees_its_blocks_and_can_be_planned_again() -> None:
@@ -264,7 +265,7 @@ def test_a_resubmitted_sequence_continues_at_its_committed_length() -> None:
     run(cache, (1, 1, 6))  # the token 50 at position 6
     cache.plan_step(make_plan([(1, 1, 7)]))  # token 51; the dense worker dies here
     cache.abort_steps()
-    assert cache.open_sequence(1, [*range(6), 50, 51], 6) == OpenResult(7, 0, 2, 0)
+    assert open_sequence(cache, 1, [*range(6), 50, 51], 6) == OpenResult(7, 0, 2, 0)
     run(cache, (1, 1, 7))
 
 
@@ -273,17 +274,17 @@ def test_a_journal_shorter_than_the_committed_length_rolls_the_sequence_back() -
     prefill(cache, 1, list(range(6)))
     for length in (6, 7, 8):
         run(cache, (1, 1, length))
-    assert cache.open_sequence(1, [*range(6), 50], 6) == OpenResult(6, 0, 2, num_freed_blocks=1)
+    assert open_sequence(cache, 1, [*range(6), 50], 6) == OpenResult(6, 0, 2, num_freed_blocks=1)
     run(cache, (1, 1, 6))
 
 
 def test_a_resubmission_with_other_tokens_starts_like_a_new_sequence() -> None:
     cache = make_cache()
     prefill(cache, 1, list(range(10)))
-    result = cache.open_sequence(1, [0, 1, 2, 3, 4, 99, 6, 7, 8, 9], 10)
+    result = open_sequence(cache, 1, [0, 1, 2, 3, 4, 99, 6, 7, 8, 9], 10)
     assert result == OpenResult(num_cached_tokens=4, num_pinned_blocks=1, num_held_blocks=1, num_freed_blocks=3)
     cache.check_integrity()
-    salted = cache.open_sequence(1, [0, 1, 2, 3, 4], 5, b"salt")
+    salted = open_sequence(cache, 1, [0, 1, 2, 3, 4], 5, b"salt")
     assert salted == OpenResult(0, 0, 0, num_freed_blocks=1)
 
 
@@ -294,8 +295,8 @@ def test_blocks_with_unknown_tokens_are_never_found() -> None:
     with_confirmation = cache.plan_step(make_plan([(1, 1, 4)], sampled=[(1, 3)]))
     assert with_confirmation.errors == {}
     cache.abort_steps()
-    cache.open_sequence(1, [0, 1, 2, 99, 4], 3)
-    assert cache.open_sequence(2, [0, 1, 2, 3, 4], 5).num_cached_tokens == 0
+    open_sequence(cache, 1, [0, 1, 2, 99, 4], 3)
+    assert open_sequence(cache, 2, [0, 1, 2, 3, 4], 5).num_cached_tokens == 0
 
 
 def test_a_cached_block_is_no_longer_found_before_it_is_overwritten() -> None:
@@ -303,21 +304,21 @@ def test_a_cached_block_is_no_longer_found_before_it_is_overwritten() -> None:
     prefill(cache, 1, [0, 1, 2])
     run(cache, (1, 1, 3))
     run(cache, (1, 1, 4), sampled=[(1, 3)])  # block 0 can be found as 0 1 2 3
-    assert cache.open_sequence(1, [0, 1, 2], 3).num_cached_tokens == 2
-    assert cache.open_sequence(2, [0, 1, 2, 3, 4], 5).num_cached_tokens == 0
+    assert open_sequence(cache, 1, [0, 1, 2], 3).num_cached_tokens == 2
+    assert open_sequence(cache, 2, [0, 1, 2, 3, 4], 5).num_cached_tokens == 0
     cache.close_sequences([2])
     run(cache, (1, 1, 2))
     run(cache, (1, 1, 3))  # this time token 7 is sampled
     run(cache, (1, 1, 4), sampled=[(1, 7)])
-    assert cache.open_sequence(2, [0, 1, 2, 3, 4], 5).num_cached_tokens == 0
-    assert cache.open_sequence(3, [0, 1, 2, 7, 4], 5).num_cached_tokens == 4
+    assert open_sequence(cache, 2, [0, 1, 2, 3, 4], 5).num_cached_tokens == 0
+    assert open_sequence(cache, 3, [0, 1, 2, 7, 4], 5).num_cached_tokens == 4
 
 
 def test_a_shared_block_is_released_and_not_overwritten() -> None:
     cache = make_cache()
     prefill(cache, 1, list(range(9)))
     prefill(cache, 2, list(range(9)))
-    result = cache.open_sequence(1, list(range(7)), 7)
+    result = open_sequence(cache, 1, list(range(7)), 7)
     assert result == OpenResult(num_cached_tokens=4, num_pinned_blocks=0, num_held_blocks=1, num_freed_blocks=1)
     cache.check_integrity()
 
@@ -325,7 +326,7 @@ def test_a_shared_block_is_released_and_not_overwritten() -> None:
 def test_tables_grow_with_the_number_of_sequences() -> None:
     cache = make_cache(num_blocks=500)
     for seq_id in range(300):
-        cache.open_sequence(seq_id, [seq_id, 1, 2, 3, 4], 5)
+        open_sequence(cache, seq_id, [seq_id, 1, 2, 3, 4], 5)
     run(cache, *[(seq_id, 5, 0) for seq_id in range(200)])
     assert cache.num_used_blocks == 400 and cache.orphaned_blocks[199] == 2 and cache.orphaned_blocks[200] == 0
     run(cache, close_seq_ids=range(300))
@@ -336,16 +337,16 @@ def test_sequence_that_ignores_the_prefix_cache_computes_every_token() -> None:
     cache = make_cache()
     prompt = list(range(10))
     prefill(cache, 1, prompt)
-    assert cache.open_sequence(2, prompt, 10, ignores_prefix_cache=True) == OpenResult(0, 0, 0, 0)
+    assert open_sequence(cache, 2, prompt, 10, ignores_prefix_cache=True) == OpenResult(0, 0, 0, 0)
     run(cache, (2, 10, 0))
     assert cache.num_used_blocks == 6  # nothing is shared
-    assert cache.open_sequence(3, prompt, 10).num_cached_tokens == 8  # others still find the prefix
+    assert open_sequence(cache, 3, prompt, 10).num_cached_tokens == 8  # others still find the prefix
 
 
 def test_known_sequence_that_ignores_the_prefix_cache_starts_again() -> None:
     cache = make_cache()
     prompt = list(range(10))
     prefill(cache, 1, prompt)
-    assert cache.open_sequence(1, [*prompt, 77], 10, ignores_prefix_cache=True) == OpenResult(0, 0, 0, 3)
+    assert open_sequence(cache, 1, [*prompt, 77], 10, ignores_prefix_cache=True) == OpenResult(0, 0, 0, 3)
     run(cache, (1, 11, 0))
     assert cache.num_used_blocks == 3

@@ -17,6 +17,7 @@ from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.cache.cached_sequence import PlannedStep
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.errors import CapacityError, NotFound, RequestAborted
+from tests.support.attention.open_now import open_sequence
 from tests.support.examples import examples
 from tests.support.plans import make_plan
 
@@ -100,7 +101,7 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     @rule(tokens=PROMPTS, salt=st.sampled_from([b"", b"", b"salt"]))
     def open(self, tokens: list[int], salt: bytes) -> None:
-        result = self.cache.open_sequence(self.next_seq_id, tokens, len(tokens), salt)
+        result = open_sequence(self.cache, self.next_seq_id, tokens, len(tokens), salt)
         assert result.num_freed_blocks == 0
         num_dropped = self.num_unread(result.num_cached_tokens)
         assert result.num_cached_tokens == (num_dropped + result.num_held_blocks) * self.block_size < len(tokens)
@@ -320,7 +321,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             changed = data.draw(st.integers(0, length - 1))
             tokens[changed] += 2
             disagrees = changed < sequence.num_known
-        result = self.cache.open_sequence(seq_id, tokens, sequence.num_prompt, sequence.salt)
+        result = open_sequence(self.cache, seq_id, tokens, sequence.num_prompt, sequence.salt)
         kept = min(sequence.num_committed, length - 1)
         starts_anew = disagrees or sequence.num_dropped > self.num_unread(kept)
         if not starts_anew and sequence.num_dropped > self.num_unread(kept // self.block_size * self.block_size):

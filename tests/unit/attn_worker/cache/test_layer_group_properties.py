@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.errors import RequestAborted
+from tests.support.attention.open_now import open_sequence
 from tests.support.examples import examples
 from tests.support.plans import make_plan, make_window_group
 
@@ -88,7 +89,7 @@ class TwoGroups(RuleBasedStateMachine):
         self.open_as(seq_id, sequence.tokens[:length], sequence.num_prompt)
 
     def open_as(self, seq_id: int, tokens: list[int], num_prompt: int) -> None:
-        result = self.cache.open_sequence(seq_id, tokens, num_prompt)
+        result = open_sequence(self.cache, seq_id, tokens, num_prompt)
         num_cached = result.num_cached_tokens
         assert num_cached < len(tokens) and result.num_held_blocks == -(-num_cached // self.block_size)
         self.sequences[seq_id] = Sequence(list(tokens), num_prompt, len(tokens), num_cached, num_cached)

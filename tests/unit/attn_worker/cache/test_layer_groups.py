@@ -8,6 +8,7 @@ from services.attn_worker.cache.build_cache import WindowBlocks, build_cache
 from services.attn_worker.cache.cached_sequence import PlannedStep
 from services.attn_worker.cache.kv_cache import KVCache
 from services.common.errors import CapacityError, RequestAborted
+from tests.support.attention.open_now import open_sequence
 from tests.support.plans import make_plan, make_window_group
 
 BLOCK_SIZE, WINDOW = 4, 10
@@ -29,7 +30,7 @@ def run(cache: KVCache, *entries: tuple[int, int, int], **options: object) -> Pl
 def prefill(cache: KVCache, seq_id: int, num_tokens: int, first_token: int = 0) -> int:
     """Opens a sequence and computes it; returns the number of its tokens that were cached."""
     token_ids = list(range(first_token, first_token + num_tokens))
-    num_cached = cache.open_sequence(seq_id, token_ids, num_tokens).num_cached_tokens
+    num_cached = open_sequence(cache, seq_id, token_ids, num_tokens).num_cached_tokens
     run(cache, (seq_id, num_tokens - num_cached, num_cached))
     return num_cached
 
@@ -63,7 +64,7 @@ def test_a_step_that_is_lost_finds_the_blocks_of_its_first_token() -> None:
         assert cache.plan_step(make_plan([(1, 20, position)])).errors == {}
     cache.abort_steps()
     cache.check_integrity()
-    result = cache.open_sequence(1, list(range(61)), 41)
+    result = open_sequence(cache, 1, list(range(61)), 41)
     assert (result.num_cached_tokens, cache.num_recovered_sequences) == (41, 1)
     run(cache, (1, 20, 41))
 
@@ -105,7 +106,7 @@ def test_a_fork_behind_a_dropped_window_names_what_is_gone() -> None:
 @pytest.mark.parametrize("num_too_few", [0, 1])
 def test_a_sequence_that_lacks_blocks_of_one_group_takes_none_of_the_other(num_too_few: int) -> None:
     cache = make_cache(num_window_blocks=5 - num_too_few)
-    cache.open_sequence(1, list(range(20)), 20)
+    open_sequence(cache, 1, list(range(20)), 20)
     step = cache.plan_step(make_plan([(1, 20, 0)]))
     if num_too_few:
         assert isinstance(step.errors[1], CapacityError) and "5 KV blocks are needed, 4 of 4" in str(step.errors[1])
@@ -124,7 +125,7 @@ def test_the_windows_of_as_many_sequences_as_may_be_open_always_have_room(block_
     for generation in range(3):
         seq_ids = [generation * 10 + index for index in range(max_num_seqs)]
         for seq_id in seq_ids:
-            cache.open_sequence(seq_id, [seq_id] * length, length)
+            open_sequence(cache, seq_id, [seq_id] * length, length)
         positions, num_in_flight, num_planned = dict.fromkeys(seq_ids, 0), 0, 0
         while min(positions.values()) < length - max_step_tokens:
             # Alternately one sequence gets a whole step, or all get a part of it.
@@ -152,8 +153,8 @@ def test_a_sequence_whose_window_went_to_others_begins_anew() -> None:
     prefill(cache, 1, 12)
     cache.abort_steps()
     prefill(cache, 2, 24, first_token=100)
-    assert cache.open_sequence(2, list(range(100, 124)), 24).num_cached_tokens == 23, "this one has kept its own"
-    result = cache.open_sequence(1, list(range(14)), 12)
+    assert open_sequence(cache, 2, list(range(100, 124)), 24).num_cached_tokens == 23, "this one has kept its own"
+    result = open_sequence(cache, 1, list(range(14)), 12)
     assert (result.num_cached_tokens, result.num_freed_blocks) == (0, 3)
     run(cache, (1, 14, 0))
     assert cache.num_recovered_sequences == 1

@@ -15,6 +15,7 @@ from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.errors import CapacityError, RequestAborted
 from services.common.kv_cache.sliding_window import SlidingWindow
+from tests.support.attention.open_now import open_sequence
 from tests.support.plans import make_plan
 
 BLOCK_SIZE, STRIDE = 4, 8
@@ -118,14 +119,14 @@ def run(cache: KVCache, *entries: tuple[int, int, int], **parts: object) -> Plan
 
 def prefill(cache: KVCache, seq_id: int) -> int:
     """Opens and computes the prompt; returns how many of its tokens were cached."""
-    num_cached = cache.open_sequence(seq_id, PROMPT, len(PROMPT)).num_cached_tokens
+    num_cached = open_sequence(cache, seq_id, PROMPT, len(PROMPT)).num_cached_tokens
     assert not run(cache, (seq_id, len(PROMPT) - num_cached, num_cached)).errors
     return num_cached
 
 
 def test_a_prefix_ends_where_the_new_group_can_begin(cache: KVCache) -> None:
     assert prefill(cache, 1) == 0
-    cache.open_sequence(2, [*PROMPT[:15], 99], 16)
+    open_sequence(cache, 2, [*PROMPT[:15], 99], 16)
     assert cache.orphaned_blocks[2] == 2, "three blocks agree, and 8 tokens are the last multiple before their end"
     assert prefill(cache, 3) == 16
 
@@ -133,7 +134,7 @@ def test_a_prefix_ends_where_the_new_group_can_begin(cache: KVCache) -> None:
 def test_sequences_beyond_its_slots_take_no_blocks_of_other_groups(cache: KVCache, strides: StrideGroup) -> None:
     prefill(cache, 1)
     prefill(cache, 2)
-    cache.open_sequence(3, [7] * 9, 9)
+    open_sequence(cache, 3, [7] * 9, 9)
     planned = run(cache, (3, 9, 0))
     assert isinstance(planned.errors[3], CapacityError) and cache.orphaned_blocks[3] == 0
     run(cache, close_seq_ids=[1])
@@ -157,5 +158,5 @@ def test_it_decides_where_a_sequence_goes_on_after_a_death(cache: KVCache, strid
     cache.abort_steps()
     cache.check_integrity()
     assert (strides.num_commits, strides.num_aborts) == (1, 1)
-    assert cache.open_sequence(1, [*PROMPT, 5], len(PROMPT)).num_cached_tokens == 16
+    assert open_sequence(cache, 1, [*PROMPT, 5], len(PROMPT)).num_cached_tokens == 16
     assert not run(cache, (1, 5, 16)).errors

@@ -6,6 +6,7 @@ from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.cache.step_states import StepStates, zero_slot
 from services.common.errors import CapacityError, RequestAborted
+from tests.support.attention.open_now import open_sequence
 from tests.support.plans import make_plan
 
 BLOCK_SIZE = 4
@@ -31,7 +32,7 @@ def num_used(cache: KVCache) -> int:
 
 def test_a_decoding_sequence_has_its_state_and_the_one_before() -> None:
     cache = make_cache()
-    cache.open_sequence(1, PROMPT, 10)
+    open_sequence(cache, 1, PROMPT, 10)
     run(cache, (1, 10, 0))
     for position in range(10, 17):
         states = run(cache, (1, 1, position), sampled=[(1, position)])
@@ -44,37 +45,37 @@ def test_a_decoding_sequence_has_its_state_and_the_one_before() -> None:
 def test_the_state_before_the_last_committed_step_is_kept() -> None:
     """The dense worker died before its clients knew the last step's token."""
     cache = make_cache(enable_prefix_cache=False)
-    cache.open_sequence(1, PROMPT, 10)
+    open_sequence(cache, 1, PROMPT, 10)
     run(cache, (1, 10, 0))
     run(cache, (1, 1, 10), sampled=[(1, 7)])
     cache.abort_steps()
-    assert cache.open_sequence(1, [*PROMPT, 7], 10).num_cached_tokens == 10
+    assert open_sequence(cache, 1, [*PROMPT, 7], 10).num_cached_tokens == 10
     run(cache, (1, 1, 10))
     cache.plan_step(make_plan([(1, 1, 11)], sampled=[(1, 8)]))
     cache.abort_steps()
-    assert cache.open_sequence(1, [*PROMPT, 7, 8], 10).num_cached_tokens == 11, "the lost step's state is not the last"
+    assert open_sequence(cache, 1, [*PROMPT, 7, 8], 10).num_cached_tokens == 11, "the lost step's state is not the last"
     assert cache.num_recovered_tokens == 10 + 11
 
 
 def test_a_sequence_without_a_state_so_far_back_is_computed_again() -> None:
     cache = make_cache(enable_prefix_cache=False)
-    cache.open_sequence(1, PROMPT, 10)
+    open_sequence(cache, 1, PROMPT, 10)
     run(cache, (1, 10, 0))
     for position in (10, 11):
         run(cache, (1, 1, position), sampled=[(1, position)])
     cache.abort_steps()
-    result = cache.open_sequence(1, [*PROMPT, 10], 10)
+    result = open_sequence(cache, 1, [*PROMPT, 10], 10)
     assert (result.num_cached_tokens, result.num_freed_blocks, cache.num_used_blocks) == (0, 3, 0)
 
 
 def test_a_prompt_leaves_a_state_at_its_last_full_block() -> None:
     cache = make_cache()
-    cache.open_sequence(1, PROMPT, 10)
+    open_sequence(cache, 1, PROMPT, 10)
     states = run(cache, (1, 10, 0))
     first, second = states.waves
     assert (first.first_rows, first.num_tokens, first.sources) == ([0], [8], [zero_slot(20)])
     assert (second.first_rows, second.num_tokens, second.sources) == ([8], [2], first.targets)
-    result = cache.open_sequence(2, [*PROMPT[:9], 99], 10)
+    result = open_sequence(cache, 2, [*PROMPT[:9], 99], 10)
     assert (result.num_cached_tokens, result.num_held_blocks) == (8, 2)
     assert run(cache, (2, 2, 8)).waves[0].sources == first.targets
 
@@ -82,12 +83,12 @@ def test_a_prompt_leaves_a_state_at_its_last_full_block() -> None:
 def test_a_prompt_that_is_opened_as_not_cached_leaves_a_state_at_its_last_full_block() -> None:
     """The dense worker has not seen its beginning, and runs it with the plan that opens it."""
     cache = make_cache()
-    cache.open_sequence(1, PROMPT, 10, max_cached_tokens=0)
+    open_sequence(cache, 1, PROMPT, 10, max_cached_tokens=0)
     run(cache, (1, 10, 0))
     for position in range(10, 18):
         run(cache, (1, 1, position), sampled=[(1, position)])
     cache.close_sequences([1])
-    assert cache.open_sequence(2, PROMPT, 10).num_cached_tokens == 8
+    assert open_sequence(cache, 2, PROMPT, 10).num_cached_tokens == 8
 
 
 def test_blocks_without_a_state_at_their_end_are_computed_again_and_get_one() -> None:
@@ -95,32 +96,32 @@ def test_blocks_without_a_state_at_their_end_are_computed_again_and_get_one() ->
     cache = make_cache()
     for seq_id, expected in ((1, 0), (2, 0), (3, 4)):
         prompt = [*PROMPT[:6], *[100 * seq_id] * 10]
-        assert cache.open_sequence(seq_id, prompt, 16).num_cached_tokens == expected
+        assert open_sequence(cache, seq_id, prompt, 16).num_cached_tokens == expected
         states = run(cache, (seq_id, 16 - expected, expected))
         assert len(states.waves) == (3 if seq_id == 2 else 2)
 
 
 def test_while_a_sequence_decodes_its_last_full_block_replaces_the_one_before() -> None:
     cache = make_cache()
-    cache.open_sequence(1, PROMPT, 10)
+    open_sequence(cache, 1, PROMPT, 10)
     run(cache, (1, 10, 0))
     for position in range(10, 18):
         run(cache, (1, 1, position), sampled=[(1, position)])
     cache.close_sequences([1])
     assert cache.pools["states"].num_cached_blocks == 2
     text = [*PROMPT, *range(10, 18), 1, 2, 3]
-    assert cache.open_sequence(2, text, len(text)).num_cached_tokens == 16
-    assert cache.open_sequence(3, text[:15], 15).num_cached_tokens == 8, "that of the prompt stays"
+    assert open_sequence(cache, 2, text, len(text)).num_cached_tokens == 16
+    assert open_sequence(cache, 3, text[:15], 15).num_cached_tokens == 8, "that of the prompt stays"
 
 
 def test_a_prompt_step_may_end_where_its_state_stays() -> None:
     cache = make_cache()
-    cache.open_sequence(1, PROMPT, 10)
+    open_sequence(cache, 1, PROMPT, 10)
     assert [len(run(cache, entry).waves) for entry in ((1, 8, 0), (1, 2, 8))] == [1, 1]
     for position in range(10, 14):
         run(cache, (1, 1, position), sampled=[(1, position)])
     cache.close_sequences([1])
-    assert cache.open_sequence(2, PROMPT, 10).num_cached_tokens == 8
+    assert open_sequence(cache, 2, PROMPT, 10).num_cached_tokens == 8
 
 
 def test_the_beginning_of_many_prompts_is_found_while_all_places_are_taken() -> None:
@@ -134,7 +135,7 @@ def test_the_beginning_of_many_prompts_is_found_while_all_places_are_taken() -> 
         while len(texts) < num_places:
             num_opened += 1
             prompt = [*PROMPT[:8], *[100 * num_opened] * (2 + num_opened % 7)]
-            cached.append(cache.open_sequence(num_opened, prompt, len(prompt)).num_cached_tokens)
+            cached.append(open_sequence(cache, num_opened, prompt, len(prompt)).num_cached_tokens)
             texts[num_opened], lengths[num_opened] = prompt, cached[-1]
         sampled = [(seq_id, lengths[seq_id]) for seq_id, text in texts.items() if lengths[seq_id] == len(text)]
         for seq_id, token_id in sampled:
@@ -157,34 +158,34 @@ def test_the_beginning_of_many_prompts_is_found_while_all_places_are_taken() -> 
 
 def test_a_step_of_a_closed_sequence_makes_no_state_findable_for_the_next_one_in_its_row() -> None:
     cache = make_cache()
-    cache.open_sequence(1, PROMPT, 10)
+    open_sequence(cache, 1, PROMPT, 10)
     cache.plan_step(make_plan([(1, 10, 0)]))
     cache.plan_step(make_plan(close_seq_ids=[1]))
-    cache.open_sequence(2, [50] * 10, 10)
+    open_sequence(cache, 2, [50] * 10, 10)
     cache.plan_step(make_plan([(2, 9, 0)]))
     for _ in range(3):
         cache.commit_step()
         cache.check_integrity()
-    assert cache.open_sequence(3, PROMPT, 10).num_cached_tokens == 0
-    assert cache.open_sequence(4, [50] * 10, 10).num_cached_tokens == 8
+    assert open_sequence(cache, 3, PROMPT, 10).num_cached_tokens == 0
+    assert open_sequence(cache, 4, [50] * 10, 10).num_cached_tokens == 8
 
 
 def test_a_sequence_whose_first_step_is_lost_stays_open() -> None:
     cache = make_cache()
-    cache.open_sequence(1, PROMPT, 10)
+    open_sequence(cache, 1, PROMPT, 10)
     cache.plan_step(make_plan([(1, 10, 0)]))
     cache.abort_steps()
     cache.check_integrity()
     assert cache.orphaned_blocks == {1: 0} and num_used(cache) == 0
-    assert cache.open_sequence(1, PROMPT, 10).num_cached_tokens == 0
+    assert open_sequence(cache, 1, PROMPT, 10).num_cached_tokens == 0
     run(cache, (1, 10, 0))
 
 
 def test_without_a_prefix_cache_no_step_is_cut() -> None:
     cache = make_cache(enable_prefix_cache=False)
-    cache.open_sequence(1, PROMPT, 10)
+    open_sequence(cache, 1, PROMPT, 10)
     assert len(run(cache, (1, 10, 0)).waves) == 1
-    assert cache.open_sequence(2, PROMPT, 10).num_cached_tokens == 0
+    assert open_sequence(cache, 2, PROMPT, 10).num_cached_tokens == 0
     cache.close_sequences([1, 2])
     assert cache.pools["states"].num_cached_blocks == 0
 
@@ -192,15 +193,15 @@ def test_without_a_prefix_cache_no_step_is_cut() -> None:
 def test_other_weights_find_no_states() -> None:
     cache = make_cache()
     cache.use_weights(b"one")
-    cache.open_sequence(1, PROMPT, 10)
+    open_sequence(cache, 1, PROMPT, 10)
     run(cache, (1, 10, 0))
     cache.use_weights(b"other")
-    assert cache.open_sequence(1, PROMPT, 10).num_cached_tokens == 0
+    assert open_sequence(cache, 1, PROMPT, 10).num_cached_tokens == 0
 
 
 def test_forks_share_a_state_and_leave_their_own() -> None:
     cache = make_cache(enable_prefix_cache=False)
-    cache.open_sequence(1, PROMPT, 10)
+    open_sequence(cache, 1, PROMPT, 10)
     before = run(cache, (1, 10, 0)).waves[0].targets
     states = run(cache, (1, 1, 10), (2, 1, 10), forks=[(1, 2, 10)], forced=[(1, 5), (2, 6)])
     assert states.waves[0].sources == before * 2
@@ -211,7 +212,7 @@ def test_forks_share_a_state_and_leave_their_own() -> None:
 
 def test_a_fork_where_there_is_no_state_is_an_error() -> None:
     cache = make_cache()
-    cache.open_sequence(1, PROMPT, 10)
+    open_sequence(cache, 1, PROMPT, 10)
     run(cache, (1, 10, 0))
     planned = cache.plan_step(make_plan(forks=[(1, 2, 9)]))
     assert isinstance(planned.errors[2], RequestAborted) and "no state there" in str(planned.errors[2])
@@ -219,7 +220,7 @@ def test_a_fork_where_there_is_no_state_is_an_error() -> None:
 
 def test_going_back_where_there_is_no_state_is_an_error_of_the_sequence() -> None:
     cache = make_cache()
-    cache.open_sequence(1, PROMPT, 10)
+    open_sequence(cache, 1, PROMPT, 10)
     run(cache, (1, 10, 0))
     planned = cache.plan_step(make_plan([(1, 1, 9)]))
     assert str(planned.errors[1]) == "sequence 1 cannot go back to token 9: it has no state there"
@@ -232,21 +233,21 @@ def test_going_back_where_there_is_no_state_is_an_error_of_the_sequence() -> Non
 def test_orphans_give_up_their_states_after_checkpoints() -> None:
     cache = make_cache(num_slots=4)
     for seq_id in (1, 2):
-        cache.open_sequence(seq_id, [seq_id] * 10, 10)
+        open_sequence(cache, seq_id, [seq_id] * 10, 10)
         run(cache, (seq_id, 10, 0))
     cache.abort_steps()
-    assert cache.open_sequence(2, [2] * 10 + [7], 10).num_cached_tokens == 10
-    cache.open_sequence(3, PROMPT, 10)
+    assert open_sequence(cache, 2, [2] * 10 + [7], 10).num_cached_tokens == 10
+    open_sequence(cache, 3, PROMPT, 10)
     run(cache, (2, 1, 10), (3, 10, 0))
-    assert cache.open_sequence(3, [*PROMPT, 8], 10).num_cached_tokens == 10
+    assert open_sequence(cache, 3, [*PROMPT, 8], 10).num_cached_tokens == 10
     run(cache, (2, 1, 11), (3, 1, 10), sampled=[(2, 7)])
-    assert num_used(cache) <= 4 and cache.open_sequence(1, [1] * 10 + [7], 10).num_cached_tokens == 0
+    assert num_used(cache) <= 4 and open_sequence(cache, 1, [1] * 10 + [7], 10).num_cached_tokens == 0
 
 
 def test_too_few_slots_for_the_sequences_of_a_plan_are_an_error_of_the_last() -> None:
     cache = make_cache(num_slots=3, enable_prefix_cache=False)
     for seq_id in (1, 2, 3):
-        cache.open_sequence(seq_id, PROMPT, 10)
+        open_sequence(cache, seq_id, PROMPT, 10)
     run(cache, (1, 10, 0), (2, 10, 0))
     planned = cache.plan_step(make_plan([(1, 1, 10), (3, 10, 0)], sampled=[(1, 1)]))
     assert isinstance(planned.errors.pop(3), CapacityError) and not planned.errors
@@ -257,7 +258,7 @@ def test_too_few_slots_for_the_sequences_of_a_plan_are_an_error_of_the_last() ->
 
 def test_a_sequence_without_blocks_gives_its_slot_back() -> None:
     cache = build_cache(2, BLOCK_SIZE, 64, num_state_slots=10)
-    cache.open_sequence(1, PROMPT, 10)
+    open_sequence(cache, 1, PROMPT, 10)
     planned = cache.plan_step(make_plan([(1, 10, 0)]))
     assert isinstance(planned.errors[1], CapacityError) and num_used(cache) == 0
     cache.commit_step()

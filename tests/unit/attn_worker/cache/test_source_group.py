@@ -11,6 +11,7 @@ from services.attn_worker.cache.build_cache import SourceSlots, build_cache
 from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.cache.source_group import StepSources
 from services.common.errors import InvalidRequest
+from tests.support.attention.open_now import open_sequence
 from tests.support.plans import make_plan
 
 NUM_SLOTS, MAX_LEN = 3, 20
@@ -34,7 +35,7 @@ def test_random_events(seed: int) -> None:
         distinct = {source_of[each] for each in source_of}
         if event == "open" and len(source_of) < NUM_SLOTS:
             source = rng.randrange(6)
-            opened = cache.open_sequence(next_id, [1, 2], 2, b"%d" % source, num_extra_rows=1 + source)
+            opened = open_sequence(cache, next_id, [1, 2], 2, b"%d" % source, num_extra_rows=1 + source)
             source_of[next_id], lengths[next_id] = source, 0
             if not opened.has_extra_rows:
                 needs.add(next_id)
@@ -79,7 +80,7 @@ def test_random_events(seed: int) -> None:
             cache.abort_steps()
             pending.clear()
             for seq_id, source in list(source_of.items()):
-                opened = cache.open_sequence(seq_id, [1, 2], 2, b"%d" % source, num_extra_rows=1 + source)
+                opened = open_sequence(cache, seq_id, [1, 2], 2, b"%d" % source, num_extra_rows=1 + source)
                 lengths[seq_id] = opened.num_cached_tokens
                 needs.discard(seq_id)
                 if not opened.has_extra_rows:
@@ -91,22 +92,22 @@ def test_random_events(seed: int) -> None:
 def test_orphans_give_up_their_slots() -> None:
     cache = make_cache()
     for seq_id in range(NUM_SLOTS):
-        cache.open_sequence(seq_id, [1], 1, b"%d" % seq_id, num_extra_rows=4)
+        open_sequence(cache, seq_id, [1], 1, b"%d" % seq_id, num_extra_rows=4)
         cache.plan_step(replace(make_plan([(seq_id, 1, 0)]), extra_rows=((seq_id, 4),)))
         cache.commit_step()
     cache.abort_steps()  # the dense worker has died
-    cache.open_sequence(9, [1], 1, b"other", num_extra_rows=4)
+    open_sequence(cache, 9, [1], 1, b"other", num_extra_rows=4)
     assert cache.plan_step(replace(make_plan([(9, 1, 0)]), extra_rows=((9, 4),))).errors == {}
     cache.commit_step()
-    assert not cache.open_sequence(0, [1], 1, b"0", num_extra_rows=4).has_extra_rows
-    assert cache.open_sequence(1, [1], 1, b"1", num_extra_rows=4).has_extra_rows
+    assert not open_sequence(cache, 0, [1], 1, b"0", num_extra_rows=4).has_extra_rows
+    assert open_sequence(cache, 1, [1], 1, b"1", num_extra_rows=4).has_extra_rows
     cache.check_integrity()
 
 
 def test_rows_of_a_sequence_that_is_not_there_are_written_for_nobody() -> None:
     """They cross the seam all the same: both workers must agree on the handoffs of a step."""
     cache = make_cache()
-    cache.open_sequence(1, [1], 1, b"1", num_extra_rows=4)
+    open_sequence(cache, 1, [1], 1, b"1", num_extra_rows=4)
     planned = cache.plan_step(replace(make_plan([(1, 1, 0), (7, 1, 0)]), extra_rows=((7, 6), (1, 4))))
     assert planned.errors.keys() == {7}
     assert planned.metadata.of(StepSources).writes == ((NUM_SLOTS, 6), (planned.metadata.of(StepSources).slots[0], 4))
@@ -115,9 +116,9 @@ def test_rows_of_a_sequence_that_is_not_there_are_written_for_nobody() -> None:
 
 def test_a_sequence_whose_source_nobody_writes_is_an_error_of_its_own() -> None:
     cache = make_cache()
-    cache.open_sequence(1, [1], 1, b"1", num_extra_rows=4)
+    open_sequence(cache, 1, [1], 1, b"1", num_extra_rows=4)
     planned = cache.plan_step(make_plan([(1, 1, 0)]))
     assert "has not been written" in str(planned.errors[1])
     with pytest.raises(InvalidRequest, match="has 21 rows, 1 to 20 are possible"):
-        cache.open_sequence(2, [1], 1, b"2", num_extra_rows=21)
+        open_sequence(cache, 2, [1], 1, b"2", num_extra_rows=21)
     cache.check_integrity()

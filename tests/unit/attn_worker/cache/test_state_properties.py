@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.cache.cached_sequence import PlannedStep
 from services.attn_worker.cache.step_states import StepStates, null_slot, zero_slot
+from tests.support.attention.open_now import open_sequence
 from tests.support.examples import examples
 from tests.support.plans import make_plan
 
@@ -65,7 +66,7 @@ class StateMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.running()) < MAX_NUM_SEQS and len(self.sequences) < 2 * MAX_NUM_SEQS)
     @rule(tokens=PROMPTS)
     def open(self, tokens: list[int]) -> None:
-        result = self.cache.open_sequence(self.next_seq_id, tokens, len(tokens))
+        result = open_sequence(self.cache, self.next_seq_id, tokens, len(tokens))
         cached = result.num_cached_tokens
         assert cached < len(tokens) and cached % self.block_size == 0 and (self.has_cache or not cached)
         self.sequences[self.next_seq_id] = Sequence(list(tokens), len(tokens), len(tokens), cached, cached)
@@ -178,7 +179,7 @@ class StateMachine(RuleBasedStateMachine):
         length = min(max(length, sequence.num_prompt), MAX_MODEL_LEN)
         sequence.tokens += [0] * (length - len(sequence.tokens))
         tokens = sequence.tokens[:length]
-        result = self.cache.open_sequence(seq_id, tokens, sequence.num_prompt)
+        result = open_sequence(self.cache, seq_id, tokens, sequence.num_prompt)
         cached, kept = result.num_cached_tokens, min(sequence.num_committed, length - 1)
         assert cached <= max(kept, (length - 1) // self.block_size * self.block_size)
         if self.is_ample and kept == sequence.num_committed:

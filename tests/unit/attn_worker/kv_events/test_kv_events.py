@@ -29,6 +29,7 @@ from services.attn_worker.kv_events.kv_events import (
     Stored,
 )
 from services.attn_worker.kv_events.publisher import MAX_BATCH_BYTES, BlockStored, Publisher, _batches
+from tests.support.attention.open_now import open_sequence
 from tests.support.examples import examples
 from tests.support.plans import make_plan
 from tests.unit.attn_worker.cache.test_kv_cache_properties import KVCacheMachine
@@ -114,7 +115,7 @@ TestReportedCacheMachine.settings = settings(max_examples=examples(100), statefu
 
 def run_sequence(cache: KVCache, seq_id: int, tokens: list[int], prefix_key: bytes = b"") -> int:
     """Computes all tokens and closes the sequence; returns how many were cached."""
-    cached = cache.open_sequence(seq_id, tokens, len(tokens), prefix_key).num_cached_tokens
+    cached = open_sequence(cache, seq_id, tokens, len(tokens), prefix_key).num_cached_tokens
     assert not cache.plan_step(make_plan([(seq_id, len(tokens) - cached, cached)])).errors
     cache.commit_step()
     cache.close_sequences([seq_id])
@@ -148,7 +149,7 @@ def test_a_new_generation_clears_all_blocks_and_its_own_are_reported() -> None:
     cache = reported_cache(events, 8, 4, 12)
     run_sequence(cache, 1, list(range(12)))
     assert len(events.take()) == 2
-    cache.open_sequence(2, list(range(12)), 12, prefix_generation=1)
+    open_sequence(cache, 2, list(range(12)), 12, prefix_generation=1)
     assert not cache.plan_step(make_plan([(2, 12, 0)])).errors
     cache.commit_step()
     cleared, new = events.take()
@@ -258,7 +259,7 @@ def test_blocks_from_a_tier_are_reported_once_they_are_there() -> None:
     run_sequence(cache, 2, [99] * 16)  # evicts all of it
     router.follow()
     assert {prefix[0] for prefix in router.prefixes.values()} == {99}
-    result = cache.open_sequence(3, list(range(13)), 13)
+    result = open_sequence(cache, 3, list(range(13)), 13)
     assert result.num_cached_tokens == 12 and len(result.missing) == 3
     router.follow()
     assert not any(prefix[0] == 0 for prefix in router.prefixes.values()), "they are not there yet"

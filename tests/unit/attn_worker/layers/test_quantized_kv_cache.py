@@ -10,6 +10,7 @@ import torch
 
 from services.common.kv_cache.scales import KVScales
 from tests.support.attention.harness import BLOCK_SIZE, TOLERANCES, Harness
+from tests.support.attention.open_now import open_sequence
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 FORMATS = pytest.mark.parametrize("cache_dtype", [FP8, INT8], ids=["fp8", "int8"])
@@ -82,7 +83,7 @@ def test_a_prefix_computed_by_another_sequence_is_read(tmp_path: Path, cache_dty
     harness = Harness(tmp_path, cache_dtype=cache_dtype, scales=SCALES)
     harness.open(0, 12)
     outputs = harness.step((0, 12))
-    assert harness.cache.open_sequence(1, [0] * 12, 12).num_cached_tokens == 8
+    assert open_sequence(harness.cache, 1, [0] * 12, 12).num_cached_tokens == 8
     harness.inputs[1], harness.prompt_lens[1], harness.lengths[1] = harness.inputs[0], 12, 8
     for found, expected in zip(harness.step((1, 4)), outputs, strict=True):
         torch.testing.assert_close(found, expected[8:], rtol=0, atol=1e-6)  # stored once, so only sums may differ

@@ -14,6 +14,7 @@ from services.common.attention.rope import RotaryEmbedding
 from services.common.config import EMBEDDED_MODEL
 from services.common.model_config import load_model_config
 from services.step.prompt_span import PromptSpan
+from tests.support.attention.open_now import open_sequence
 from tests.support.plans import make_plan
 from tests.unit.attn_worker.cache.test_kv_cache import make_cache
 
@@ -29,8 +30,8 @@ def test_tokens_in_grids_have_rows_of_their_own() -> None:
     angles, upload = RopeAngles(config, MAX_LEN, MAX_TOKENS, CPU), StepUpload(1024, CPU)
     cache: KVCache = make_cache()
     spans = (PromptSpan(2, 6, "aa", 2, 3), PromptSpan(9, 4, "bb", 4, 1))
-    cache.open_sequence(1, list(range(15)), 15, spans=spans)
-    cache.open_sequence(2, list(range(5)), 5)
+    open_sequence(cache, 1, list(range(15)), 15, spans=spans)
+    open_sequence(cache, 2, list(range(5)), 5)
     step = cache.plan_step(make_plan([(1, 15, 0), (2, 5, 0)])).metadata
     # By hand: text 0 and 1, a grid from 2, text behind its longer side of 3, a grid from 6, text behind its side of 4.
     expected = [

@@ -13,6 +13,7 @@ from services.attn_worker.layers import BackendSetup
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.common.errors import CapacityError, ConfigError
 from tests.support.attention.harness import BLOCK_SIZE, CPU, HEAD_DIM, MAX_MODEL_LEN, TOLERANCES, Harness
+from tests.support.attention.open_now import open_sequence
 from tests.support.plans import make_plan
 
 
@@ -132,7 +133,7 @@ def test_a_prefix_computed_by_another_sequence_is_read(tmp_path: Path) -> None:
     harness = Harness(tmp_path)
     harness.open(0, 12)
     harness.step((0, 12))
-    result = harness.cache.open_sequence(1, [0] * 12, 12)
+    result = open_sequence(harness.cache, 1, [0] * 12, 12)
     assert result.num_cached_tokens == 8
     harness.inputs[1], harness.prompt_lens[1], harness.lengths[1] = harness.inputs[0], 12, 8
     harness.check((1, 4), (0, 1))

@@ -28,6 +28,7 @@ from services.common.errors import InvalidRequest, PeerError
 from services.pb import attn_pb2, attn_pb2_grpc
 from services.rpc.client import open_blocking_channel
 from services.step import NewSequence
+from tests.support.attention.open_now import open_sequence
 from tests.support.plans import make_plan
 
 NUM_BLOCKS, BLOCK_SIZE, HEAD_DIM, NUM_LAYERS = 12, 4, 6, 3
@@ -182,7 +183,7 @@ def test_blocks_that_are_here_are_not_copied_again(left: Served, other: Worker) 
 
 def digest_of(left: Served, index: int) -> bytes:
     """By which the cache of a worker that a sequence has left finds one of its blocks."""
-    left.worker.cache.open_sequence(2, TOKENS, len(TOKENS))
+    open_sequence(left.worker.cache, 2, TOKENS, len(TOKENS))
     digest = left.worker.cache._sequences[2].digests[index]
     left.worker.leave(2)
     return digest

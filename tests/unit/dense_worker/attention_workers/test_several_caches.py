@@ -91,7 +91,7 @@ class Workers:
 
     def open(self, sequence: Sequence) -> None:
         cache = self.caches[sequence.cache_id]
-        result = cache.open_sequence(sequence.seq_id, sequence.describe().token_ids, sequence.num_prompt_tokens)
+        result = cache.open_sequence(sequence.describe())
         self.scheduler.opened(describe_opened(sequence.seq_id, result))
 
     def complete(self, published: PublishedPlan, split: SplitPlan) -> None:

@@ -26,6 +26,7 @@ from services.dense_worker.features.fork_policy import ForkPolicy
 from services.dense_worker.features.sequence_feature import SequenceFeature
 from services.dense_worker.runner.step_hook import FollowUp
 from services.step import PlanAccepted, RaggedTokens, StepPlan, StepResult
+from tests.support.attention.open_now import open_sequence
 from tests.support.dense.sequences import new_sequence
 from tests.support.examples import examples
 from tests.support.plans import make_plan, make_window_group
@@ -144,11 +145,7 @@ class Cluster:
     def answer_opens(self) -> None:
         while self._opening:
             sequence = self._opening.popleft()
-            result = self.cache.open_sequence(
-                sequence.seq_id,
-                sequence.describe().token_ids,
-                sequence.num_prompt_tokens,
-            )
+            result = self.cache.open_sequence(sequence.describe())
             self.scheduler.opened(describe_opened(sequence.seq_id, result))
 
     def _complete(self, published: PublishedPlan) -> None:
@@ -360,7 +357,7 @@ def test_after_a_new_attachment_a_sequence_continues_with_its_blocks() -> None:
 def test_blocks_with_other_tokens_are_released_and_their_prefix_is_found_again() -> None:
     cluster = Cluster(num_blocks=8)
     sequence = make_sequence(1, 16, 8)
-    cluster.cache.open_sequence(1, [*sequence.spec.prompt_token_ids, 9, 9, 9, 9], 16)
+    open_sequence(cluster.cache, 1, [*sequence.spec.prompt_token_ids, 9, 9, 9, 9], 16)
     cluster.cache.plan_step(make_plan([(1, 20, 0)]))
     cluster.cache.commit_step()
     sequence.output_token_ids = expected_output(sequence)[:2]
@@ -383,7 +380,7 @@ def test_a_flush_reaches_no_blocks_of_one_that_only_an_absent_attention_worker_h
 
 def test_unclaimed_sequences_of_a_dead_worker_are_closed() -> None:
     cluster = Cluster()
-    cluster.cache.open_sequence(99, [1, 2, 3, 4, 5], 5)
+    open_sequence(cluster.cache, 99, [1, 2, 3, 4, 5], 5)
     cluster.cache.plan_step(make_plan([(99, 5, 0)]))
     cluster.cache.commit_step()
     cluster.scheduler.begin(new_session(cluster.cache))

@@ -15,6 +15,7 @@ from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import PublishedPlan
 from services.step import PlanAccepted, SequenceOpened
+from tests.support.attention.open_now import open_sequence
 from tests.support.examples import examples
 from tests.unit.dense_worker.engine.test_scheduler import (
     BLOCK_SIZE,
@@ -87,12 +88,12 @@ class Cluster:
         message = self._to_attention.popleft()
         if isinstance(message, Sequence):
             token_ids = message.spec.prompt_token_ids + message.output_token_ids
-            result = self.cache.open_sequence(message.seq_id, token_ids, message.num_prompt_tokens)
+            result = open_sequence(self.cache, message.seq_id, token_ids, message.num_prompt_tokens)
             self._to_dense.append(describe_opened(message.seq_id, result))
             return
         for new in message.plan.new_sequences:
             if new.starts_empty:
-                result = self.cache.open_sequence(new.seq_id, new.token_ids, new.num_prompt_tokens)
+                result = self.cache.open_sequence(new)
                 assert result.num_held_blocks == 0, "the scheduler has known that nothing of it is cached"
         step = self.cache.plan_step(message.plan)
         assert not step.errors, "both sides must agree on lengths and blocks"

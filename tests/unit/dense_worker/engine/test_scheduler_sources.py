@@ -32,7 +32,7 @@ from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.source.alignment import Alignment
 from services.dense_worker.features.source.sequence_source import Readers, SequenceSource
 from services.pb import source_pb2
-from services.step import PlanAccepted, SequenceOpened, SequenceSpec, SourceRef, StepPlan
+from services.step import NewSequence, PlanAccepted, SequenceOpened, SequenceSpec, SourceRef, StepPlan
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
 from tests.unit.dense_worker.engine.test_scheduler import (
@@ -116,8 +116,7 @@ class SourceCluster(Cluster):
     def answer_opens(self) -> None:
         while self._opening:
             new = self._opening.popleft().describe()
-            sizes = {"prefix_key": new.prefix_key, "num_extra_rows": new.num_extra_rows}
-            result = self.cache.open_sequence(new.seq_id, new.token_ids, new.num_prompt_tokens, **sizes)
+            result = self.cache.open_sequence(new)
             self.scheduler.opened(describe_opened(new.seq_id, result))
 
     def check(self, plan: StepPlan) -> None:
@@ -372,11 +371,11 @@ def test_a_sequence_is_opened_once_by_an_attention_worker_that_has_nothing(is_kn
     )
     claimed = reader(reading, 2, 4, 6, 2, 8, has_run=True)
     cluster.scheduler.add(claimed)
-    opened, open_sequence = list[int](), cluster.cache.open_sequence
+    opened, open_in_cache = list[int](), cluster.cache.open_sequence
 
-    def note(seq_id: int, *arguments: Any, **sizes: Any) -> Any:
-        opened.append(seq_id)
-        return open_sequence(seq_id, *arguments, **sizes)
+    def note(new: NewSequence, *arguments: Any) -> Any:
+        opened.append(new.seq_id)
+        return open_in_cache(new, *arguments)
 
     cluster.cache.open_sequence = note  # type: ignore[method-assign]
     cluster.run_until_idle()

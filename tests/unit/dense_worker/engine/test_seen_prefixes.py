@@ -35,7 +35,7 @@ def open_at_cache(cache: KVCache, published: PublishedPlan) -> list[int]:
     found = []
     for new in published.plan.new_sequences:
         assert new.starts_empty
-        found.append(cache.open_sequence(new.seq_id, new.token_ids, new.num_prompt_tokens).num_cached_tokens)
+        found.append(cache.open_sequence(new).num_cached_tokens)
     return found
 
 
@@ -45,7 +45,7 @@ def run_to_end(scheduler: Scheduler, cache: KVCache) -> list[int]:
     while not is_over:
         for sequence in scheduler.next_to_open():
             if sequence.status is SequenceStatus.OPENING:
-                result = cache.open_sequence(sequence.seq_id, sequence.describe().token_ids, sequence.num_prompt_tokens)
+                result = cache.open_sequence(sequence.describe())
                 scheduler.session.to_open.clear()
                 held = result.num_held_blocks
                 scheduler.opened(
