@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from services.common.config import EMBEDDED_MODEL
-from tests.support.clients.streams import collect_all
+from tests.support.clients.over_deaths import check_over_deaths
 from tests.support.cluster import free_port, request
 from tests.support.dense.family_models import make_family_model
 from tests.support.plain_services import PlainServices, plain_services
@@ -54,12 +54,7 @@ def test_streams_equal_hugging_face_over_the_death_of_each_worker(
     prompts = [PROMPT, *random_prompts(2, longest=50, seed=2)]
     messages = [request(prompt, MAX_TOKENS, ignore_eos=True) for prompt in prompts]
     expected = [reference_tokens(path, prompt, MAX_TOKENS) for prompt in prompts]
-    for role in ("dense_worker", "attn_worker"):
-        starts = dict(services.num_starts)
-        found = collect_all(services.gateway, messages, lambda role=role: services.kill(role))
-        assert [each.token_ids[0] for each in found] == expected
-        assert {name for name in starts if services.num_starts[name] > starts[name]} == {role}
-    services.wait_idle()
+    check_over_deaths(services, messages, expected)
     scrape = Scrape(metrics)
     num_windows = scrape.value("twostroke_attention_kv_window_blocks")
     assert num_windows == NUM_WINDOW_BLOCKS < scrape.value("twostroke_attention_kv_blocks") == NUM_BLOCKS

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.attention.streaming import streaming_tokens
-from tests.support.clients.streams import collect_all
+from tests.support.clients.over_deaths import check_over_deaths
 from tests.support.cluster import request
 from tests.support.plain_services import PlainServices, plain_services
 from tests.support.reference import make_served_model, random_prompts
@@ -41,12 +41,7 @@ def test_long_streams_equal_the_paper_over_the_death_of_each_worker(served: tupl
     prompts = random_prompts(3, longest=90, seed=2)
     messages = [request(prompt, MAX_TOKENS, ignore_eos=True) for prompt in prompts]
     expected = [streaming_tokens(path, prompt, MAX_TOKENS, SINKS, WINDOW) for prompt in prompts]
-    for role in ("dense_worker", "attn_worker"):
-        starts = dict(services.num_starts)
-        found = collect_all(services.gateway, messages, lambda role=role: services.kill(role))
-        assert [each.token_ids[0] for each in found] == expected
-        assert {name for name in starts if services.num_starts[name] > starts[name]} == {role}
-    services.wait_idle()
+    check_over_deaths(services, messages, expected)
 
 
 def test_a_cached_prefix_is_used_with_its_sinks_and_its_last_window(served: tuple[Path, PlainServices]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.clients.streams import collect_all
+from tests.support.clients.over_deaths import check_over_deaths
 from tests.support.cluster import request
 from tests.support.plain_services import PlainServices, plain_services
 from tests.support.reference import make_served_model, random_prompts, reference_tokens
@@ -36,12 +36,7 @@ def test_long_streams_equal_hugging_face_over_the_death_of_each_worker(served: t
     prompts = random_prompts(3, longest=60, seed=2)
     messages = [request(prompt, MAX_TOKENS, ignore_eos=True) for prompt in prompts]
     expected = [reference_tokens(path, prompt, MAX_TOKENS) for prompt in prompts]
-    for role in ("dense_worker", "attn_worker"):
-        starts = dict(services.num_starts)
-        found = collect_all(services.gateway, messages, lambda role=role: services.kill(role))
-        assert [each.token_ids[0] for each in found] == expected
-        assert {name for name in starts if services.num_starts[name] > starts[name]} == {role}
-    services.wait_idle()
+    check_over_deaths(services, messages, expected)
 
 
 def test_a_prompt_longer_than_the_cache_is_answered_and_its_end_is_found_again(

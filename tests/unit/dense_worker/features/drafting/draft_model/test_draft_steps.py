@@ -8,51 +8,27 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.model_config import ModelConfig, load_model_config
+from services.common.model_config import load_model_config
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.backends.torch_backend import TorchBackend
-from services.dense_worker.features.drafting.device_drafter import DeviceDrafter, DraftRequest
+from services.dense_worker.features.drafting.device_drafter import DraftRequest
 from services.dense_worker.features.drafting.draft_model.device_draft_model import DeviceDraftModel
 from services.dense_worker.features.drafting.draft_model.model import DraftModel
 from services.dense_worker.model.weights import load_weights
-from services.dense_worker.runner import cuda_model_runner
-from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import PlanEntry, StepPlan, StepResult
+from tests.support.dense.drafting_runners import MAX_NUM_SEQS
 from tests.support.dense.sequences import make_state
-from tests.support.dense.without_cuda import EagerGraphs, TorchWithoutCuda
 from tests.support.models import make_model_dir
 from tests.support.plans import plan_of
 from tests.unit.dense_worker.features.drafting.draft_model.test_device_draft_model import CPU, GREEDY, continued
-from tests.unit.dense_worker.features.drafting.medusa.test_device_heads import (
-    MAX_NUM_SEQS,
-    MAX_NUM_TOKENS,
-    WholeSequences,
-)
+from tests.unit.dense_worker.features.drafting.medusa.test_device_heads import WholeSequences
 from tests.unit.dense_worker.model.test_segments import load_truth
 
 DRAWN = SamplingParams(temperature=0.8, seed=11)
 PROMPTS = {1: ([5, 9, 17, 3], GREEDY), 2: ([101, 4], DRAWN), 3: ([44, 45, 46], GREEDY)}
 NUM_TOKENS, NUM_STEPS = 3, 5
-
-
-def cpu_runner(backend: Any, config: ModelConfig, sampler: Sampler, on_device: DeviceDrafter) -> ModelRunner:
-    return ModelRunner(backend, sampler, config.num_layers, MAX_NUM_SEQS, hook=on_device)
-
-
-def cuda_runner(backend: Any, config: ModelConfig, sampler: Sampler, on_device: DeviceDrafter) -> CudaModelRunner:
-    options: dict[str, Any] = {"captures_lazily": True, "hook": on_device}
-    return CudaModelRunner(backend, sampler, config, torch.float32, MAX_NUM_SEQS, MAX_NUM_TOKENS, **options)
-
-
-@pytest.fixture(params=[cpu_runner, cuda_runner], ids=["cpu", "cuda"])
-def make_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The runner for a GPU runs here without one, and without padding, which the channel does not have."""
-    monkeypatch.setattr(cuda_model_runner, "torch", TorchWithoutCuda())
-    monkeypatch.setattr(cuda_model_runner, "StepGraphs", EagerGraphs)
-    monkeypatch.setattr(cuda_model_runner, "bucket_for", lambda buckets, size: max(1, size))
-    return request.param
 
 
 @pytest.mark.parametrize("is_same", [True, False], ids=["the same model", "a random model"])

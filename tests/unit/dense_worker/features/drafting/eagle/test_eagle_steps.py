@@ -17,23 +17,20 @@ from transformers import PreTrainedModel
 from services.common.model_config import ModelConfig, load_model_config
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.backends.torch_backend import TorchBackend
-from services.dense_worker.features.drafting.device_drafter import DeviceDrafter, DraftRequest
+from services.dense_worker.features.drafting.device_drafter import DraftRequest
 from services.dense_worker.features.drafting.eagle.device_eagle import DeviceEagle
 from services.dense_worker.features.drafting.eagle.eagle_model import EagleModel
 from services.dense_worker.features.drafting.eagle.load_eagle import StoredHead
 from services.dense_worker.model.weights import load_weights
-from services.dense_worker.runner import cuda_model_runner
-from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.dense_worker.runner.step_hook import StepHook
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import Fork, PlanEntries, PlanEntry, StepPlan, StepResult
+from tests.support.dense.drafting_runners import MAX_NUM_SEQS, MAX_NUM_TOKENS
 from tests.support.dense.eagle_head import config_of, random_head, write_head
 from tests.support.dense.sequences import make_state
-from tests.support.dense.without_cuda import EagerGraphs, TorchWithoutCuda
 from tests.support.models import make_model_dir
 from tests.unit.dense_worker.features.drafting.draft_model.test_device_draft_model import CPU, GREEDY, continued
-from tests.unit.dense_worker.features.drafting.medusa.test_device_heads import MAX_NUM_SEQS, MAX_NUM_TOKENS
 from tests.unit.dense_worker.model.test_segments import HuggingFaceAttention, load_truth
 
 VOCAB, NUM_TOKENS = 160, 3
@@ -73,24 +70,6 @@ class StoredRows:
 
     def fetch_attn_out(self, num_tokens: int) -> torch.Tensor:
         return self.attn_out[:num_tokens]
-
-
-def cpu_runner(backend: Any, config: ModelConfig, sampler: Sampler, on_device: DeviceDrafter) -> ModelRunner:
-    return ModelRunner(backend, sampler, config.num_layers, MAX_NUM_SEQS, hook=on_device)
-
-
-def cuda_runner(backend: Any, config: ModelConfig, sampler: Sampler, on_device: DeviceDrafter) -> CudaModelRunner:
-    options: dict[str, Any] = {"captures_lazily": True, "hook": on_device}
-    return CudaModelRunner(backend, sampler, config, torch.float32, MAX_NUM_SEQS, MAX_NUM_TOKENS, **options)
-
-
-@pytest.fixture(params=[cpu_runner, cuda_runner], ids=["cpu", "cuda"])
-def make_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The runner for a GPU runs here without one, and without padding, which the channel does not have."""
-    monkeypatch.setattr(cuda_model_runner, "torch", TorchWithoutCuda())
-    monkeypatch.setattr(cuda_model_runner, "StepGraphs", EagerGraphs)
-    monkeypatch.setattr(cuda_model_runner, "bucket_for", lambda buckets, size: max(1, size))
-    return request.param
 
 
 class Server:

@@ -21,22 +21,21 @@ from services.dense_worker.features.drafting.medusa.device_heads import DeviceHe
 from services.dense_worker.features.drafting.medusa.heads import MedusaHeads
 from services.dense_worker.features.drafting.medusa.load_heads import StoredHeads
 from services.dense_worker.model.weights import load_weights
-from services.dense_worker.runner import cuda_model_runner
 from services.dense_worker.runner.cuda_model_runner import CudaModelRunner
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.dense_worker.runner.step_tokens import verify
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import PlanEntry, StepPlan, StepResult
+from tests.support.dense.drafting_runners import MAX_NUM_SEQS, MAX_NUM_TOKENS, cpu_runner
 from tests.support.dense.medusa_heads import in_layout_of_medusa, random_heads, write_heads
 from tests.support.dense.sequences import make_state
-from tests.support.dense.without_cuda import EagerGraphs, TorchWithoutCuda
 from tests.support.models import make_model_dir
 from tests.support.plans import plan_of
 from tests.unit.dense_worker.model.test_segments import HuggingFaceAttention, load_truth
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
-NUM_HEADS, MAX_NUM_SEQS, MAX_NUM_TOKENS = 3, 12, 64
+NUM_HEADS = 3
 HEADS = random_heads(NUM_HEADS, 64, 160)
 PROMPTS = {1: [5, 9, 17, 3], 2: [101, 4], 3: [44, 45, 46, 47, 48, 49]}
 
@@ -80,7 +79,8 @@ class Steps:
         heads = StoredHeads.find(directory, config, torch.float32, CPU, 64).load()
         self._channel: Any = WholeSequences(self.model, config)
         self.on_device = DeviceHeads(heads, MAX_NUM_SEQS)
-        self.runner: ModelRunner = make_runner(backend, config, self.on_device)
+        sampler = Sampler(MAX_NUM_SEQS, config.vocab_size, "cpu")
+        self.runner: ModelRunner = make_runner(backend, config, sampler, self.on_device)
         self.runner.attach([self._channel])
         self.num_steps = 0
         for seq_id, prompt in PROMPTS.items():
@@ -114,26 +114,6 @@ class Steps:
         """After all tokens but the last one, the model has sampled that; the heads draft what follows it."""
         hidden = self.model.model(torch.tensor([text[:-1]])).last_hidden_state[0, -1]
         return tuple(head.draft(hidden) for head in HEADS)
-
-
-def cpu_runner(backend: Any, config: ModelConfig, heads: DeviceHeads) -> ModelRunner:
-    sampler = Sampler(MAX_NUM_SEQS, config.vocab_size, "cpu")
-    return ModelRunner(backend, sampler, config.num_layers, MAX_NUM_SEQS, hook=heads)
-
-
-def cuda_runner(backend: Any, config: ModelConfig, heads: DeviceHeads) -> CudaModelRunner:
-    sampler = Sampler(MAX_NUM_SEQS, config.vocab_size, "cpu")
-    options: dict[str, Any] = {"captures_lazily": True, "hook": heads}
-    return CudaModelRunner(backend, sampler, config, torch.float32, MAX_NUM_SEQS, MAX_NUM_TOKENS, **options)
-
-
-@pytest.fixture(params=[cpu_runner, cuda_runner], ids=["cpu", "cuda"])
-def make_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The runner for a GPU runs here without one, and without padding, which the channel does not have."""
-    monkeypatch.setattr(cuda_model_runner, "torch", TorchWithoutCuda())
-    monkeypatch.setattr(cuda_model_runner, "StepGraphs", EagerGraphs)
-    monkeypatch.setattr(cuda_model_runner, "bucket_for", lambda buckets, size: max(1, size))
-    return request.param
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
