@@ -32,11 +32,11 @@ from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import InFlight, Session
+from services.dense_worker.gateway_streams import GatewayStreams
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.dense_worker.runner.step_tokens import PendingTokens
 from services.dense_worker.sampling.sampler import Sampler
-from services.dense_worker.servicer import DenseServicer
 from services.pb import step_pb2
 from services.step import SequenceSpec
 from services.step.codec import decode_plan, encode_plan
@@ -51,7 +51,7 @@ TOKEN = 7
 
 
 class Steps:
-    """An engine, a KV cache and a servicer with one gateway's stream, joined by hand; `times` has µs by part."""
+    """An engine, a KV cache and one gateway's stream, joined by hand; `times` has µs by part."""
 
     def __init__(self, batch: int, num_clients: int, *, counts_calls: bool = False) -> None:
         """`counts_calls`: `times` has calls of functions instead, of Python and of C."""
@@ -64,9 +64,9 @@ class Steps:
         self.runner.attach(())
         metrics = DenseMetrics(CollectorRegistry())
         tracer: Any = SimpleNamespace(end=lambda *outcome: None)
-        self.servicer = DenseServicer(metrics, tracer, 2**20)
+        self.streams = GatewayStreams(tracer)
         self.outbox = queue.SimpleQueue[Any]()
-        self.servicer._streams[1] = self.outbox
+        self.streams._streams[1] = self.outbox
         self.report: Any = None
         self.in_flight: Any = None  # the step that is planned and not ended, and its input
         attention: Any = None
@@ -79,7 +79,7 @@ class Steps:
             prompt, client = list(range(PROMPT_LEN)), seq_id % num_clients
             spec = SequenceSpec(f"r{seq_id}", prompt, SamplingParams(), MAX_TOKENS, (2,), client=client)
             sequence = Sequence(seq_id, spec, stream=1)
-            self.servicer._owned[seq_id] = sequence, self.outbox
+            self.streams.add(sequence)
             self.scheduler.add(sequence)
         for sequence in self.scheduler.next_to_open():
             new = sequence.describe()
@@ -124,7 +124,7 @@ class Steps:
         self.engine._report(self.session, step, report)
 
     def send_report(self) -> None:
-        self.servicer.deliver(self.report)
+        self.streams.deliver(self.report)
         while not self.outbox.empty():
             self.outbox.get_nowait().SerializeToString()
 

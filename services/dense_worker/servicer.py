@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
@@ -14,7 +12,6 @@ from functools import partial
 from typing import Protocol
 
 import grpc
-import numpy as np
 import structlog
 import torch
 
@@ -22,14 +19,14 @@ from services.common.dense_info import dense_info_metadata
 from services.common.errors import InvalidRequest, PeerError, RequestAborted, TwostrokeError
 from services.common.memory_file import can_read
 from services.common.process import resident_bytes
-from services.common.token_logprobs import TokenLogprobs, encode_logprobs
 from services.dense_worker.attention_workers.attention_workers_client import AttentionWorkersClient
 from services.dense_worker.engine.observer import CacheCounts, EngineCounts
-from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
-from services.dense_worker.engine.step_report import DecodedTokens, StepReport
+from services.dense_worker.engine.sequence import Sequence, SequenceOutput
+from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
 from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.installed import has_progress, prepare_policy
+from services.dense_worker.gateway_streams import GatewayStreams, Outbox
 from services.dense_worker.metrics import DenseMetrics
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.server import until_over
@@ -39,43 +36,8 @@ from services.step.sequence_spec import decode_spec
 
 log = structlog.get_logger()
 
-_REASONS = {
-    FinishReason.STOP: dense_pb2.SequenceEnd.STOP,
-    FinishReason.LENGTH: dense_pb2.SequenceEnd.LENGTH,
-    FinishReason.ERROR: dense_pb2.SequenceEnd.ERROR,
-}
-
-MAX_REPORT_BYTES = 2**20  # of reports in a step's message, about; a larger one has a message of its own
-
 _POLL_S = 0.005
 _LEAVE_TIMEOUT_S = 10.0  # for the running step to end
-
-
-class _Outbox:
-    """The messages to one gateway."""
-
-    def __init__(self) -> None:
-        self.offer: SocketOffer | None = None  # of the socket by which they go; None: they go by gRPC
-        self._waiting = asyncio.Queue[dense_pb2.StepOutput | Exception]()
-        self._has_sent = False  # in this iteration of the event loop
-
-    def put(self, output: dense_pb2.StepOutput | Exception) -> None:
-        """Sends a message: one at once, by the socket, in an iteration of the event loop. An error ends the stream."""
-        socket = None if self.offer is None else self.offer.connected
-        is_last = isinstance(output, Exception) or output.HasField("farewell")
-        if socket is None or is_last or self._has_sent or not (self._waiting.empty() and socket.is_read):
-            self._waiting.put_nowait(output)
-            return
-        self._has_sent = True
-        asyncio.get_running_loop().call_soon(self._begin_iteration)
-        socket.send(output.SerializeToString())
-
-    def _begin_iteration(self) -> None:
-        self._has_sent = False
-
-    async def take(self) -> dense_pb2.StepOutput | Exception:
-        """Waits for the next one that could not be sent at once."""
-        return await self._waiting.get()
 
 
 class GatewayEngine(Protocol):
@@ -121,14 +83,14 @@ class GatewayEngine(Protocol):
 
 
 class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
-    """Serves gateways. It knows which gateway owns which sequence; the engine does not."""
+    """Serves gateways, and the launcher."""
 
     def __init__(self, metrics: DenseMetrics, tracer: SequenceTracer, max_message_bytes: int) -> None:
         """`max_message_bytes`: of a gateway's message."""
         self._metrics = metrics
         self._tracer = tracer
         self._max_message_bytes = max_message_bytes
-        self._preparing: dict[asyncio.Task[None], _Outbox] = {}  # of sequences that are not ready for the queue
+        self._preparing: dict[asyncio.Task[None], Outbox] = {}  # of sequences that are not ready for the queue
         self.status = dense_pb2.DenseStatus(state=dense_pb2.DenseStatus.LOADING)  # `Readiness` updates it
         self.may_attach = asyncio.Event()  # set while this worker may attach
         self.attention_workers: AttentionWorkersClient | None = None  # None: there is one, or none yet
@@ -138,9 +100,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         self._receivers: dict[str, Feature] = {}  # by the kind of their messages
         self._info: dense_pb2.DenseInfo | None = None  # None: refuse gateways
         self._is_ready = asyncio.Event()  # set while there is an info
-        self._owned: dict[int, tuple[Sequence, _Outbox]] = {}  # by seq_id
-        self._streams: dict[int, _Outbox] = {}  # by number
-        self._stream_numbers = itertools.count(1)
+        self._streams = GatewayStreams(tracer)
         self._tasks: set[asyncio.Task[None]] = set()  # those that nobody waits for
 
     def set_engine(self, engine: GatewayEngine, watchdog: Watchdog, features: SequenceOf[Feature]) -> None:
@@ -162,10 +122,13 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         spans = {} if self._engine is None else self._engine.spans_under_way()
         return [dense_pb2.SequenceSpan(seq_id=key, start=span.start, end=span.stop) for key, span in spans.items()]
 
+    def deliver(self, report: StepReport) -> None:
+        """Sends the results of a step to the gateways. Called on the event loop."""
+        self._streams.deliver(report)
+
     def end_streams(self, farewell: dense_pb2.Farewell) -> None:
         """Ends every gateway's stream with this message, after all messages delivered before."""
-        for outbox in self._streams.values():
-            outbox.put(dense_pb2.StepOutput(farewell=farewell))
+        self._streams.send_all(dense_pb2.StepOutput(farewell=farewell))
 
     async def wait_ended(self, timeout_s: float) -> None:
         """Waits until the streams have ended, at most `timeout_s` seconds."""
@@ -278,9 +241,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         self, requests: AsyncIterator[dense_pb2.GatewayMessage], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[dense_pb2.StepOutput]:
         engine, info = self._require_ready()
-        outbox = _Outbox()
-        number = next(self._stream_numbers)
-        self._streams[number] = outbox
+        number, outbox = self._streams.open()
         handle = partial(self._handle_or_end, engine, number, info.vocab_size)
         outbox.offer = offer = self._offer_socket(handle, outbox)
         peer = context.peer()  # reading it after the end of the call would crash
@@ -305,19 +266,16 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         finally:
             # The reader ends with the call. It is not cancelled, because gRPC would write a message that is just
             # arriving into freed memory.
-            del self._streams[number]
+            orphans = self._streams.close(number)
             if offer is not None:
                 self._keep(asyncio.create_task(offer.close()))
             for feature in self._features:
                 feature.end_stream(number)
-            orphans = [seq_id for seq_id, (_, owner) in self._owned.items() if owner is outbox]
             for seq_id in orphans:
-                del self._owned[seq_id]
-                self._tracer.end(seq_id, "gateway_gone")
                 engine.cancel(seq_id)
             log.info("gateway gone", peer=peer, cancelled=len(orphans))
 
-    def _offer_socket(self, handle: Callable[[dense_pb2.GatewayMessage], None], outbox: _Outbox) -> SocketOffer | None:
+    def _offer_socket(self, handle: Callable[[dense_pb2.GatewayMessage], None], outbox: Outbox) -> SocketOffer | None:
         """A socket for the messages of a stream whose gateway is on this host; None: there can be none."""
 
         def receive(message: bytes) -> None:
@@ -334,71 +292,6 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def deliver(self, report: StepReport) -> None:
-        """Sends the results of a step to the gateways, one message each. Called on the event loop."""
-        messages: dict[_Outbox, dense_pb2.StepOutput] = defaultdict(
-            lambda: dense_pb2.StepOutput(step_id=report.step_id)
-        )
-        if report.reports:
-            self._deliver_reports(report, messages)
-        for sequence in report.started:
-            if outbox := self._outbox_of(sequence):
-                messages[outbox].started.add(
-                    seq_id=sequence.seq_id,
-                    num_cached_tokens=sequence.num_cached_tokens or 0,
-                    queue_us=round(1e6 * (sequence.started_s - sequence.arrival_s)),
-                )
-        for outbox, seq_ids, token_ids in self._split(report.outputs.decoded):
-            messages[outbox].seq_ids.extend(seq_ids.tolist())
-            messages[outbox].token_ids.extend(token_ids.tolist())
-        for output in report.outputs.others:
-            if outbox := self._outbox_of(output.sequence):
-                _append(messages[outbox], output, report.logprobs.get(output.sequence.seq_id, ()))
-                if output.finish_reason is not None:
-                    del self._owned[output.sequence.seq_id]
-                    error = None if output.error is None else str(output.error)
-                    self._tracer.end(output.sequence.seq_id, output.finish_reason.name.lower(), error)
-        for sequence in report.admitted:
-            if outbox := self._outbox_of(sequence):
-                messages[outbox].admitted.append(sequence.seq_id)
-        for outbox, message in messages.items():
-            outbox.put(message)
-
-    def _split(self, decoded: DecodedTokens) -> Iterator[tuple[_Outbox, np.ndarray, np.ndarray]]:
-        """The tokens for each stream: its outbox, seq_ids and tokens. A gateway ignores those of ended sequences."""
-        numbers = decoded.streams
-        if not len(numbers):
-            return
-        is_first = numbers == numbers[0]
-        is_one = np.count_nonzero(is_first) == len(numbers)  # mostly there is one gateway
-        for number in [numbers.item(0)] if is_one else np.unique(numbers).tolist():
-            if (outbox := self._streams.get(number)) is not None:
-                is_own = slice(None) if is_one else numbers == number
-                yield outbox, decoded.seq_ids[is_own], decoded.token_ids[is_own]
-
-    def _deliver_reports(self, report: StepReport, messages: dict[_Outbox, dense_pb2.StepOutput]) -> None:
-        """Sends reports before the tokens that they belong to, in messages of limited size. Small ones join the step's
-        message.
-        """
-        num_bytes = defaultdict[_Outbox, int](int)  # of the reports in each message
-        for sequence, each in report.reports:
-            if outbox := self._outbox_of(sequence):
-                for part, num_part_bytes in each.encode():
-                    if num_part_bytes >= MAX_REPORT_BYTES:  # copying it would take long
-                        part.step_id = report.step_id
-                        outbox.put(part)
-                        continue
-                    messages[outbox].MergeFrom(part)
-                    num_bytes[outbox] += num_part_bytes
-                    if num_bytes[outbox] >= MAX_REPORT_BYTES:
-                        outbox.put(messages.pop(outbox))
-                        num_bytes[outbox] = 0
-
-    def _outbox_of(self, sequence: Sequence) -> _Outbox | None:
-        """The outbox of a sequence; None if it was cancelled, even if its seq_id has been submitted again since."""
-        current, outbox = self._owned.get(sequence.seq_id, (None, None))
-        return outbox if current is sequence else None
-
     def _require_ready(self) -> tuple[GatewayEngine, dense_pb2.DenseInfo]:
         if self._engine is None or self._info is None:
             state = dense_pb2.DenseStatus.State.Name(self.status.state).lower()
@@ -409,28 +302,26 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         self, engine: GatewayEngine, number: int, vocab_size: int, request: dense_pb2.GatewayMessage
     ) -> None:
         """Handles a message of a stream that has not ended. An error ends it."""
-        if (outbox := self._streams.get(number)) is None:
+        if (outbox := self._streams.outbox(number)) is None:
             return
         try:
-            self._handle(request, engine, number, vocab_size)
+            self._handle(request, engine, number, outbox, vocab_size)
         except Exception as error:  # nobody waits for it
             outbox.put(error)
 
     def _handle(
-        self, request: dense_pb2.GatewayMessage, engine: GatewayEngine, number: int, vocab_size: int
+        self, request: dense_pb2.GatewayMessage, engine: GatewayEngine, number: int, outbox: Outbox, vocab_size: int
     ) -> None:
-        outbox = self._streams[number]
         kind = request.WhichOneof("message")
         if kind == "submit":
-            self._handle_submit(request.submit, engine, number, vocab_size)
+            self._handle_submit(request.submit, engine, number, outbox, vocab_size)
         elif kind == "resumed":
             self._keep(asyncio.create_task(self._close_orphans(engine, request.resumed.gateway, outbox)))
         elif kind == "forget_prefixes":
             forgotten = engine.forget_prefixes(request.forget_prefixes.generation or None)
             asyncio.wrap_future(forgotten).add_done_callback(partial(_confirm, outbox))
         elif kind == "cancel":
-            self._owned.pop(request.cancel.seq_id, None)
-            self._tracer.end(request.cancel.seq_id, "cancelled")
+            self._streams.remove(request.cancel.seq_id)
             engine.cancel(request.cancel.seq_id)
         elif kind == "announcement":
             engine.expect()
@@ -438,14 +329,12 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             feature.receive(request, number)
 
     def _handle_submit(
-        self, submit: dense_pb2.Submit, engine: GatewayEngine, number: int, vocab_size: int
+        self, submit: dense_pb2.Submit, engine: GatewayEngine, number: int, outbox: Outbox, vocab_size: int
     ) -> None:
-        outbox = self._streams[number]
         sequence = decode_sequence(submit, number)
         log.debug("submitted", request_id=sequence.spec.request_id, seq_id=f"{sequence.seq_id:x}")
-        if sequence.seq_id in self._owned:
-            engine.cancel(sequence.seq_id)  # it was submitted again before its old stream broke
-        self._owned[sequence.seq_id] = sequence, outbox
+        if self._streams.add(sequence):
+            engine.cancel(sequence.seq_id)
         is_recovered = has_progress(submit)
         self._metrics.on_submitted(is_recovered=is_recovered)
         self._tracer.begin(sequence, is_recovered=is_recovered)
@@ -463,7 +352,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         else:
             engine.submit(sequence)
 
-    async def _close_orphans(self, engine: GatewayEngine, gateway: int, outbox: _Outbox) -> None:
+    async def _close_orphans(self, engine: GatewayEngine, gateway: int, outbox: Outbox) -> None:
         preparing = [task for task, owner in self._preparing.items() if owner is outbox]
         if preparing:  # their blocks are claimed, too
             await asyncio.wait(preparing)
@@ -500,7 +389,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
                 error = RequestAborted(f"the sequence cannot be prepared: {error}")
             self._refuse(sequence, error)
             return
-        if self._outbox_of(sequence) is not None:
+        if self._streams.outbox_of(sequence) is not None:
             engine.submit(sequence)
 
     def _refuse(self, sequence: Sequence, error: TwostrokeError) -> None:
@@ -528,7 +417,7 @@ def decode_sequence(submit: dense_pb2.Submit, stream: int) -> Sequence:
 async def _read(
     requests: AsyncIterator[dense_pb2.GatewayMessage],
     handle: Callable[[dense_pb2.GatewayMessage], None],
-    outbox: _Outbox,
+    outbox: Outbox,
 ) -> None:
     try:
         async for request in until_over(requests):
@@ -537,24 +426,6 @@ async def _read(
         outbox.put(error)
 
 
-def _confirm(outbox: _Outbox, forgotten: asyncio.Future[int]) -> None:
+def _confirm(outbox: Outbox, forgotten: asyncio.Future[int]) -> None:
     if not forgotten.cancelled():
         outbox.put(dense_pb2.StepOutput(prefix_generation=forgotten.result()))
-
-
-def _append(message: dense_pb2.StepOutput, output: SequenceOutput, logprobs: SequenceOf[TokenLogprobs]) -> None:
-    seq_id = output.sequence.seq_id
-    for token_id in output.token_ids:
-        message.seq_ids.append(seq_id)
-        message.token_ids.append(token_id)
-    for _, value in zip(output.token_ids, logprobs, strict=False):  # the sequence may end before the step's last token
-        message.logprobs.add(seq_id=seq_id, token=encode_logprobs(value))
-    if output.finish_reason is not None:
-        reason = _REASONS[output.finish_reason]
-        end = message.ended.add(seq_id=seq_id, reason=reason)
-        if output.error is not None:
-            end.status_code = output.error.status_code.value[0]
-            end.message = str(output.error)
-            end.param = output.error.param or ""
-    if output.report is not None:
-        output.report.add_to(message)

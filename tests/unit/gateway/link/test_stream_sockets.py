@@ -285,10 +285,10 @@ def test_a_stream_whose_socket_breaks_is_opened_again(tmp_path: Path, monkeypatc
 def test_an_ended_stream_leaves_no_socket(tmp_path: Path) -> None:
     async def test() -> None:
         async with connected(tmp_path) as pair:
-            [client] = pair.pool._clients
+            [client], streams = pair.pool._clients, pair.servicer._streams
             for number in range(2, 6):
                 client.reopen()
-                await until(lambda newest=number: newest in pair.servicer._streams and client.is_connected)
+                await until(lambda newest=number: streams.outbox(newest) is not None and client.is_connected)
                 await until(lambda: num_sockets() == 2)  # a listener and the server's end
 
     run(test())

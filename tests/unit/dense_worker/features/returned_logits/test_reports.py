@@ -13,10 +13,8 @@ from services.dense_worker.engine.sequence import SequenceOutput
 from services.dense_worker.engine.step_report import StepOutputs, StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
 from services.dense_worker.features.report import MAX_PART_BYTES, TokenReport
-from services.dense_worker.metrics import DenseMetrics
-from services.dense_worker.servicer import DenseServicer
+from services.dense_worker.gateway_streams import GatewayStreams
 from services.pb import dense_pb2
-from services.rpc.metrics import new_registry
 from services.rpc.spans import NoTracer
 from tests.support.dense.sequences import new_sequence
 
@@ -25,11 +23,12 @@ NAME = "hidden_states"
 
 def messages_of(*reports: TokenReport) -> list[dense_pb2.StepOutput]:
     """What a gateway gets of a step in which its sequence has these reports and a token."""
-    servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), 2**20)
+    streams = GatewayStreams(SequenceTracer(NoTracer()))
     sequence, outbox = new_sequence(1, "r", [5, 6], SamplingParams(), 4), queue.SimpleQueue[Any]()
-    servicer._owned[1] = sequence, outbox
+    streams._streams[sequence.stream] = outbox
+    streams.add(sequence)
     outputs = StepOutputs(others=[SequenceOutput(sequence, (9,), None)])
-    servicer.deliver(StepReport(7, outputs=outputs, reports=[(sequence, each) for each in reports]))
+    streams.deliver(StepReport(7, outputs=outputs, reports=[(sequence, each) for each in reports]))
     return [outbox.get_nowait() for _ in range(outbox.qsize())]
 
 
@@ -74,8 +73,12 @@ def test_a_long_prompt_is_divided() -> None:
 
 
 def test_reports_of_a_cancelled_sequence_go_nowhere() -> None:
-    servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), 2**20)
-    sequence = new_sequence(1, "r", [5, 6], SamplingParams(), 4)
-    servicer._owned[1] = new_sequence(1, "r", [5, 6], SamplingParams(), 4), Mock()
-    servicer.deliver(StepReport(7, reports=[(sequence, TokenReport(1, NAME, 0, values(2, 8)))]))
-    servicer._owned[1][1].put.assert_not_called()
+    streams, outbox = GatewayStreams(SequenceTracer(NoTracer())), Mock()
+    cancelled, sequence = (new_sequence(1, "r", [5, 6], SamplingParams(), 4) for _ in range(2))
+    streams._streams[sequence.stream] = outbox
+    streams.add(sequence)  # under the same id
+    report = TokenReport(1, NAME, 0, values(2, 8))
+    streams.deliver(StepReport(7, reports=[(cancelled, report)]))
+    outbox.put.assert_not_called()
+    streams.deliver(StepReport(7, reports=[(sequence, report)]))
+    outbox.put.assert_called_once()
