@@ -20,6 +20,8 @@ from services.common.errors import DeviceError
 
 log = structlog.get_logger()
 
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
 
 class CudaKernel:
     """A kernel of the current device, launched on the current stream before the kernel before it has ended.
@@ -65,16 +67,31 @@ def compiled(source: Path, constants: Mapping[str, int], device: torch.device) -
     except RuntimeError as error:
         raise DeviceError(f"NVRTC cannot be loaded: {error}") from error
     key = hashlib.sha256(repr((text, options, version)).encode()).hexdigest()
-    cache, file_name = get_cache_manager(key), f"{source.stem}.cubin"
-    cached = cache.get_file(file_name)
-    if cached is not None:
-        return Path(cached).read_bytes()
+    cache, file_name = get_cache_manager(key), f"{source.stem}.kept"
+    path = cache.get_file(file_name)
+    kept = None if path is None else _read_kept(Path(path))
+    if kept is not None:
+        return kept
     binary = _compile(text, source.name, options)
     try:
-        cache.put(binary, file_name, binary=True)
+        cache.put(hashlib.sha256(binary).digest() + binary, file_name, binary=True)
     except OSError as error:  # a folder that is full or cannot be written
         log.warning("a compiled kernel is not kept", kernel=source.stem, reason=str(error))
     return binary
+
+
+def _read_kept(path: Path) -> bytes | None:
+    """The binary of a file that begins with its digest; None if it has to be compiled again."""
+    try:
+        content = path.read_bytes()
+        digest, binary = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        if hashlib.sha256(binary).digest() == digest:
+            return binary
+        reason = "it is damaged"
+    except OSError as error:
+        reason = str(error)
+    log.warning("a kept kernel is compiled again", file=str(path), reason=reason)
+    return None
 
 
 def _compile(text: bytes, name: str, options: list[str]) -> bytes:
