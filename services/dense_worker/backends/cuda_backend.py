@@ -46,7 +46,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-_MEASURED_LAYERS = 8  # layers of a step that is timed, besides later ones with other shapes
+# Layers, besides later ones with other shapes:
+_MEASURED_LAYERS = 8  # of a step that is timed
+_DISTINCT_LAYERS = 2  # behind the first segment, of a step that is only compiled for the kernels that differ
 
 
 class CudaBackend(TorchBackend):
@@ -85,7 +87,8 @@ class CudaBackend(TorchBackend):
         for before, norm, after in _norms_between_products(self._segments):
             operations.join(before, norm, after)
         self.logits_dtype = torch.float32 if self._segments.last.head.rescales else self._dtype
-        self._measured_segments = _segments_of_each_kind(self._segments.middle)
+        self._measured_segments = _segments_of_each_kind(self._segments.middle, _MEASURED_LAYERS - 1)
+        self._distinct_segments = _segments_of_each_kind(self._segments.middle, _DISTINCT_LAYERS)
         self._has_tiles = False  # for some layer
         self._strokes: list[RowStroke | None] = [None] * len(self._segments.middle)  # None: kernels of its products
         has_strokes = type(operations) is CudaOperations and not is_deterministic
@@ -179,12 +182,16 @@ class CudaBackend(TorchBackend):
                     self._random_step(min(num_tokens, self._max_num_tokens))()
             return
         choice = operations.products.choice
-        choice.set_all(streamed, LinearKernel.STREAMED)
-        choice.set_all(tiled, LinearKernel.TILED)
         self._has_tiles = bool(tiled)
         with operations.launcher.compiling():
-            for num_tokens in self._step_sizes():
-                self._random_step(num_tokens)()
+            # First with cuBLAS for one kind of layer, as it is measured: its neighbours then fuse less.
+            for exchanged in (*([linear] for linear in streamed), []):
+                choice.set_all(streamed, LinearKernel.STREAMED)
+                choice.set_all(tiled, LinearKernel.TILED)
+                choice.set_all(exchanged, LinearKernel.CUBLAS)
+                layers = self._distinct_segments if exchanged else self._measured_segments
+                for num_tokens in self._step_sizes():
+                    self._random_step(num_tokens, layers)()
         sizes = [(streamed, num_tokens) for num_tokens in ROW_BUCKETS if num_tokens <= self._max_num_tokens]
         sizes += [(tiled, num_tokens) for num_tokens in self._tiled_sizes()]
         with progress_bar("choosing kernels", len(sizes), " sizes") as advance:
@@ -244,19 +251,23 @@ class CudaBackend(TorchBackend):
         buckets = pairwise((ROW_BUCKETS[-1], *TILED_BUCKETS))
         return [min(bucket, self._max_num_tokens) for below, bucket in buckets if below < self._max_num_tokens]
 
-    def _random_step(self, num_tokens: int) -> Callable[[], None]:
-        """A decode step through some of the layers, on random inputs: a GPU computes faster on zeros."""
+    def _random_step(self, num_tokens: int, layers: Sequence[int] | None = None) -> Callable[[], None]:
+        """A decode step through some of the layers, on random inputs: a GPU computes faster on zeros.
+
+        layers: the segments between two attention calls; None: those that are measured
+        """
+        layers = self._measured_segments if layers is None else layers
         config, dtype, device = self._config, self._dtype, self._device
         token_ids = torch.randint(config.vocab_size, (num_tokens,), device=device)
         qkv = torch.empty(num_tokens, config.qkv_size, dtype=dtype, device=device)
         attn_out = torch.randn(num_tokens, config.attn_size, dtype=dtype, device=device)
         # Logits of all rows would take half a GB; the layers before have kernels for all rows compiled and measured.
-        num_rows = min(num_tokens, ROW_BUCKETS[-1] + 1) if self._measured_segments else num_tokens
+        num_rows = min(num_tokens, ROW_BUCKETS[-1] + 1) if layers else num_tokens
         rows = torch.arange(num_rows, device=device)
 
         def run() -> None:
             residual = self.first(token_ids, qkv)
-            for layer in self._measured_segments:
+            for layer in layers:
                 keep_gate(self._segments.middle[layer].after)
                 residual = self.middle(layer, attn_out, residual, qkv)
             keep_gate(self._segments.last.after)
@@ -269,13 +280,13 @@ class CudaBackend(TorchBackend):
         return run
 
 
-def _segments_of_each_kind(middle: Sequence[Middle]) -> list[int]:
+def _segments_of_each_kind(middle: Sequence[Middle], num_first: int) -> list[int]:
     """The first middle segments, and later ones that multiply in shapes which those before them do not have."""
     seen: set[tuple[str, int, int]] = set()
     chosen = []
     for layer, segment in enumerate(middle):
         kinds = {_kind(linear) for linear in parts_of_type(Linear, segment)}
-        if layer < _MEASURED_LAYERS - 1 or not kinds <= seen:
+        if layer < num_first or not kinds <= seen:
             chosen.append(layer)
         seen |= kinds
     return chosen

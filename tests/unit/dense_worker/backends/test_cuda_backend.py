@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -310,6 +310,26 @@ def test_products_serve_where_the_kernel_of_a_stroke_cannot_be_had(
     expected = run_step(TorchBackend(weights), config, torch.float16, [3], [0])
     found = run_step(make_backend(weights, config), config, torch.float16, [3], [0])
     assert relative_error(found, expected) < 5e-3
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-biased", "gemma3_text", "gpt_neox", "starcoder2"])
+def test_all_kernels_of_measured_steps_have_been_compiled_before(
+    launches: LaunchRecorder, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    measured: set[str] = set()
+    compiled: set[str] = set()
+
+    def run_and_count(run: Callable[[], object]) -> float:
+        compiled.update(launches.launches if not measured else ())
+        num_before = len(launches.launches)
+        run()
+        measured.update(launches.launches[num_before:])
+        return 1.0
+
+    monkeypatch.setattr("services.dense_worker.kernels.linear.linear_choice.time_in_graph_us", run_and_count)
+    config, weights = make(variant, torch.bfloat16)
+    make_backend(weights, config)
+    assert measured and measured <= compiled
 
 
 def test_products_are_chosen_once_for_each_graph_with_prompts_and_for_no_others(
