@@ -24,10 +24,12 @@ class RopeAngles:
     def __init__(
         self, config: ModelConfig, max_model_len: int, max_num_tokens: int, device: torch.device
     ) -> None:
-        self._rope = RotaryEmbedding(config.rope, max_model_len, device)
         self._beyond = length_dependent_beyond(config.rope)
         self._max_model_len = max_model_len
         self._is_dynamic = config.rope.rope_type == "dynamic"
+        self._rope: RotaryEmbedding | None = None  # of steps; None: all rows are there already
+        if self._is_dynamic or config.rope.axes:
+            self._rope = RotaryEmbedding(config.rope, max_model_len, device)
         self._inputs: torch.Tensor | None = None  # int32 [2, num_tokens], positions and rope_lens
         self._on_axes: torch.Tensor | None = None  # int32 [3, n], the positions of the tokens with rows of their own
         num_blocks = 1 if self._beyond is None else 2
@@ -64,6 +66,8 @@ class RopeAngles:
 
     def compute(self) -> None:
         """Fills the rows that belong to tokens of the step."""
+        if self._rope is None:
+            return
         if self._inputs is not None:
             positions, rope_lens = self._inputs.long()
             fill_angles(self.table[: len(positions)], *self._rope(positions, rope_lens))
