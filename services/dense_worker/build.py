@@ -298,7 +298,9 @@ def prepare_model(
     use_device(model.device, config.dense.num_threads)  # of the calling thread
     if model.device.type != "cpu":
         torch.zeros(1, device=model.device)  # makes the context
-        import services.dense_worker.runner.cuda_model_runner  # noqa: F401  with triton
+        # With Triton, and before the thread below: two threads that import parts of Triton have ended a start.
+        import services.dense_worker.backends.cuda_backend
+        import services.dense_worker.runner.cuda_model_runner  # noqa: F401
 
         # Meanwhile, because it takes seconds if Triton has them not in its cache. What fails there fails again later.
         threading.Thread(target=_compile_sampling, args=(model,), name="compile-sampling", daemon=True).start()
