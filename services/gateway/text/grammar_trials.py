@@ -2,8 +2,8 @@
 
 Event loop and engine never meet a grammar that explodes: the process has limits of CPU time, memory and stack, and is
 started again after a grammar has ended it. It starts with the first grammar. It tries one at a time; the clients whose
-grammars wait take turns. Results are kept by value; that a grammar took too long is kept for a minute only, because on
-a less busy machine it may take less.
+grammars wait take turns, and one that nobody waits for any more is not tried. Results are kept by value; that a grammar
+took too long is kept for a minute only, because on a less busy machine it may take less.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import json
 import signal
 import subprocess
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.errors import CapacityError, TwostrokeError
@@ -26,9 +26,7 @@ from services.gateway.resources.piped_process import KilledError, close_process,
 from services.grammar.grammar_error import GrammarError, SlowGrammarError
 from services.grammar.trial import MAX_CPU_S
 
-# Grammars that wait for their trial, which takes milliseconds, and `MAX_CPU_S` at most.
-MAX_WAITING_OF_CLIENT = 64
-MAX_WAITING = 512  # of all clients
+MAX_WAIT_S = 600.0  # for a turn. A trial takes milliseconds, and `MAX_CPU_S` at most; `Admission` bounds how many wait
 MAX_KEPT = 1024  # results
 MAX_KEPT_BYTES = 32 * 2**20  # of structured outputs and their grammars
 SLOW_KEPT_S = 60.0  # how long a grammar that took too long is not tried again
@@ -49,6 +47,13 @@ class _Kept:
         return self.expires_at is None or time.monotonic() < self.expires_at
 
 
+@dataclass(eq=False, slots=True)
+class _Trial:
+    task: asyncio.Task[StructuredOutput] = field(init=False)
+    num_waiting: int = 0  # requests
+    has_begun: bool = False
+
+
 class GrammarTrials:
     """Runs in the event loop. `close` ends the process."""
 
@@ -57,31 +62,36 @@ class GrammarTrials:
         self._vocabulary = vocabulary
         self._results: OrderedDict[StructuredOutput, _Kept] = OrderedDict()
         self._num_bytes = 0
-        self._running: dict[tuple[Client, StructuredOutput], asyncio.Task[StructuredOutput]] = {}
-        self._num_running_of = Counter[Client]()
-        self._turns = ClientTurns(1)
+        self._running: dict[tuple[Client, StructuredOutput], _Trial] = {}
+        self._turns = ClientTurns(1, MAX_WAIT_S, "the form of structured output")
         self._process: subprocess.Popen[bytes] | None = None
 
     async def compile(self, structure: StructuredOutput, client: Client = (0, 0)) -> StructuredOutput:
         """The same as a grammar that dense workers can use.
 
-        Raises `GrammarError` if it cannot be used, and `CapacityError` if too many grammars wait.
+        Raises `GrammarError` if it cannot be used, and `CapacityError` if it takes too long here.
         """
         known = self._known(structure)
         if known is not None:
             return known
-        task = self._running.get((client, structure))
-        if task is None:
-            self._check_room(client)
-            task = self._running[client, structure] = asyncio.create_task(self._try(structure, client))
-            self._num_running_of[client] += 1
-            task.add_done_callback(lambda task: self._forget(structure, client, task))
-        return await asyncio.shield(task)  # others may wait for it, too
+        trial = self._running.get((client, structure))
+        if trial is None:
+            trial = self._running[client, structure] = _Trial()
+            trial.task = asyncio.create_task(self._try(trial, structure, client))
+            trial.task.add_done_callback(lambda _: self._forget(trial, structure, client))
+        trial.num_waiting += 1
+        try:
+            return await asyncio.shield(trial.task)  # others may wait for it, too
+        finally:
+            trial.num_waiting -= 1
+            if not trial.num_waiting and not trial.has_begun:
+                trial.task.cancel()
+                self._forget(trial, structure, client)  # who comes now starts another one
 
     async def close(self) -> None:
         """Ends the process and all trials."""
-        for task in list(self._running.values()):
-            task.cancel()
+        for trial in list(self._running.values()):
+            trial.task.cancel()
         await self._end_process()
 
     def _known(self, structure: StructuredOutput) -> StructuredOutput | None:
@@ -94,27 +104,15 @@ class GrammarTrials:
             raise type(known.result)(str(known.result), known.result.origin)
         return known.result
 
-    def _check_room(self, client: Client) -> None:
-        for num_waiting, most, whose in (
-            (self._num_running_of[client], MAX_WAITING_OF_CLIENT, " of this client"),
-            (len(self._running), MAX_WAITING, ""),
-        ):
-            if num_waiting >= most:
-                raise CapacityError(
-                    f"{num_waiting} forms of structured output{whose} wait to be compiled, at most {most} may",
-                    retry_after_s=1.0,
-                )
+    def _forget(self, trial: _Trial, structure: StructuredOutput, client: Client) -> None:
+        if self._running.get((client, structure)) is trial:
+            del self._running[client, structure]
+        if trial.task.done() and not trial.task.cancelled():
+            trial.task.exception()  # who waited for it has it; perhaps nobody does any more
 
-    def _forget(self, structure: StructuredOutput, client: Client, task: asyncio.Task[StructuredOutput]) -> None:
-        del self._running[client, structure]
-        self._num_running_of[client] -= 1
-        if not self._num_running_of[client]:
-            del self._num_running_of[client]
-        if not task.cancelled():
-            task.exception()  # who waited for it has it; perhaps nobody does any more
-
-    async def _try(self, structure: StructuredOutput, client: Client) -> StructuredOutput:
+    async def _try(self, trial: _Trial, structure: StructuredOutput, client: Client) -> StructuredOutput:
         async with self._turns.turn(client):
+            trial.has_begun = True
             known = self._known(structure)  # another client may have had the same grammar tried
             return known if known is not None else await self._try_now(structure)
 

@@ -22,6 +22,7 @@ from services.gateway.text import grammar_trials
 from services.gateway.text.grammar_trials import GrammarTrials
 from services.grammar.grammar_error import GrammarError, SlowGrammarError
 from tests.support.process_memory import resident_bytes
+from tests.support.running_gateway import until
 
 BUSY, OTHER = (0, 1), (0, 2)
 GOOD = StructuredOutput(Constraint.REGEX, "[0-9]+")
@@ -264,22 +265,43 @@ def test_one_trial_serves_all_who_wait_for_the_form_whoever_gives_up() -> None:
     run(test)
 
 
-@pytest.mark.parametrize(("limit", "whose"), [("MAX_WAITING", ""), ("MAX_WAITING_OF_CLIENT", " of this client")])
-def test_no_more_forms_wait_than_allowed(monkeypatch: pytest.MonkeyPatch, limit: str, whose: str) -> None:
-    async def test(made: GrammarTrials) -> None:
-        tasks = [asyncio.create_task(made.compile(regex(f"x{i}"), BUSY)) for i in range(3)]
-        await asyncio.sleep(0)
-        message = f"3 forms of structured output{whose} wait to be compiled, at most 3"
-        with pytest.raises(CapacityError, match=message):
-            await made.compile(GOOD, BUSY)
-        if whose:
-            tasks.append(asyncio.create_task(made.compile(GOOD, OTHER)))
-        assert await made.compile(regex("x1"), BUSY), "the same form again is no further one"
-        assert len(await asyncio.gather(*tasks)) == len(tasks)
-        assert await made.compile(GOOD, BUSY)
-        assert not made._num_running_of
+def test_hundreds_of_forms_of_a_client_wait_and_none_that_it_gives_up_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As benchmarks send them: a form of its own in each of a thousand requests."""
+    asked: list[StructuredOutput] = []
+    may_answer = asyncio.Event()
 
-    monkeypatch.setattr(grammar_trials, limit, 3)
+    async def ask(made: GrammarTrials, form: StructuredOutput) -> dict[str, Any]:
+        asked.append(form)
+        await may_answer.wait()
+        return {"grammar": form.text, "num_bytes": 1}
+
+    async def test(made: GrammarTrials) -> None:
+        forms = [regex(f"x{i}") for i in range(1000)]
+        tasks = [asyncio.create_task(made.compile(each, BUSY)) for each in forms]
+        await until(lambda: len(made._running) == 1000 and bool(asked))
+        for task in tasks[:10] + tasks[500:]:  # the first one has begun, and its result is kept
+            task.cancel()
+        again = asyncio.create_task(made.compile(forms[999], BUSY))  # of another request
+        await asyncio.sleep(0)
+        may_answer.set()
+        found = await asyncio.gather(*tasks[10:500], again)
+        assert [each.text for each in found] == [each.text for each in forms[10:500] + forms[999:]]
+        assert asked == forms[:1] + forms[10:500] + forms[999:] and not made._running
+        assert (await made.compile(forms[0])).text == "x0" and len(asked) == 492
+
+    monkeypatch.setattr(GrammarTrials, "_ask", ask)
+    run(test)
+
+
+def test_a_form_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(made: GrammarTrials) -> None:
+        first = asyncio.create_task(made.compile(GOOD, BUSY))  # starts the process
+        await until(lambda: any(each.has_begun for each in made._running.values()))
+        with pytest.raises(CapacityError, match=r"the form of structured output has waited 0\.01 s for its turn"):
+            await made.compile(regex("x"), BUSY)
+        assert await first
+
+    monkeypatch.setattr(grammar_trials, "MAX_WAIT_S", 0.01)
     run(test)
 
 
