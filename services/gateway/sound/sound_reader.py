@@ -12,26 +12,21 @@ import json
 import os
 import signal
 import subprocess
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from services.common.errors import CapacityError, InvalidRequest, TwostrokeError
+from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.fairness.client_turns import Client, ClientTurns
-from services.common.fairness.kept_room import may_wait, refusal
 from services.gateway.resources.decoding_processes import DecodingProcesses
 from services.gateway.resources.memory_budget import HeldMemory
 from services.gateway.resources.piped_process import end_of
 
 MOST_PROCESSES = 4  # each takes 250 MB
 TIMEOUT_S = 120.0  # far above the limits of CPU time (`decode.py`), for a busy machine; with it a process starts
-MAX_WAIT_S = 60.0  # for a turn
-MAX_WAITING = 64  # short files, and as many long ones
-MAX_WAITING_OF_CLIENT = 16
+MAX_WAIT_S = 600.0  # for a turn; memory bounds how many files wait
 _MODULE = "services.gateway.sound.decode"
 _FEATURES = "features of sound", "file", "send a shorter one"
 
@@ -58,7 +53,6 @@ class SoundReader:
         num_processes = max(2, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2))
         self._turns = ClientTurns(num_processes, MAX_WAIT_S, "the file")
         self._long_turns = ClientTurns(num_processes - 1, MAX_WAIT_S, "the file")
-        self._waiting, self._long_waiting = _Waiting(), _Waiting()
         self._work = set[asyncio.Task[Sound | int | None]]()  # one for each file that is being decoded
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         self._processes = DecodingProcesses(_MODULE, options, num_processes, kind="sound", env=env, has_spare=True)
@@ -66,8 +60,8 @@ class SoundReader:
     async def read(self, data: bytes, client: Client, held: HeldMemory) -> Sound:
         """The features of a file, whose memory `held` counts in place of the file's own.
 
-        Raises `InvalidRequest` for one that cannot be used, `CapacityError` if many wait, if it takes too long here, or
-        if there is no memory for too long.
+        Raises `InvalidRequest` for one that cannot be used, `CapacityError` if it takes too long here, or if there is
+        no memory for too long.
         """
         num_bytes_of_file = held.num_bytes
         found = await self._read(data, client, held)
@@ -92,10 +86,7 @@ class SoundReader:
         """As `_read`. None: the file is long, and `is_long` is false."""
         async with contextlib.AsyncExitStack() as place:
             if is_long:
-                place.enter_context(self._long_waiting.place(client))
                 await place.enter_async_context(self._long_turns.turn(client))
-            else:
-                place.enter_context(self._waiting.place(client))
             await place.enter_async_context(self._turns.turn(client))
             work = asyncio.create_task(self._read_and_leave(data, place.pop_all(), held, is_long=is_long))
         self._work.add(work)
@@ -130,31 +121,6 @@ class SoundReader:
                 return None
             num_bytes = sound.features.nbytes
             return sound if held is None or held.try_reserve(num_bytes, _FEATURES[0]) is None else num_bytes
-
-
-class _Waiting:
-    """Files that wait for a process, or have one."""
-
-    def __init__(self) -> None:
-        self._num_of = Counter[Client]()
-
-    @contextlib.contextmanager
-    def place(self, client: Client) -> Iterator[None]:
-        """A place for a file of this client. Raises `CapacityError` if there is none."""
-        num_own, num_all = self._num_of[client], self._num_of.total()
-        for count, most in ((num_own, MAX_WAITING_OF_CLIENT), (num_all, MAX_WAITING)):
-            if count >= most:
-                raise CapacityError(f"{count} files of sound wait to be decoded, at most {most} may", retry_after_s=1.0)
-        if any(client) and not may_wait(MAX_WAITING, num_all, num_own, 1):
-            what = f"{num_own} of {num_all} files of sound that wait to be decoded"
-            raise CapacityError(refusal(what, 1, MAX_WAITING), retry_after_s=1.0)
-        self._num_of[client] += 1
-        try:
-            yield
-        finally:
-            self._num_of[client] -= 1
-            if not self._num_of[client]:
-                del self._num_of[client]
 
 
 def _exchange(process: subprocess.Popen[bytes], data: bytes, is_long: bool) -> Sound | None:

@@ -114,6 +114,7 @@ class FakeProcesses:
 
     def __init__(self) -> None:
         self.running, self.most = list[bytes](), 0
+        self.num_recognised = 0  # long ones, which come again
         self.begun = list[bytes]()  # long ones
         self.may_end = asyncio.Event()
 
@@ -127,6 +128,7 @@ class FakeProcesses:
                 self.begun.append(data)
                 await self.may_end.wait()
             elif data.startswith(b"long"):
+                self.num_recognised += 1
                 return None
             return Sound(np.zeros((1, 1), np.float32), 1.0)
         finally:
@@ -157,7 +159,7 @@ def test_short_files_wait_for_no_long_one_whoever_sent_them(
             for tenant, _ in clients
             for i in range(2)
         ]
-        await until(lambda: reader._long_waiting._num_of.total() == len(reads) and not reader._waiting._num_of)
+        await until(lambda: processes.num_recognised == len(reads))
         await until(lambda: len(processes.begun) == num_processes - 1)
         assert processes.begun == processes.running
         for client in (*clients, (21, 1)):
@@ -173,7 +175,6 @@ def test_short_files_wait_for_no_long_one_whoever_sent_them(
         assert processes.most == num_processes, "no more than that at any time"
         later = [each.split()[-1] for each in processes.begun[num_processes:]]
         assert len(set(later[:18])) >= 17, "clients take turns at long files, too"
-        assert not reader._waiting._num_of and not reader._long_waiting._num_of
         assert (reader._turns._num_free, reader._long_turns._num_free) == (num_processes, num_processes - 1)
         await reader.close()
 
@@ -202,32 +203,23 @@ def test_a_file_that_takes_longer_when_it_comes_again_is_decoded_all_the_same(
     asyncio.run(body())
 
 
-def test_long_files_that_wait_keep_no_short_one_from_waiting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hundreds_of_files_of_a_client_wait_and_hold_up_no_other_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As an evaluation sends them: a whole data set at once, from one client, which tries nothing again."""
+
     async def body() -> None:
         reader, processes = SoundReader(tmp_path, 5), FakeProcesses()
         monkeypatch.setattr(reader, "_processes", processes)
-        reads = list[asyncio.Task[Sound]]()
-
-        async def add(client: tuple[int, int], count: int) -> None:
-            for _ in range(count):
-                reads.append(asyncio.create_task(reader.read(b"long", client, room(client))))
-                await until(lambda: reads[-1].done() or reader._long_waiting._num_of.total() == len(reads))
-
-        await add((1, 1), sound_reader.MAX_WAITING_OF_CLIENT)
-        with pytest.raises(CapacityError, match="16 files of sound wait to be decoded, at most 16 may"):
-            await reader.read(b"long", (1, 1), room((1, 1)))
-        for tenant, count in ((2, 16), (3, 16), (4, 8)):
-            await add((tenant, 1), count)
-        with pytest.raises(CapacityError, match=r"8 of 56 files .* kept for clients with"):
-            await reader.read(b"long", (4, 1), room((4, 1)))
-        for tenant in range(5, 13):
-            await add((tenant, 1), 1)
-        with pytest.raises(CapacityError, match="64 files of sound wait to be decoded, at most 64 may"):
-            await reader.read(b"long", (13, 1), room((13, 1)))
-        for client in ((1, 1), (13, 1)):
-            async with asyncio.timeout(60):
-                await reader.read(b"short", client, room(client))
-        assert len(reads) == 64 and not any(each.done() for each in reads)
+        reads = [asyncio.create_task(reader.read(b"long", CLIENT, room(CLIENT))) for _ in range(300)]
+        await until(lambda: processes.num_recognised == len(reads))
+        short = [asyncio.create_task(reader.read(b"short %d" % i, CLIENT, room(CLIENT))) for i in range(300)]
+        await asyncio.sleep(0)
+        async with asyncio.timeout(60):
+            await reader.read(b"short", OTHER, room(OTHER))
+        assert sum(each.done() for each in short) < 10, "clients take turns"
+        await asyncio.gather(*short)
+        assert not any(each.done() for each in reads)
         processes.may_end.set()
         await asyncio.gather(*reads)
         await reader.close()

@@ -24,7 +24,7 @@ from services.gateway.http.connection import while_connected
 from services.gateway.http.envelope import FORM_BYTES, FORM_TYPE, media_type_of
 from services.gateway.http.errors import ERROR_RESPONSES, describe
 from services.gateway.resources.memory_budget import HeldMemory
-from services.gateway.sound.sound_reader import SoundReader
+from services.gateway.sound.sound_reader import Sound, SoundReader
 from services.gateway.sound.speech_model import SpeechModel, Task
 from services.gateway.sound.transcription import SpokenSegment, Transcription, TranscriptionOptions
 
@@ -89,8 +89,10 @@ def audio_routes(service: RequestService, section: GatewaySection, speech: Speec
         service.count_requests(1, caller)
         held: HeldMemory = request.state.held
         held.add(len(data) - held.num_bytes)  # of the form only the file is left, and nothing is made of it here
-        sound = await speech.reader.read(data, caller.number, held)
+        sound = await _read(speech.reader, data, request, held)
         del data
+        if sound is None:
+            return Response()  # to nobody
         transcription = Transcription(service, speech.model, sound, options, caller.for_parts())
         return _TranscriptionAnswer(transcription, caller, response_format, streaming)
 
@@ -105,6 +107,18 @@ def audio_routes(service: RequestService, section: GatewaySection, speech: Speec
         return await answer(request, "translate")
 
     return router
+
+
+async def _read(reader: SoundReader, data: bytes, request: Request, held: HeldMemory) -> Sound | None:
+    """The sound of a file; None if the client disconnects while it waits."""
+    sound: Sound | None = None
+
+    async def read() -> None:
+        nonlocal sound
+        sound = await reader.read(data, request.state.caller.number, held)
+
+    await while_connected(request.scope, request.receive, read())
+    return sound
 
 
 class _TranscriptionAnswer(Response):
