@@ -25,14 +25,7 @@ from services.channel.message_link import LinkOffer
 from services.channel.region import shared_memory_id
 from services.channel.shm_cleanup import SHM_DIR, remove_stale_regions
 from services.common.attention.learned import Learned
-from services.common.errors import (
-    CapacityError,
-    DeviceError,
-    InvalidRequest,
-    PeerError,
-    StaleEpoch,
-    TwostrokeError,
-)
+from services.common.errors import CapacityError, InvalidRequest, PeerError, StaleEpoch, ends_process
 from services.common.process import resident_bytes
 from services.pb import attn_pb2, attn_pb2_grpc, step_pb2
 from services.rpc.server import until_over
@@ -276,7 +269,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         )
 
     async def wait_failure(self) -> None:
-        """Raises errors that a new attachment cannot cure: a bug, or a failed GPU."""
+        """Raises errors for which the process ends: see `ends_process`."""
         await asyncio.shield(self._failure)
 
     async def leave(self, timeout_s: float) -> None:
@@ -435,7 +428,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
 
     def _note_failure(self, error: Exception) -> bool:
         """Returns whether a new attachment cannot cure this error; if so, the worker ends with it."""
-        is_failure = isinstance(error, DeviceError) or not isinstance(error, TwostrokeError)
+        is_failure = ends_process(error)
         if is_failure and not self._failure.done() and not self._is_leaving:
             self._failure.set_exception(error)
         return is_failure

@@ -208,3 +208,8 @@ class ModelError(TwostrokeError):
 
     status_code = grpc.StatusCode.FAILED_PRECONDITION
     code = "model"
+
+
+def ends_process(error: BaseException) -> bool:
+    """Whether a worker ends with an error, which no new attachment can cure: a failed GPU, or a bug."""
+    return isinstance(error, DeviceError) or not isinstance(error, TwostrokeError)

@@ -262,7 +262,7 @@ def make_placement(config: Config) -> Placement:
 
 def without_waiting_for_graphs(config: Config) -> Config:
     """The config of a worker for which streams wait: ranks and lanes would capture all CUDA graphs first."""
-    if config.dense.tensor_parallel_size * config.dense.pipeline_parallel_size * config.scheduler.num_lanes == 1:
+    if config.dense.num_ranks * config.scheduler.num_lanes == 1:
         return config
     return config.model_copy(update={"dense": config.dense.model_copy(update={"captures_lazily": True})})
 

@@ -1,6 +1,6 @@
 """`KVCacheSpec`: the contents and size of the paged KV cache, which the backends allocate by layer and block.
 
-All layers have the same blocks, or some have a window and blocks of their own: a second group (`LayerGroups`).
+All layers have the same blocks, or some have a window and blocks of their own: a second group (`WindowGroup`).
 """
 
 from __future__ import annotations

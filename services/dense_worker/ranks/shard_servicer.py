@@ -14,7 +14,15 @@ import torch
 
 from services.channel import Channel, ChannelSpec
 from services.common.engine_thread import EngineThread
-from services.common.errors import ConfigError, DeviceError, PeerError, RequestAborted, StaleEpoch, TwostrokeError
+from services.common.errors import (
+    ConfigError,
+    DeviceError,
+    PeerError,
+    RequestAborted,
+    StaleEpoch,
+    TwostrokeError,
+    ends_process,
+)
 from services.common.rank import Rank
 from services.dense_worker.engine.attention_client import map_channels
 from services.dense_worker.features.adapters.adapter_loader import AdapterLoader
@@ -89,7 +97,7 @@ class ShardServicer(shard_pb2_grpc.DenseShardServicer):
             self._attachment.close()
 
     async def wait_failure(self) -> None:
-        """Raises errors that another attachment cannot cure: a bug, or a failed GPU."""
+        """Raises errors for which the process ends: see `ends_process`."""
         await asyncio.shield(self._failure)
 
     async def Join(self, request: shard_pb2.JoinRequest, context: grpc.aio.ServicerContext) -> shard_pb2.JoinReply:
@@ -252,8 +260,7 @@ class ShardServicer(shard_pb2_grpc.DenseShardServicer):
             self._note_failure(DeviceError(describe_stall(stall)))
 
     def _note_failure(self, error: BaseException) -> None:
-        is_fatal = isinstance(error, DeviceError) or not isinstance(error, TwostrokeError)
-        if is_fatal and not self._failure.done():
+        if ends_process(error) and not self._failure.done():
             self._failure.set_exception(error)
 
     def _check(self, request: shard_pb2.JoinRequest) -> None:

@@ -46,7 +46,7 @@ KEY_HEADER, LAST_EVENT_HEADER = b"idempotency-key", b"last-event-id"
 MAX_KEY_CHARACTERS = 255
 END_OF_EVENT = b"\n\n"
 _KEY = re.compile(rb"[\x21-\x7e]{1,%d}" % MAX_KEY_CHARACTERS)
-_EVENT_ID = re.compile(rb"([1-9][0-9]{0,8})-([0-9a-f]{8})")  # number and digest, as in `_EventSink`
+_EVENT_ID = re.compile(rb"([1-9][0-9]{0,8})-([0-9a-f]{8})")  # number and digest, as events have them
 
 
 class HttpResumption:
