@@ -340,8 +340,7 @@ class CudaModelRunner(ModelRunner):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs all layers for `num_rows` tokens; returns logits [num_sampled, vocab_size] and the residual."""
         token_ids, fed_slots, sampled_rows = _unpack(self._input, num_rows)
-        # Of each row one of both is 0, unless it is the token: few kernels, because a step waits for them.
-        token_ids = torch.maximum(token_ids, self._sampler.last_token[fed_slots])
+        token_ids = self._sampler.feed(token_ids, fed_slots)
         layers = LayerRun(self._backend, channel, self._num_layers, self._hook.residuals_out(), readers)
         layers.begin(token_ids, input_embeds)
         return layers.finish(sampled_rows[:num_sampled], self._hook.hidden_out(num_sampled))

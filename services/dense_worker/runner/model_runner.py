@@ -302,9 +302,8 @@ class ModelRunner:
         for part in parts:
             part.copy_logits(logits)
         if len(step.sampled_rows):
-            sampled = self._sampler.sample(logits, step.sampled_slots, step.positions, step.output_lens)
+            sampled = self._sampler.sample(logits, step.sampled_slots, step.positions, step.output_lens, host_token_ids)
             token_ids = sampled.token_ids
-            host_token_ids.copy_(token_ids, non_blocking=True)
             num_logprobs, ranked = sampled.num_logprobs, sampled.ranked and sampled.ranked.to_host()
         elif not step.has_output:
             host_token_ids = torch.zeros(int(step.bound.plan.entries.num_logits.sum()), dtype=torch.int64)

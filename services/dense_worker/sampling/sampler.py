@@ -50,11 +50,12 @@ class SampledTokens:
 
 def compile_kernels(vocab_size: int, device: torch.device, logits_dtypes: Iterable[torch.dtype]) -> None:
     """Compiles what a `Sampler` on a GPU runs, unless that is in Triton's cache. Waits for the device."""
-    from services.dense_worker.sampling import triton_greedy, triton_gumbel
+    from services.dense_worker.sampling import triton_greedy, triton_gumbel, triton_tokens
 
     torch.cuda.set_device(device)  # of the calling thread
     for kernels in (triton_gumbel, triton_greedy):
         kernels.compile_kernels(vocab_size, device, logits_dtypes)
+    triton_tokens.compile_kernels(device)
 
 
 class Sampler:
@@ -89,10 +90,12 @@ class Sampler:
         # The slots of the newest step, which mostly are those of the one before.
         self._slots, self._slots_on_device = np.empty(0, np.int64), torch.empty(0, dtype=torch.int64)
         self._draw_tokens, self._find_greatest = gumbel.draw, partial(torch.argmax, dim=-1)
+        self._keep_tokens, self._feed_tokens = _keep_tokens, _feed_tokens
         if self._device.type == "cuda":
-            from services.dense_worker.sampling import triton_greedy, triton_gumbel
+            from services.dense_worker.sampling import triton_greedy, triton_gumbel, triton_tokens
 
             self._draw_tokens, self._find_greatest = triton_gumbel.draw, triton_greedy.find_greatest
+            self._keep_tokens, self._feed_tokens = triton_tokens.keep_tokens, triton_tokens.feed_tokens
             compile_kernels(vocab_size, self._device, {torch.float32, logits_dtype})
 
     def add(
@@ -143,6 +146,7 @@ class Sampler:
         slots: Sequence[int] | np.ndarray,
         positions: np.ndarray,
         output_lens: np.ndarray,
+        on_host: torch.Tensor | None = None,
     ) -> SampledTokens:
         """Samples one token per row and stores it in `last_token` and in the state of the slot's editors.
 
@@ -151,6 +155,7 @@ class Sampler:
             tokens `last_token` keeps is undefined
         positions: integers [r], number of tokens of the sequence before the sampled one
         output_lens: integers [r], number of output tokens among these
+        on_host: int64 [r], gets the tokens when the device has run this; pinned, if the device is a GPU
         returns: the tokens; rows of NaN give an arbitrary token
         """
         slots = np.asarray(slots, dtype=np.int64)
@@ -168,7 +173,10 @@ class Sampler:
         if not np.array_equal(slots, self._slots):
             self._slots = slots.copy()  # on a CPU an upload is the same memory
             self._slots_on_device = self._upload(self._slots)
-        self.last_token[self._slots_on_device] = token_ids
+        if on_host is None:
+            self.last_token[self._slots_on_device] = token_ids
+        else:
+            self._keep_tokens(token_ids, self._slots_on_device, self.last_token, on_host)
         for editor, rows in edits:
             editor.append(rows, token_ids)
 
@@ -179,6 +187,13 @@ class Sampler:
         ranked = rank_tokens(model_logits, token_ids[self._upload(reported)], int(num_logprobs.max()), named)
         wanted = dict(zip(reported.tolist(), num_logprobs.tolist(), strict=True))
         return SampledTokens(token_ids, wanted, ranked)
+
+    def feed(self, token_ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """The tokens of a step's rows, int64 [n]: those that were sampled last in their slots.
+
+        token_ids, slots: int64 [n]; rows with slot -1 have their own token, others have 0
+        """
+        return self._feed_tokens(token_ids, slots, self.last_token)
 
     @torch.inference_mode()
     def draw(self, logits: torch.Tensor, slots: np.ndarray, positions: torch.Tensor) -> torch.Tensor:
@@ -211,9 +226,7 @@ class Sampler:
             return logits
         return self._edited[: len(logits)].copy_(logits) if len(logits) <= len(self._edited) else logits.float()
 
-    def _choose(
-        self, logits: torch.Tensor, options: np.ndarray, positions: np.ndarray | torch.Tensor
-    ) -> torch.Tensor:
+    def _choose(self, logits: torch.Tensor, options: np.ndarray, positions: np.ndarray | torch.Tensor) -> torch.Tensor:
         drawn = np.flatnonzero(~options["is_greedy"])
         if drawn.size == len(options):
             return self._draw(logits, options, positions)
@@ -224,9 +237,7 @@ class Sampler:
             token_ids[rows] = self._draw(logits[rows], options[drawn], of_drawn)
         return token_ids
 
-    def _draw(
-        self, logits: torch.Tensor, options: np.ndarray, positions: np.ndarray | torch.Tensor
-    ) -> torch.Tensor:
+    def _draw(self, logits: torch.Tensor, options: np.ndarray, positions: np.ndarray | torch.Tensor) -> torch.Tensor:
         """Draws token ids [r] from the filtered distributions, by the rows' seeds and positions."""
         filtered = self._filter(logits, options)
         if isinstance(positions, np.ndarray):
@@ -265,3 +276,14 @@ class Sampler:
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         return upload(array, self._device)
+
+
+def _keep_tokens(token_ids: torch.Tensor, slots: torch.Tensor, last_token: torch.Tensor, on_host: torch.Tensor) -> None:
+    """As `triton_tokens.keep_tokens`, on any device."""
+    last_token[slots] = token_ids
+    on_host.copy_(token_ids, non_blocking=True)
+
+
+def _feed_tokens(token_ids: torch.Tensor, fed_slots: torch.Tensor, last_token: torch.Tensor) -> torch.Tensor:
+    """As `triton_tokens.feed_tokens`, on any device; of each row one of both is 0, unless it is the token."""
+    return torch.maximum(token_ids, last_token[fed_slots])
