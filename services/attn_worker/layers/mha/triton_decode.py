@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from services.attn_worker.layers.mha.triton_cache_layout import (
     cache_offset,
@@ -86,10 +86,10 @@ def choose_decode_tiles(
         return DecodeTiles(block_n=16, num_warps=1, num_stages=4)
     if head_dim <= 128 and group <= 16 and cache_dtype != torch.int8 and programs_per_sm < FEW_BELOW:
         return DecodeTiles(block_n=64, num_warps=2 if cache_dtype.itemsize == 1 else 4, num_stages=3, is_for_few=True)
-    if group == 1 and head_dim <= 128 and cache_dtype.itemsize > 1 and programs_per_sm < ALL_AT_ONCE_BELOW:
-        return DecodeTiles(block_n=32, num_warps=4, num_stages=3, is_for_few=True)
-    if group == 1 and head_dim == 128 and cache_dtype.itemsize > 1 and programs_per_sm >= ONE_WARP_FROM:
+    if group == 1 and head_dim == 128 and cache_dtype.itemsize > 1:
         return DecodeTiles(block_n=PAIR, num_warps=1, num_stages=4, is_for_many=True)
+    if group == 1 and head_dim < 128 and cache_dtype.itemsize > 1 and programs_per_sm < ALL_AT_ONCE_BELOW:
+        return DecodeTiles(block_n=32, num_warps=4, num_stages=3, is_for_few=True)
     num_warps = 2 if group <= 16 else 4 if group <= 32 else 8  # larger groups need more registers
     return DecodeTiles(block_n=32, num_warps=num_warps, num_stages=3)
 
@@ -133,7 +133,8 @@ def decode_attention(
     group_padded = triton.next_power_of_2(group)
     elements = group_padded * head_dim_padded  # of the outputs of a piece
     # Not beside tokens before a window, which have queries as rows: it has not been tried with them.
-    is_for_many = tiles.is_for_many and block_size % 16 == 0 and not scores.num_sink_tokens
+    if tiles.is_for_many and (block_size % 16 or scores.num_sink_tokens):
+        tiles = DecodeTiles(block_n=PAIR, num_warps=2, num_stages=3)
     if tiles.is_for_few:
         num_merged = min(16, max(2, 2048 * tiles.num_warps // elements))
     else:
@@ -169,7 +170,7 @@ def decode_attention(
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         GROUP_PADDED=group_padded,
-        NUM_QUERIES=max(16 if kv_format(cache) == "plain" and not is_for_many else 8, group_padded),
+        NUM_QUERIES=max(16 if kv_format(cache) == "plain" and not tiles.is_for_many else 8, group_padded),
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
         HEAD_DIM_PADDED=head_dim_padded,
@@ -178,7 +179,7 @@ def decode_attention(
         MERGE_N=num_merged,
         NUM_STAGES=tiles.num_stages,
         IS_FOR_FEW=tiles.is_for_few,
-        IS_FOR_MANY=is_for_many,
+        IS_FOR_MANY=tiles.is_for_many,
         num_warps=tiles.num_warps,
         **dependent_launch(qkv.device),
     )
@@ -289,8 +290,7 @@ def _decode_kernel(
     new_value = tl.zeros([HEAD_DIM_PADDED], dtype)
     # Cached keys and values were written before the step: the loop's first loads of them come before the wait. Not so
     # in steps of split contexts, which want log-sums: the kernel before has just appended keys that are read.
-    # With many sequences that would gain one wait of many programs, and cost instructions in each tile.
-    waits_in_loop: tl.constexpr = log_sums is None and ((FORMAT == "plain" and not IS_FOR_MANY) or IS_FOR_FEW)
+    waits_in_loop: tl.constexpr = log_sums is None and (FORMAT == "plain" or IS_FOR_FEW)
     if not waits_in_loop or first_tile >= end_key:
         query_1, query_2, new_key_1, new_key_2, new_value = load_new_token(
             qkv_row, heads, kv_head, slot, cos, sin, FORMAT, ROTARY_DIM, HAS_PAIRS, NUM_KV_HEADS, GROUP,
@@ -304,10 +304,11 @@ def _decode_kernel(
         slope = tl.load(slopes + heads, mask=offs_g < GROUP, other=0.0)
 
     if IS_FOR_MANY:
-        log_max, exp_sum, acc = attend_many(
-            query_1, query_2, cache, table, first_tile, first_key, end_key, kv_head, slope, angle_row, SCALE, RAW_SCALE,
-            SOFTCAP, slopes is not None, NUM_QUERIES, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PADDED, HALF,
-            NUM_STAGES,
+        log_max, exp_sum, acc, query_1, query_2, new_key_1, new_key_2, new_value = attend_many(
+            query_1, query_2, new_key_1, new_key_2, new_value, qkv_row, heads, slot, cos, sin, cache, table, first_tile,
+            first_key, end_key, kv_head, slope, angle_row, SCALE, RAW_SCALE, SOFTCAP, slopes is not None, ROTARY_DIM,
+            HAS_PAIRS, NUM_QUERIES, NUM_KV_HEADS, GROUP, BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PADDED, HALF, NUM_STAGES, dtype,
+            waits_in_loop, PDL,
         )  # fmt: skip
     elif FORMAT == "plain":
         query = join_halves(query_1, query_2)
@@ -330,9 +331,6 @@ def _decode_kernel(
                     NUM_QUERIES, HEAD_DIM, HEAD_DIM_PADDED, HALF, dtype, PDL,
                 )  # fmt: skip
                 query = join_halves(query_1, query_2)
-            if IS_FOR_FEW and PDL:  # noqa: SIM102  the first is known when the kernel is compiled
-                if start + (NUM_STAGES - 1) * BLOCK_N >= end_key:  # all keys are on their way
-                    gdc_launch_dependents()
             scores = tl.dot(query, tl.trans(key), input_precision="ieee")
             if is_adjusted:
                 distance = angle_row - keys
@@ -355,9 +353,6 @@ def _decode_kernel(
             waits_in_loop, PDL,
         )  # fmt: skip
 
-    # Not before the last loads: then the product behind the next flag is launched, and its loads would delay them.
-    if PDL:
-        gdc_launch_dependents()
     if NUM_SINK_TOKENS > 0:  # the first item of a row adds those before its window
         place_angle = angles + (angle_row + PLACE_ROWS) * HEAD_DIM
         acc, exp_sum, log_max = attend_far_sinks(

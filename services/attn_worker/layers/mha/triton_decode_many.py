@@ -18,6 +18,7 @@ from services.attn_worker.layers.mha.triton_cache_layout import (
     opaque,
     padded_dims,
 )
+from services.attn_worker.layers.mha.triton_new_token import load_new_token
 from services.attn_worker.layers.mha.triton_scores import adjust_scores
 
 PAIR = 32  # keys of a tile, in two halves, each in one block: sizes of blocks are multiples of 16
@@ -27,6 +28,14 @@ PAIR = 32  # keys of a tile, in two halves, each in one block: sizes of blocks a
 def attend_many(
     query_1,  # [NUM_QUERIES, HALF], rotated
     query_2,
+    new_key_1,  # [HALF], not rotated
+    new_key_2,
+    new_value,  # [HEAD_DIM_PADDED]
+    qkv_row,
+    heads,
+    slot,
+    cos,
+    sin,
     cache,
     table,
     first_tile,
@@ -39,15 +48,24 @@ def attend_many(
     RAW_SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HAS_PAIRS: tl.constexpr,
     NUM_QUERIES: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     HALF: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    DTYPE: tl.constexpr,
+    WAITS: tl.constexpr,  # whether the new token is there only after a wait, before which the first keys are read
+    PDL: tl.constexpr,
 ):
-    """The running softmax over the item's cached keys: (maximum, sum of exponentials, weighted sum of values)."""
+    """The running softmax over the item's cached keys: (maximum, sum of exponentials, weighted sum of values).
+
+    And the new token, which is loaded here if it `WAITS` and there are cached keys.
+    """
     query = opaque(tl.trans(join_halves(query_1, query_2))).to(query_1.dtype)
     key_dims, mask_key = joined_dims(HEAD_DIM, HALF)
     value_dims, mask_value = padded_dims(HEAD_DIM, HEAD_DIM_PADDED)
@@ -76,6 +94,12 @@ def attend_many(
         value = tl.load(values + value_places, mask=mask[None, :] & mask_value[:, None], other=0.0)
         later_key = tl.load(later_keys + key_places, mask=later_mask[:, None] & mask_key[None, :], other=0.0)
         later_value = tl.load(later_values + value_places, mask=later_mask[None, :] & mask_value[:, None], other=0.0)
+        if WAITS and start == first_tile:
+            query_1, query_2, new_key_1, new_key_2, new_value = load_new_token(
+                qkv_row, heads, kv_head, slot, cos, sin, "plain", ROTARY_DIM, HAS_PAIRS, NUM_KV_HEADS, GROUP,
+                NUM_QUERIES, HEAD_DIM, HEAD_DIM_PADDED, HALF, DTYPE, PDL,
+            )  # fmt: skip
+            query = opaque(tl.trans(join_halves(query_1, query_2))).to(DTYPE)
         scores = tl.dot(key, query, input_precision="ieee")
         later_scores = tl.dot(later_key, query, input_precision="ieee")
         if SOFTCAP > 0 or HAS_ALIBI:
@@ -92,4 +116,4 @@ def attend_many(
         acc = tl.dot(value, weights.to(query.dtype), acc * decay[None, :], input_precision="ieee")
         acc = tl.dot(later_value, later_weights.to(query.dtype), acc, input_precision="ieee")
         log_max = new_max
-    return log_max, tl.sum(sums, axis=0), tl.trans(acc)
+    return log_max, tl.sum(sums, axis=0), tl.trans(acc), query_1, query_2, new_key_1, new_key_2, new_value

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from services.attn_worker.layers.mha.triton_cache_layout import (
     join_halves,
@@ -104,9 +103,6 @@ def attend_quantized(
                 NUM_QUERIES, HEAD_DIM, HEAD_DIM_PADDED, HALF, DTYPE, PDL,
             )  # fmt: skip
             even_query, odd_query = _split_query(query_1, query_2, NUM_QUERIES, HALF)
-        if WAITS and PDL:  # noqa: SIM102  the first is known when the kernel is compiled
-            if start + (NUM_STAGES - 1) * BLOCK_N >= end_key:  # all keys are on their way
-                gdc_launch_dependents()
         even_key, odd_key = split_pairs(key, FORMAT, IS_INTERPRETED)
         scores = tl.dot(even_key.to(query_1.dtype), even_query, input_precision="ieee")
         scores = tl.dot(odd_key.to(query_1.dtype), odd_query, scores, input_precision="ieee")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.attn_worker.layers.mha.triton_cache_layout import padded_dims
 from services.attn_worker.layers.mha.triton_quantized import to_factor
@@ -31,9 +31,14 @@ def load_new_token(
     DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Waits for the step's qkv: halves of the rotated queries and of the unrotated new key, and its value."""
+    """Waits for the step's qkv: halves of the rotated queries and of the unrotated new key, and its value.
+
+    Then lets the product behind the next flag be launched: an SM whose programs have ended reads weights while others
+    read keys. By then all programs of this kernel have their place.
+    """
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     half: tl.constexpr = HEAD_DIM // 2
     offs_h = tl.arange(0, HALF)
     mask_h = offs_h < half
