@@ -137,7 +137,7 @@ def test_long_contexts_are_split_and_merged(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "programs_per_sm"),
-    [(8, 1, 128, 0.5), (3, 1, 80, 0.5), (2, 2, 128, 0.5), (2, 2, 128, 2.0)],
+    [(8, 1, 128, 0.5), (3, 1, 80, 2.0), (2, 2, 128, 0.5), (2, 2, 64, 2.0)],
 )
 def test_pieces_of_few_contexts_are_merged(
     kernels: Kernels,
@@ -152,8 +152,8 @@ def test_pieces_of_few_contexts_are_merged(
 
     group = num_heads // num_kv_heads
     tiles = triton_decode.choose_decode_tiles(dtype, dtype, group, head_dim, programs_per_sm)
-    assert tiles.is_for_few and tiles.block_n == (64 if programs_per_sm < 1 else 32)
-    if programs_per_sm > 1:
+    assert tiles.is_for_few and tiles.block_n == (32 if group == 1 and programs_per_sm > 1 else 64)
+    if tiles.block_n == 32:
         monkeypatch.setattr(triton_decode, "FEW_BELOW", 0)  # two sequences have such tiles, too
     pair = Pair(make_config(num_heads, num_kv_heads, head_dim, windows=(None, 300)), kernels, dtype)
     pair.check({"long": 1300})  # more pieces than are merged at a time

@@ -36,7 +36,7 @@ from services.attn_worker.layers.mha.work_items import NUM_FIELDS
 _DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
 ONE_WARP_FROM = 8  # programs per SM; with fewer, one warp each leaves too many of the SM's units idle
 FEW_BELOW = 1  # program per SM: contexts are split into pieces of few tiles, and merging them takes a part of the time
-ALL_AT_ONCE_BELOW = 3  # the same, for one query head per kv head: all programs run at once, of four warps each
+ALL_AT_ONCE_BELOW = 3  # over a cache of 16 bits all programs of four warps run at once
 # The same, for one query head per kv head, where whole contexts are split; with more, splitting gains nothing.
 SPLIT_FROM, SPLIT_BELOW = 4, 24
 LONGEST_SPLIT_FROM = 6  # over a cache of 16 bits
@@ -47,7 +47,8 @@ class DecodeTiles:
     """Sizes of the kernel's loop: `block_n` keys per tile, `num_stages` tiles in flight.
 
     `is_for_few`: the kernel is compiled for few sequences, whose time is that of accesses that wait for one another.
-    `is_for_many`: it has the loop of `triton_decode_many.py`, if blocks are large enough.
+    `is_for_many`: it has the loop of `triton_decode_many.py`, if blocks are large enough. Four such programs share an
+    SM, and hold three tiles each when the flag is set.
     """
 
     block_n: int
@@ -84,7 +85,8 @@ def choose_decode_tiles(
         if cache_dtype == torch.int8:
             return DecodeTiles(block_n=32, num_warps=1, num_stages=3)
         return DecodeTiles(block_n=16, num_warps=1, num_stages=4)
-    if head_dim <= 128 and group <= 16 and cache_dtype != torch.int8 and programs_per_sm < FEW_BELOW:
+    few_below = ALL_AT_ONCE_BELOW if group > 1 and cache_dtype.itemsize > 1 else FEW_BELOW
+    if head_dim <= 128 and group <= 16 and cache_dtype != torch.int8 and programs_per_sm < few_below:
         return DecodeTiles(block_n=64, num_warps=2 if cache_dtype.itemsize == 1 else 4, num_stages=3, is_for_few=True)
     if group == 1 and head_dim == 128 and cache_dtype.itemsize > 1:
         return DecodeTiles(block_n=PAIR, num_warps=1, num_stages=4, is_for_many=True)
@@ -104,7 +106,9 @@ def programs_of_pieces(cache_dtype: torch.dtype, group: int, programs_per_sm: fl
     if group > 1 or (cache_dtype.itemsize == 1 and programs_per_sm >= SPLIT_BELOW):
         return 2
     if cache_dtype.itemsize > 1:
-        return 6 if programs_per_sm >= LONGEST_SPLIT_FROM else 2
+        if programs_per_sm < FEW_BELOW:
+            return 2
+        return 4 if programs_per_sm < LONGEST_SPLIT_FROM else 6
     return 8 if programs_per_sm < SPLIT_FROM else 40
 
 
