@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.attn_worker.layers.mha.triton_cache_layout import join_halves, padded_dims
 from services.attn_worker.layers.mha.triton_decode import DecodeWorkspace, dependent_launch
@@ -193,6 +193,7 @@ def _short_chunk_kernel(
     num_items = tl.load(fields + 7)
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()  # as `load_new_token` does
     if first_row < 0:
         return
 
