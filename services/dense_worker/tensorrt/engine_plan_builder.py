@@ -26,6 +26,7 @@ from services.dense_worker.tensorrt.engine_plan_cache import (
 )
 from services.dense_worker.tensorrt.files.network_record import NetworkRecord
 from services.dense_worker.tensorrt.gpu import Gpu
+from services.dense_worker.tensorrt.onnx_forms import with_halves
 from services.dense_worker.tensorrt.onnx_segments import code_dtypes, describe_tensors
 from services.dense_worker.tensorrt.profiles import Limits, Profile, num_reached, parse_profile
 
@@ -155,8 +156,10 @@ class EnginePlanBuilder:
     def _build(self, key: EnginePlanKey, network: bytes, dtype: torch.dtype, report: Report) -> CachedEnginePlan:
         driver = "" if self._gpu is None else self._gpu.driver
         start = time.monotonic()
-        graph = onnx.load_from_string(network).graph
         profile = parse_profile(key.profile)
+        if not self._api.is_strongly_typed:
+            network = with_halves(network, profile)
+        graph = onnx.load_from_string(network).graph
         sizes = {name: (profile.low, profile.best, profile.high) for name in _dynamic_inputs(graph)}
         timing_cache = self._cache.timing_cache(key, driver, report)
         plan, timings = self._api.build(key.title, network, sizes, dtype, timing_cache)

@@ -1,0 +1,69 @@
+"""Another form of products, for which TensorRT 8.6 has faster kernels where a plan is for one size of few rows.
+
+What it gains is in bench/results/tensorrt.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx
+from onnx import TensorProto, helper
+
+from services.dense_worker.tensorrt.profiles import Profile
+
+_MAX_OUTPUTS = 4096  # with tiles of 32 x 32 these are fewer programs than a large GPU has places for
+_MAX_ROWS = 32
+
+
+def with_halves(network: bytes, profile: Profile) -> bytes:
+    """The same network, if `profile` is one size of 2 to 32 rows: products with few outputs become sums of two halves.
+
+    That is done where something is added to them: the kernel that adds it adds the halves, too.
+    """
+    num_rows = profile.high
+    if not 1 < profile.low == num_rows <= _MAX_ROWS:
+        return network
+    model = onnx.load_from_string(network)
+    graph = model.graph
+    shapes = {value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in graph.input}
+    added = {name for node in graph.node if node.op_type == "Add" for name in node.input}
+    nodes = list[onnx.NodeProto]()
+    for node in graph.node:
+        # A product of rows [n, in] and a weight [out, in], without a bias.
+        is_added = node.op_type == "Gemm" and len(node.input) == 2 and node.output[0] in added
+        weight = shapes.get(node.input[1]) if is_added else None
+        if weight is None or weight[0] > _MAX_OUTPUTS or weight[1] % 2:
+            nodes.append(node)
+        else:
+            nodes += _halves(graph, node, num_rows, *weight)
+    del graph.node[:]
+    graph.node.extend(nodes)
+    onnx.checker.check_model(model, full_check=True)
+    return model.SerializeToString(deterministic=True)
+
+
+def _halves(
+    graph: onnx.GraphProto, gemm: onnx.NodeProto, num_rows: int, num_outputs: int, num_inputs: int
+) -> Iterator[onnx.NodeProto]:
+    """x [n, in], weight [out, in], both read as they lie -> [n, out]"""
+    (x, weight), [output] = gemm.input, gemm.output
+    halves = []
+    for name, size, order in ((x, num_rows, (1, 0, 2)), (weight, num_outputs, (1, 2, 0))):
+        split = f"{output}_{name}_split"
+        shape = _constant(graph, f"{split}_shape", [size, 2, num_inputs // 2])
+        yield _node("Reshape", [name, shape], split)
+        halves.append(f"{output}_{name}_halves")
+        yield _node("Transpose", [split], halves[-1], perm=order)
+    products = f"{output}_products"
+    yield _node("MatMul", halves, products)
+    yield _node("ReduceSum", [products, _constant(graph, f"{output}_axis", [0])], output, keepdims=0)
+
+
+def _node(op: str, inputs: list[str], output: str, **attributes: object) -> onnx.NodeProto:
+    return helper.make_node(op, inputs, [output], f"{op}_{output}", **attributes)
+
+
+def _constant(graph: onnx.GraphProto, name: str, values: list[int]) -> str:
+    graph.initializer.append(helper.make_tensor(name, TensorProto.INT64, [len(values)], values))
+    return name
