@@ -40,9 +40,9 @@ class Readiness:
     async def detached(self, end: AttachmentEnd) -> None:
         """Ends the streams of all gateways, which may reconnect."""
         (log.warning if end.is_crash else log.info)("no attention worker", reason=end.reason, is_crash=end.is_crash)
-        servicer, state = self._servicer, dense_pb2.DenseStatus
+        servicer = self._servicer
         servicer.set_info(None)
-        servicer.status.state = state.ATTACHING if servicer.may_attach.is_set() else state.STANDBY
+        servicer.note_unattached()
         running = servicer.spans_under_way() if end.is_crash else []
         servicer.end_streams(dense_pb2.Farewell(is_crash=end.is_crash, reason=end.reason, running=running))
         await self._server.set_serving(False)

@@ -119,9 +119,7 @@ class DenseWorker:
                 serve_late_metrics(late_address, self._registry, METRICS, servicer.may_attach),
             )
         except asyncio.CancelledError:  # the worker was asked to stop, which is no crash
-            servicer.set_info(None)
-            servicer.end_streams(dense_pb2.Farewell(is_crash=False, reason="the dense worker was asked to stop"))
-            await servicer.wait_ended(STOP_GRACE_S)
+            await servicer.stop_serving(STOP_GRACE_S)
             raise
 
     async def stop(self) -> None:
@@ -228,14 +226,14 @@ class DenseWorker:
 
     def _announce(self, address: str) -> None:
         """Reports that the model is loaded, and whether this worker may attach."""
-        servicer, state = self._servicer, dense_pb2.DenseStatus
+        servicer = self._servicer
         servicer.set_engine(self._engine, self._watchdog, self._model.features)
         servicer.status.weights_hash = self._model.weights_hash
         servicer.status.loading = ""
         if self._options.standby is None:
             servicer.may_attach.set()
-        servicer.status.state = state.ATTACHING if servicer.may_attach.is_set() else state.STANDBY
-        log.info("loaded", address=address, state=state.State.Name(servicer.status.state))
+        servicer.note_unattached()
+        log.info("loaded", address=address, state=dense_pb2.DenseStatus.State.Name(servicer.status.state))
 
 
 def make_server(config: Config, servicer: DenseServicer) -> GrpcServer:

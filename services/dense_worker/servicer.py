@@ -117,6 +117,11 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             info.offers_socket = True
             self._is_ready.set()
 
+    def note_unattached(self) -> None:
+        """Says in the status that the worker tries to attach, or waits until it may."""
+        states = dense_pb2.DenseStatus
+        self.status.state = states.ATTACHING if self.may_attach.is_set() else states.STANDBY
+
     def spans_under_way(self) -> list[dense_pb2.SequenceSpan]:
         """The engine's running spans as messages; none before the engine exists."""
         spans = {} if self._engine is None else self._engine.spans_under_way()
@@ -130,8 +135,10 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         """Ends every gateway's stream with this message, after all messages delivered before."""
         self._streams.send_all(dense_pb2.StepOutput(farewell=farewell))
 
-    async def wait_ended(self, timeout_s: float) -> None:
-        """Waits until the streams have ended, at most `timeout_s` seconds."""
+    async def stop_serving(self, timeout_s: float) -> None:
+        """The worker was asked to stop: ends all streams, and waits up to `timeout_s` seconds for that."""
+        self.set_info(None)
+        self.end_streams(dense_pb2.Farewell(is_crash=False, reason="the dense worker was asked to stop"))
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self._streams and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)

@@ -93,8 +93,7 @@ class EncoderWorker:
         self._servicer.set_engine(self._engine, self._watchdog, [TextPooling(pooling.token_heads)])
         if standby is None:
             servicer.may_attach.set()
-        state = dense_pb2.DenseStatus
-        servicer.status.state = state.ATTACHING if servicer.may_attach.is_set() else state.STANDBY
+        servicer.note_unattached()
 
     async def run(self) -> None:
         """Serves until cancelled. Raises errors of the engine."""
@@ -107,9 +106,7 @@ class EncoderWorker:
                 serve_late_metrics(late_address, self._registry, METRICS, self._servicer.may_attach),
             )
         except asyncio.CancelledError:  # the worker was asked to stop, which is no crash
-            self._servicer.set_info(None)
-            self._servicer.end_streams(dense_pb2.Farewell(is_crash=False, reason="the dense worker was asked to stop"))
-            await self._servicer.wait_ended(STOP_GRACE_S)
+            await self._servicer.stop_serving(STOP_GRACE_S)
             raise
 
     async def stop(self) -> None:
