@@ -21,7 +21,7 @@ MAX_REPETITION_PENALTY = 100.0
 MAX_SEED = 2**64 - 1
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
-MAX_BAD_WORDS = 128
+MAX_BAD_TOKEN_SEQUENCES = 128
 MAX_BAD_WORD_TOKENS = 64
 MAX_ALLOWED_TOKENS = 1024
 MAX_LOGPROB_TOKENS = 128
@@ -143,7 +143,7 @@ class SamplingParams:
         _check_count("logit_bias", "tokens", len(self.logit_bias), 0, MAX_LOGIT_BIASES)
         for token_id, bias in self.logit_bias:
             _BIAS.check(f"logit_bias[{token_id}]", bias)
-        _check_count("bad_words", "words", len(self.bad_words), 0, MAX_BAD_WORDS)
+        _check_count("bad_words", "words", len(self.bad_words), 0, MAX_BAD_TOKEN_SEQUENCES)
         for i, word in enumerate(self.bad_words):
             _check_count(f"bad_words[{i}]", "tokens", len(word), 1, MAX_BAD_WORD_TOKENS)
         _check_count("allowed_token_ids", "tokens", len(self.allowed_token_ids), 0, MAX_ALLOWED_TOKENS)

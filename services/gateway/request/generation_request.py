@@ -10,13 +10,13 @@ from services.common.errors import InvalidRequest
 from services.common.sampling_messages import decode_sampling
 from services.common.sampling_params import (
     MAX_ALLOWED_TOKENS,
+    MAX_BAD_TOKEN_SEQUENCES,
     MAX_LOGIT_BIASES,
     MAX_LOGPROB_TOKENS,
     MAX_PRIORITY,
     MAX_SEED,
     SamplingParams,
 )
-from services.common.sampling_params import MAX_BAD_WORDS as MAX_BAD_TOKEN_SEQUENCES
 from services.common.shorten import quote
 from services.gateway.features.feature import RequestSize
 from services.gateway.features.installed import FEATURES, PROMPT_LOGPROBS, REPORTS, features_of

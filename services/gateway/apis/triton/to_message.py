@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from services.common.errors import InvalidRequest
-from services.common.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_TEMPERATURE
+from services.common.sampling_params import MAX_BAD_TOKEN_SEQUENCES, MAX_BAD_WORD_TOKENS, MAX_TEMPERATURE
 from services.common.shorten import quote
 from services.gateway.apis.triton.rows import Row
 from services.pb import gateway_pb2, sampling_pb2
@@ -200,10 +200,10 @@ def _words(name: str, row: Row) -> list[list[int]]:
             raise InvalidRequest(
                 f"{name} has a word that ends at {end}, must be {begin + 1} to {len(token_ids)}", name
             )
-        if end - begin > MAX_BAD_WORD_TOKENS or len(words) == MAX_BAD_WORDS:
+        if end - begin > MAX_BAD_WORD_TOKENS or len(words) == MAX_BAD_TOKEN_SEQUENCES:
             raise InvalidRequest(
-                f"{name} has a word of {end - begin} tokens as number {len(words) + 1}, at most {MAX_BAD_WORDS} words "
-                f"of {MAX_BAD_WORD_TOKENS} tokens are allowed",
+                f"{name} has a word of {end - begin} tokens as number {len(words) + 1}, at most "
+                f"{MAX_BAD_TOKEN_SEQUENCES} words of {MAX_BAD_WORD_TOKENS} tokens are allowed",
                 name,
             )
         words.append(token_ids[begin:end])

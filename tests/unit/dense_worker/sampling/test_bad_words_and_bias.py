@@ -8,7 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIASES, SamplingParams
+from services.common.sampling_params import (
+    MAX_BAD_TOKEN_SEQUENCES,
+    MAX_BAD_WORD_TOKENS,
+    MAX_LOGIT_BIASES,
+    SamplingParams,
+)
 from services.dense_worker.sampling.sampler import Sampler
 from tests.support.examples import examples
 
@@ -101,7 +106,7 @@ def test_growing_tables_do_not_change_other_sequences() -> None:
 
     sampler.add(0, SamplingParams(temperature=0.0, bad_words=((11,),), logit_bias=((9, 5.0),)), PROMPT, [], [])
     assert step([0]) == [9]
-    words = tuple((token_id % 8, *range(6), 10) for token_id in range(MAX_BAD_WORDS))
+    words = tuple((token_id % 8, *range(6), 10) for token_id in range(MAX_BAD_TOKEN_SEQUENCES))
     biases = tuple((token_id, -1.0) for token_id in range(10))
     sampler.add(2, SamplingParams(temperature=0.0, bad_words=words, logit_bias=biases), PROMPT, list(range(6)), [])
     sampler.add(1, SamplingParams(temperature=0.0), PROMPT, [], [])
