@@ -41,6 +41,7 @@ setup(
         "twostroke.deploy.ray",
     ],
     package_data={
+        "twostroke.services.dense_worker.kernels.linear": ["*.cu"],
         "twostroke.services.dense_worker.kernels.stroke": ["*.cu"],
         "twostroke.services.gateway.apis.server.web_page": ["*.html", "*.css", "*.js"],
         "twostroke.services.pb": ["*.pyi"],

@@ -8,7 +8,7 @@ ends: it may read weights at once, but the results of other kernels only after `
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -43,11 +43,21 @@ class KernelLauncher:
             self.is_hopper = capability[0] == _HOPPER
             if capability >= _PDL_CAPABILITY:
                 self._options = {"PDL": True, "launch_pdl": True}
-        self._is_compiling = False
+        self._compilers: ThreadPoolExecutor | None = None  # None: launches launch
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether launches only compile."""
+        return self._compilers is not None
+
+    def submit(self, compile_kernel: Callable[[], object]) -> None:
+        """Compiles a kernel that is not Triton's inside `compiling`. An error must come again where it is loaded."""
+        assert self._compilers is not None, "inside `compiling`"
+        self._compilers.submit(compile_kernel)
 
     def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         """Launches `kernel`, or only compiles it inside `compiling`."""
-        if self._is_compiling:
+        if self.is_compiling:
             kernel.warmup(*args, grid=grid, **constants, **self._options)
         else:
             kernel[grid](*args, **constants, **self._options)
@@ -55,12 +65,12 @@ class KernelLauncher:
     @contextmanager
     def compiling(self) -> Iterator[None]:
         """A context in which launches only compile, several at a time. At its end all are compiled."""
-        self._is_compiling = True
         try:
             with ThreadPoolExecutor(os.cpu_count()) as threads, triton.AsyncCompileMode(threads):
+                self._compilers = threads
                 yield
         finally:
-            self._is_compiling = False
+            self._compilers = None
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The streaming kernels of `PlainWeight`: `triton_gemv` for one row, `triton_skinny` for a few."""
+"""The streaming kernels of `PlainWeight`: `triton_gemv` for one row, `triton_skinny` or `rows_product` for more."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.rows_product import RowsProduct
 from services.dense_worker.kernels.linear.triton_gemv import MAX_IN_FEATURES, gemv
 from services.dense_worker.kernels.linear.triton_skinny import skinny_linear
 from services.dense_worker.kernels.linear.triton_tiles import SplitWorkspace
@@ -31,6 +32,7 @@ class PlainGemv:
     def __init__(self, launcher: KernelLauncher, device: torch.device) -> None:
         self._launcher = launcher
         self._splits = SplitWorkspace(device, launcher.num_sms)
+        self._rows = RowsProduct(launcher, device)
 
     def can_multiply(self, linear: Linear) -> bool:
         """Like `can_stream_plain`."""
@@ -54,4 +56,8 @@ class PlainGemv:
         else:
             assert norm is None or isinstance(norm, SplitNorm), "only the kernel of one row fuses a whole norm"
             fused = {"activation": activation, "residual": residual, "norm": norm, "norm_after": norm_after}
-            skinny_linear(self._launcher, x, matrix, bias, out, self._splits, **fused)
+            shape = self._rows.shape_of(x, matrix, bias, out, **fused)
+            if shape is None:
+                skinny_linear(self._launcher, x, matrix, bias, out, self._splits, **fused)
+            else:
+                self._rows.multiply(shape, x, matrix, out, residual, norm, norm_after)

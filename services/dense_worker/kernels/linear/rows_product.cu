@@ -1,0 +1,382 @@
+// Products of up to 64 rows with bfloat16 weights on Hopper. Their time is that of reading the weights.
+//
+// A program has all features that an SM must have. Weights are the tall operand. One thread copies tiles of 64
+// in_features into a ring in shared memory: the first tiles of weights before the kernel before has ended, rows after
+// it. One warpgroup multiplies. Reference: `skinny_linear`.
+//
+// Compiled with KIND, GROUPS (8 features each, and for GATED 8 of gate and 8 of up: of a program, or of a cluster if
+// KIND is SPLIT), SHARED_BYTES.
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define PLAIN 0
+#define GATED 1  // silu(gate) * up
+#define SPLIT 2  // the programs of a cluster have the same features, and each a part of in_features
+
+struct alignas(64) Map { char bytes[128]; };  // CUtensorMap
+
+struct Params {
+    Map weights, last_group, rows;  // boxes of so many groups as all programs have, of the one that some have more, of x
+    const float* squares;  // of the norm before [64, num_squares]; null: none
+    const u16 *residual, *gain;  // [n, out_features] and, of the norm after, [out_features]; null: none
+    u16 *out, *weighted;
+    float* squares_after;
+    u32 num_rows, num_groups, in_features, out_stride, residual_stride, num_squares, num_squares_after;
+    float eps;
+};
+
+constexpr int TILE = 64;  // in_features of a stage: rows of 128 bytes
+constexpr int GROUP_ROWS = KIND == GATED ? 16 : 8, GROUP_BYTES = GROUP_ROWS * 128;
+constexpr int FEATURES = GROUPS * 8, NUM_TILES = (GROUPS * GROUP_ROWS + 63) / 64;
+constexpr int CLUSTER = KIND == SPLIT ? 2 : 1;  // programs
+constexpr int MAX_STAGES = 16, MAX_PARTS = 32;
+constexpr int NUM_THREADS = 128;  // that multiply, besides a warp that copies and one for the norm before
+constexpr u64 LEAVES_FIRST = 0x12F0000000000000ull, LEAVES_LAST = 0x14F0000000000000ull;  // order of leaving L2
+
+struct Shared {
+    u64 full[MAX_STAGES], empty[MAX_STAGES];
+    float factors[64];  // of the norm before
+    float squares[MAX_PARTS][64];  // of the norm after
+};
+
+// ---- instructions
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void init_barrier(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+__device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
+    asm volatile(
+        "{ .reg .pred is_done;\n"
+        "wait: mbarrier.try_wait.parity.shared::cta.b64 is_done, [%0], %1;\n"
+        "@!is_done bra wait; }" ::"r"(barrier), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void expect(u32 barrier, u32 num_bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(num_bytes) : "memory");
+}
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ u32 in_program(u32 address, u32 rank) {  // of this cluster
+    u32 mapped;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+    return mapped;
+}
+__device__ __forceinline__ void arrive_in_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void await_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void sync_threads() { asm volatile("bar.sync 1, %0;" ::"n"(NUM_THREADS) : "memory"); }
+
+__device__ __forceinline__ void copy_weights(u32 to, const Map* map, int column, int group, u32 barrier) {
+    if (KIND == GATED)
+        asm volatile(
+            "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+            " [%0], [%1, {%2, %3, %3, %4}], [%5], %6;" ::"r"(to), "l"(map), "r"(column), "r"(0), "r"(group), "r"(barrier),
+            "l"(LEAVES_FIRST) : "memory");
+    else
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+            " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(column), "r"(group * 8), "r"(barrier),
+            "l"(LEAVES_FIRST) : "memory");
+}
+__device__ __forceinline__ void copy_rows(u32 to, const Map* map, int column, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(column), "r"(0), "r"(barrier), "l"(LEAVES_LAST)
+        : "memory");
+}
+__device__ __forceinline__ u64 descriptor(u32 address) {  // rows of 128 bytes, swizzled, 8 of them in 1024 bytes
+    return (u64)((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+
+// sums [64 features, N rows] += 16 columns of weights times those of rows
+#define SUMS(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])
+#define MULTIPLY(n, list, w, x, p, ...)                                                                         \
+    asm volatile("{ .reg .pred adds; setp.ne.b32 adds, " p ", 0;\n"                                             \
+                 "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" list "}, " w ", " x ", adds, 1, 1, 0, 0; }" \
+                 : __VA_ARGS__ : "l"(weights), "l"(rows), "r"((int)adds))
+#define LIST_4 "%0,%1,%2,%3"
+#define LIST_8 LIST_4 ",%4,%5,%6,%7"
+#define LIST_12 LIST_8 ",%8,%9,%10,%11"
+#define LIST_16 LIST_12 ",%12,%13,%14,%15"
+#define LIST_24 LIST_16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define LIST_32 LIST_24 ",%24,%25,%26,%27,%28,%29,%30,%31"
+template <int N> __device__ __forceinline__ void multiply(float (&sums)[N / 2], u64 weights, u64 rows, bool adds) {
+    if constexpr (N == 8)
+        MULTIPLY("8", LIST_4, "%4", "%5", "%6", SUMS(0));
+    else if constexpr (N == 16)
+        MULTIPLY("16", LIST_8, "%8", "%9", "%10", SUMS(0), SUMS(4));
+    else if constexpr (N == 24)
+        MULTIPLY("24", LIST_12, "%12", "%13", "%14", SUMS(0), SUMS(4), SUMS(8));
+    else if constexpr (N == 32)
+        MULTIPLY("32", LIST_16, "%16", "%17", "%18", SUMS(0), SUMS(4), SUMS(8), SUMS(12));
+    else if constexpr (N == 48)
+        MULTIPLY("48", LIST_24, "%24", "%25", "%26", SUMS(0), SUMS(4), SUMS(8), SUMS(12), SUMS(16), SUMS(20));
+    else
+        MULTIPLY("64", LIST_32, "%32", "%33", "%34", SUMS(0), SUMS(4), SUMS(8), SUMS(12), SUMS(16), SUMS(20), SUMS(24), SUMS(28));
+}
+
+// bfloat16
+__device__ __forceinline__ float wide(u16 bits) { return __uint_as_float((u32)bits << 16); }
+__device__ __forceinline__ u16 narrow(float value) {
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+__device__ __forceinline__ float rounded(float value) { return wide(narrow(value)); }
+union Eight {
+    uint4 all;
+    u16 each[8];
+};
+
+// ---- the ring
+
+template <int N> struct Ring {
+    static constexpr int WEIGHT_BYTES = GROUPS * GROUP_BYTES, ROW_BYTES = N * 128, STAGE_BYTES = WEIGHT_BYTES + ROW_BYTES;
+    // Of SPLIT, behind the ring: sums of all programs of the cluster, [CLUSTER, FEATURES, PITCH], of the rows of this one.
+    static constexpr int OWN_ROWS = KIND == SPLIT ? N / CLUSTER : N, PITCH = OWN_ROWS + 2;
+    static constexpr int SUM_BYTES = KIND == SPLIT ? CLUSTER * FEATURES * PITCH * 4 : 0;
+    // The last tile may have more than the program's features. What is read for these is not used, but must be there.
+    static constexpr int SPARE_BYTES = NUM_TILES * 64 * 128 > STAGE_BYTES ? NUM_TILES * 64 * 128 - STAGE_BYTES : 0;
+    static constexpr int FITTING = (SHARED_BYTES - SUM_BYTES - SPARE_BYTES - (int)sizeof(Shared)) / STAGE_BYTES;
+    static constexpr int NUM_STAGES = FITTING < MAX_STAGES ? FITTING : MAX_STAGES;
+    static_assert(NUM_STAGES >= 2 && OWN_ROWS % 2 == 0, "sizes");
+
+    u32 begin, full, empty;
+    int stage = 0, parity = 0;
+
+    __device__ __forceinline__ u32 weights() const { return begin + stage * STAGE_BYTES; }
+    __device__ __forceinline__ u32 rows() const { return weights() + WEIGHT_BYTES; }
+    __device__ __forceinline__ void advance() {
+        if (++stage == NUM_STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+// What a program computes.
+struct Part {
+    u32 rank;
+    int index, count, first_group, num_groups, first_column, num_stages;  // stages: of in_features
+
+    __device__ __forceinline__ explicit Part(const Params& p) {
+        rank = blockIdx.x % CLUSTER;
+        index = blockIdx.x, count = gridDim.x, num_stages = (p.in_features + TILE - 1) / TILE, first_column = 0;
+        if (KIND == SPLIT) {
+            index /= CLUSTER, count /= CLUSTER, num_stages = (num_stages + CLUSTER - 1) / CLUSTER;
+            first_column = rank * num_stages * TILE;
+        }
+        first_group = p.num_groups * index / count;
+        num_groups = p.num_groups * (index + 1) / count - first_group;
+    }
+};
+
+template <int N> __device__ __forceinline__ void copy_weights_of(const Params& p, const Part& part, const Ring<N>& ring, int i) {
+    const bool is_even = p.num_groups % part.count == 0;  // all programs have GROUPS
+    const int num_together = is_even ? GROUPS : GROUPS - 1, column = part.first_column + i * TILE;
+    const u32 full = ring.full + ring.stage * 8;
+    expect(full, part.num_groups * GROUP_BYTES + Ring<N>::ROW_BYTES);
+    copy_weights(ring.weights(), &p.weights, column, part.first_group, full);
+    if (part.num_groups > num_together)
+        copy_weights(ring.weights() + num_together * GROUP_BYTES, &p.last_group, column, part.first_group + num_together, full);
+}
+
+// ---- the warps that multiply. A thread has features lane / 4 and lane / 4 + 8 of its warp's 16 in each tile, and of each
+// 8 rows two.
+
+template <int N>
+__device__ __forceinline__ void sum_products(const Part& part, Ring<N> ring, float (&sums)[NUM_TILES][N / 2]) {
+    const int lane = threadIdx.x % 32;
+    int last_stage = 0;
+#pragma unroll 1
+    for (int i = 0; i < part.num_stages; i++) {
+        wait_barrier(ring.full + ring.stage * 8, ring.parity);
+        const u64 weights = descriptor(ring.weights()), rows = descriptor(ring.rows());
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int step = 0; step < TILE / 16; step++)  // of 32 bytes; a tile of weights has 8 KB
+#pragma unroll
+            for (int tile = 0; tile < NUM_TILES; tile++)
+                multiply<N>(sums[tile], weights + tile * 512 + step * 2, rows + step * 2, i > 0 || step > 0);
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // the products of the stage before have ended
+        if (i > 0 && lane == 0) arrive(ring.empty + last_stage * 8);
+        last_stage = ring.stage;
+        ring.advance();
+    }
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+    for (auto& of_tile : sums)
+#pragma unroll
+        for (float& sum : of_tile) asm volatile("" : "+f"(sum)::"memory");
+}
+
+template <int N>
+__device__ __forceinline__ void write(
+    const Params& p, const Part& part, const float (&sums)[NUM_TILES][N / 2], const float* factors, u16* staged) {
+    constexpr int PITCH = FEATURES + 8;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < NUM_TILES * N / 4; i++) {
+        const int tile = i / (N / 4), of_tile = i % (N / 4), row = of_tile / 2 * 8 + lane % 4 * 2 + of_tile % 2;
+        const float* sum = sums[tile] + of_tile / 2 * 4 + of_tile % 2;
+        const float factor = p.squares == nullptr ? 1 : factors[row], lower = sum[0] * factor, upper = sum[2] * factor;
+        if (KIND == GATED) {
+            const int feature = (tile * 4 + warp) * 8 + lane / 4;
+            const float gate = rounded(lower), activated = rounded(__fdividef(gate, 1 + __expf(-gate)));
+            if (feature < FEATURES) staged[row * PITCH + feature] = narrow(activated * rounded(upper));
+        } else {
+            const int feature = tile * 64 + warp * 16 + lane / 4;
+            if (feature < FEATURES) staged[row * PITCH + feature] = narrow(lower);
+            if (feature + 8 < FEATURES) staged[row * PITCH + feature + 8] = narrow(upper);
+        }
+    }
+    sync_threads();
+    for (int i = threadIdx.x; i < p.num_rows * GROUPS; i += NUM_THREADS) {
+        const int row = i / GROUPS, group = i % GROUPS;
+        u16* to = p.out + (u64)row * p.out_stride + (part.first_group + group) * 8;
+        if (group < part.num_groups) *(uint4*)to = *(const uint4*)(staged + row * PITCH + group * 8);
+    }
+}
+
+// Each program of the cluster gets all sums of its rows.
+template <int N>
+__device__ __forceinline__ void send_sums(const Part& part, const float (&sums)[NUM_TILES][N / 2], u32 received) {
+    constexpr int OWN_ROWS = Ring<N>::OWN_ROWS, PITCH = Ring<N>::PITCH;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < N / 8; j++) {
+        const int row = j * 8 + lane % 4 * 2;
+        const u32 to = in_program(received, row / OWN_ROWS) + (part.rank * FEATURES * PITCH + row % OWN_ROWS) * 4;
+#pragma unroll
+        for (int i = 0; i < NUM_TILES * 2; i++) {
+            const int feature = i / 2 * 64 + warp * 16 + i % 2 * 8 + lane / 4;
+            const float* sum = sums[i / 2] + j * 4 + i % 2 * 2;
+            if (feature < FEATURES)
+                asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(to + feature * PITCH * 4), "f"(sum[0]),
+                             "f"(sum[1]) : "memory");
+        }
+    }
+}
+
+template <int N>
+__device__ __forceinline__ void add_and_write(const Params& p, const Part& part, const float* received, Shared* shared) {
+    constexpr int OWN_ROWS = Ring<N>::OWN_ROWS, PITCH = Ring<N>::PITCH;
+    constexpr int FITTING = NUM_THREADS / OWN_ROWS, MOST = GROUPS < MAX_PARTS ? GROUPS : MAX_PARTS;
+    constexpr int NUM_PARTS = FITTING < MOST ? FITTING : MOST;  // threads of a row
+    const int own_row = threadIdx.x % OWN_ROWS, row = part.rank * OWN_ROWS + own_row, part_of_row = threadIdx.x / OWN_ROWS;
+    const bool is_row = row < p.num_rows;
+    float squares = 0;
+    if (part_of_row < NUM_PARTS) {
+        for (int group = part_of_row; group < part.num_groups; group += NUM_PARTS) {
+            const int first = (part.first_group + group) * 8;
+            Eight residual{}, gain{}, out, weighted;
+            if (p.residual != nullptr && is_row) residual.all = *(const uint4*)(p.residual + (u64)row * p.residual_stride + first);
+            if (p.gain != nullptr) gain.all = *(const uint4*)(p.gain + first);
+#pragma unroll
+            for (int each = 0; each < 8; each++) {
+                float sum = 0;
+#pragma unroll
+                for (int from = 0; from < CLUSTER; from++)
+                    sum += received[(from * FEATURES + group * 8 + each) * PITCH + own_row];
+                const float y = rounded(rounded(sum) + wide(residual.each[each]));
+                out.each[each] = narrow(y), weighted.each[each] = narrow(y * wide(gain.each[each]));
+                squares += y * y;
+            }
+            if (is_row) {
+                *(uint4*)(p.out + (u64)row * p.out_stride + first) = out.all;
+                if (p.gain != nullptr) *(uint4*)(p.weighted + (u64)row * p.num_groups * 8 + first) = weighted.all;
+            }
+        }
+        shared->squares[part_of_row][own_row] = squares;
+    }
+    if (p.gain == nullptr) return;
+    sync_threads();
+    if (threadIdx.x < OWN_ROWS) {  // the column of this cluster, and zeros in those that no cluster has
+        squares = 0;
+#pragma unroll
+        for (int i = 0; i < NUM_PARTS; i++) squares += shared->squares[i][threadIdx.x];
+        float* to = p.squares_after + (part.rank * OWN_ROWS + threadIdx.x) * p.num_squares_after;
+        for (int column = part.index; column < p.num_squares_after; column += part.count)
+            to[column] = column == part.index ? squares : 0;
+    }
+}
+
+template <int N> __device__ __forceinline__ void run(const Params& p) {
+    extern __shared__ __align__(1024) char memory[];
+    Shared* shared = (Shared*)(memory + SHARED_BYTES - sizeof(Shared));
+    const Part part(p);
+    const u32 begin = shared_address(memory), full = shared_address(shared->full), empty = shared_address(shared->empty);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    Ring<N> ring{begin, full, empty};
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    if (threadIdx.x == NUM_THREADS) {
+        for (int stage = 0; stage < Ring<N>::NUM_STAGES; stage++) {
+            init_barrier(full + stage * 8, 1);
+            init_barrier(empty + stage * 8, 4);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        Ring<N> ahead = ring;
+        for (int i = 0; i < Ring<N>::NUM_STAGES && i < part.num_stages; i++, ahead.advance()) copy_weights_of(p, part, ahead, i);
+    }
+    __syncthreads();
+    if (KIND == SPLIT) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+
+    if (warp == 4 && lane == 0) {
+        for (int i = 0; i < part.num_stages; i++, ring.advance()) {
+            if (i >= Ring<N>::NUM_STAGES) {
+                wait_barrier(empty + ring.stage * 8, ring.parity ^ 1);
+                copy_weights_of(p, part, ring, i);
+            }
+            copy_rows(ring.rows(), &p.rows, part.first_column + i * TILE, full + ring.stage * 8);
+        }
+    } else if (warp == 5) {
+        if (p.squares != nullptr)
+            for (int first = 0; first < N; first += 16) {  // two threads sum the squares of a row
+                const int row = first + lane / 2;
+                const float4* from = (const float4*)(p.squares + row * p.num_squares) + lane % 2;
+                float sum = 0;
+#pragma unroll 8
+                for (int i = 0; i < p.num_squares / 4; i += 2) sum += (from[i].x + from[i].y) + (from[i].z + from[i].w);
+                sum += __shfl_xor_sync(~0u, sum, 1);
+                shared->factors[row] = rsqrtf(sum / p.in_features + p.eps);
+            }
+        __syncwarp();
+        asm volatile("bar.arrive 2, %0;" ::"n"(NUM_THREADS + 32) : "memory");
+    } else if (warp < 4) {
+        float sums[NUM_TILES][N / 2];
+        sum_products<N>(part, ring, sums);
+        asm volatile("bar.sync 2, %0;" ::"n"(NUM_THREADS + 32) : "memory");  // factors are there, and the ring is free
+        if constexpr (KIND == SPLIT) {
+            await_cluster();  // its other program has begun
+            send_sums<N>(part, sums, begin + Ring<N>::NUM_STAGES * Ring<N>::STAGE_BYTES);
+        } else {
+            write<N>(p, part, sums, shared->factors, (u16*)memory);
+        }
+    }
+    if constexpr (KIND == SPLIT) {
+        __syncwarp();
+        if (warp >= 4) await_cluster();
+        arrive_in_cluster();
+        await_cluster();
+        if (warp < 4) add_and_write<N>(p, part, (const float*)(memory + Ring<N>::NUM_STAGES * Ring<N>::STAGE_BYTES), shared);
+    }
+}
+
+#if KIND == SPLIT
+#define CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTERS
+#endif
+#define KERNEL(n)                                                                                           \
+    extern "C" __global__ void CLUSTERS __launch_bounds__(NUM_THREADS + 64, 1)                              \
+        rows_product_##n(const __grid_constant__ Params p) { run<n>(p); }
+#if KIND != GATED
+KERNEL(8)
+KERNEL(16)
+#endif
+KERNEL(24)
+KERNEL(32)
+KERNEL(48)
+KERNEL(64)

@@ -1,0 +1,197 @@
+"""Products of a few rows with bfloat16 weights on Hopper, in CUDA C++ (`rows_product.cu`).
+
+What more rows cost in `triton_skinny` is what comes after the products. Here programs that split in_features exchange
+their sums through the shared memory of a cluster, and a thread that only copies runs ahead of those that multiply.
+Reference: `skinny_linear`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+import torch
+
+from services.common.errors import DeviceError
+from services.common.families.shape import Activation
+from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.linear_choice import ROW_BUCKETS
+from services.dense_worker.kernels.norm.split_norm import SplitNorm, num_squares
+from services.dense_worker.kernels.tensor_map import TensorMap, map_of, num_rows_there
+
+if TYPE_CHECKING:
+    from services.dense_worker.kernels.cuda_source import CudaKernel
+    from services.dense_worker.kernels.triton_launch import KernelLauncher
+
+log = structlog.get_logger()
+
+_MIN_ROWS = 2
+_MIN_GATED_ROWS = 17  # with fewer, `triton_skinny` is as fast
+_ROW_COUNTS = (8, 16, 24, 32, 48, ROW_BUCKETS[-1])  # of the kernels: steps of the tensor cores
+_GROUP = 8  # features, which programs share out
+_GROUPS = range(6, 33)  # that a program or a cluster may have; more have no room in registers
+_GATED_GROUPS = range(6, 17)
+_CLUSTER = 2  # programs that split in_features
+_NUM_THREADS = 192
+_ALIGNMENT = 16  # bytes, of what the copy unit reads and threads write
+_TILE = 64  # in_features
+
+
+@dataclass(frozen=True, slots=True)
+class RowsShape:
+    """What a kernel is compiled for."""
+
+    kind: int  # as the source's
+    num_groups: int  # of a program, or of a cluster
+    num_programs: int
+
+
+_PLAIN, _GATED, _SPLIT = range(3)
+
+
+class _Params(ctypes.Structure):
+    """The struct `Params` of the source."""
+
+    _fields_ = [
+        *((name, TensorMap) for name in ("weights", "last_group", "rows")),
+        *((name, ctypes.c_void_p) for name in ("squares", "residual", "gain", "out", "weighted", "squares_after")),
+        *((name, ctypes.c_uint32) for name in ("num_rows", "num_groups", "in_features", "out_stride")),
+        *((name, ctypes.c_uint32) for name in ("residual_stride", "num_squares", "num_squares_after")),
+        ("eps", ctypes.c_float),
+        ("_padding", ctypes.c_uint64 * 6),  # the source's struct is aligned as its maps are
+    ]
+
+
+class RowsProduct:
+    """The kernels of all shapes, for one stream."""
+
+    def __init__(self, launcher: KernelLauncher, device: torch.device) -> None:
+        self._launcher, self._device = launcher, device
+        self._kernels: dict[RowsShape, dict[int, CudaKernel] | None] = {}  # by number of rows; None: there are none
+        self._submitted: set[RowsShape] = set()  # to be compiled
+
+    def shape_of(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        activation: MlpActivation | None,
+        residual: torch.Tensor | None,
+        norm: SplitNorm | None,
+        norm_after: SplitNorm | None,
+    ) -> RowsShape | None:
+        """The kernel for such a product; None: `skinny_linear` computes it."""
+        is_gated = activation is not None
+        min_rows = _MIN_GATED_ROWS if is_gated else _MIN_ROWS
+        if not self._launcher.is_hopper or not min_rows <= len(x) <= _ROW_COUNTS[-1] or bias is not None:
+            return None
+        if not x.dtype == weight.dtype == out.dtype == torch.bfloat16:
+            return None
+        is_silu = activation is None or (activation.is_gated and activation.function is Activation.SILU)
+        is_added = residual is not None or norm_after is not None
+        if not is_silu or (is_added and (activation is not None or norm is not None)):
+            return None
+        tensors = [tensor for tensor in (x, weight, out, residual) if tensor is not None]
+        if any(tensor.data_ptr() % _ALIGNMENT or tensor.stride(0) * 2 % _ALIGNMENT for tensor in tensors):
+            return None
+        shape = choose_rows_shape(out.shape[1], self._launcher.num_sms, is_gated=is_gated, is_added=is_added)
+        return shape if shape is not None and self._can_load(shape) else None
+
+    def multiply(
+        self,
+        shape: RowsShape,  # of `shape_of`
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: SplitNorm | None,
+        norm_after: SplitNorm | None,
+    ) -> None:
+        """As `skinny_linear`, with one of the kernels that `shape_of` has loaded."""
+        if self._launcher.is_compiling:
+            if shape not in self._submitted:
+                self._submitted.add(shape)
+                self._launcher.submit(lambda: _compiled(shape, self._launcher, self._device))
+            return
+        kernels = self._kernels[shape]
+        assert kernels is not None, "`shape_of` has found kernels"
+        (num_rows, in_features), num_features = x.shape, out.shape[1]
+        block_rows = next(count for count in kernels if count >= num_rows)
+        params = _Params()
+        _set_maps(params, shape, block_rows, x, weight, num_features)
+        params.num_rows, params.num_groups, params.in_features = num_rows, num_features // _GROUP, in_features
+        params.out, params.out_stride = out.data_ptr(), out.stride(0)
+        if residual is not None:
+            params.residual, params.residual_stride = residual.data_ptr(), residual.stride(0)
+        if norm is not None:
+            params.squares, params.num_squares, params.eps = norm.squares.data_ptr(), norm.squares.shape[1], norm.eps
+        if norm_after is not None:
+            params.gain, params.weighted = norm_after.weight.data_ptr(), norm_after.rows.data_ptr()
+            params.squares_after, params.num_squares_after = norm_after.squares.data_ptr(), norm_after.squares.shape[1]
+        kernels[block_rows](shape.num_programs, params)
+
+    def _can_load(self, shape: RowsShape) -> bool:
+        """Loads the kernels of a shape, if they are not there. Compiled, or being compiled, they count as loaded."""
+        if shape not in self._kernels and not self._launcher.is_compiling:
+            try:
+                self._kernels[shape] = self._loaded(shape)
+            except DeviceError as error:
+                log.warning("no product in CUDA C++", shape=shape, reason=str(error))
+                self._kernels[shape] = None
+        return self._kernels.get(shape, {}) is not None
+
+    def _loaded(self, shape: RowsShape) -> dict[int, CudaKernel]:
+        from services.dense_worker.kernels.cuda_source import CudaKernel
+
+        binary, num_bytes = _compiled(shape, self._launcher, self._device), self._launcher.shared_memory_bytes
+        min_rows = _MIN_GATED_ROWS if shape.kind == _GATED else _MIN_ROWS
+        names = {count: f"rows_product_{count}" for count in _ROW_COUNTS if count >= min_rows}
+        return {count: CudaKernel(binary, name, _NUM_THREADS, num_bytes) for count, name in names.items()}
+
+
+def choose_rows_shape(out_features: int, num_sms: int, *, is_gated: bool, is_added: bool) -> RowsShape | None:
+    """One program for each SM; None: it would have too few features, or too many."""
+    kind = _SPLIT if is_added else _GATED if is_gated else _PLAIN
+    num_all, num_parts = out_features // _GROUP, num_sms // _num_splits(kind)
+    num_groups = -(-num_all // num_parts)
+    if out_features % _GROUP or num_groups not in (_GATED_GROUPS if is_gated else _GROUPS):
+        return None
+    if is_added:
+        num_parts = -(-num_all // num_groups)  # each has a column of a norm's squares
+        if num_parts > num_squares(out_features):
+            return None
+    return RowsShape(kind, num_groups, num_parts * _num_splits(kind))
+
+
+def _num_splits(kind: int) -> int:
+    """Parts of in_features."""
+    return _CLUSTER if kind == _SPLIT else 1
+
+
+def _set_maps(
+    params: _Params, shape: RowsShape, block_rows: int, x: torch.Tensor, weight: torch.Tensor, num_features: int
+) -> None:
+    """Of boxes of 64 in_features. Those of gate and up together have 8 features of each in turn."""
+    in_features, row_bytes = weight.shape[1], weight.stride(0) * weight.itemsize
+    num_parts = shape.num_programs // _num_splits(shape.kind)
+    num_together = shape.num_groups - bool(num_features // _GROUP % num_parts)
+    for name, num_groups in (("weights", num_together), ("last_group", 1)):
+        if shape.kind == _GATED:
+            sizes = in_features, _GROUP, 2, num_features // _GROUP
+            strides, box = (row_bytes, num_features * row_bytes, _GROUP * row_bytes), (_TILE, _GROUP, 2, num_groups)
+        else:
+            sizes, strides, box = (in_features, num_features), (row_bytes,), (_TILE, _GROUP * num_groups)
+        setattr(params, name, map_of(weight, sizes, strides, box))
+    x_sizes = in_features, num_rows_there(x, block_rows)
+    params.rows = map_of(x, x_sizes, (x.stride(0) * x.itemsize,), (_TILE, block_rows))
+
+
+def _compiled(shape: RowsShape, launcher: KernelLauncher, device: torch.device) -> bytes:
+    from services.dense_worker.kernels.cuda_source import compiled
+
+    constants = {"KIND": shape.kind, "GROUPS": shape.num_groups, "SHARED_BYTES": launcher.shared_memory_bytes}
+    return compiled(Path(__file__).with_name("rows_product.cu"), constants, device)

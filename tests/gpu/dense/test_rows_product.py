@@ -1,0 +1,146 @@
+"""The products of some tens of rows in CUDA C++ against their formulas in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from services.dense_worker.kernels.norm.split_norm import SplitNorm, num_squares
+from tests.gpu.dense.operands import SWIGLU, Case, rms_norm
+
+pytest.importorskip("triton", reason="needs triton")
+
+from services.dense_worker.kernels.linear.rows_product import RowsProduct
+from services.dense_worker.kernels.triton_launch import KernelLauncher
+
+NUM_ROWS = [2, 16, 23, 32, 40, 64]
+# As many groups of 8 features in each program, more in some; several tiles of the tensor cores; in_features that are no
+# whole tiles, fewer of them than stages and than programs of a cluster.
+PLAIN = [(6336, 4096), (12288, 272), (6144, 24), (32008, 640)]
+GATED = [(11008, 4096), (6008, 272), (14336, 8)]
+ADDED = [(4096, 11008), (3016, 272), (3208, 24), (5120, 1024)]
+
+
+@pytest.fixture
+def rows_product() -> RowsProduct:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    launcher = KernelLauncher(torch.device("cuda"))
+    if not launcher.is_hopper:
+        pytest.skip("the kernel needs compute capability 9")
+    return RowsProduct(launcher, torch.device("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+@pytest.mark.parametrize("shape", PLAIN)
+def test_plain_product(rows_product: RowsProduct, shape: tuple[int, int], num_rows: int) -> None:
+    """With and without the second half of a norm; into part of wider rows."""
+    case = make_case(num_rows, shape)
+    wide = case.nan(num_rows + 1, shape[0] + 8)
+    out = wide[:num_rows, : shape[0]]
+    multiply(rows_product, case.x, case.weight, out)
+    exact = case.x.double() @ case.weight.double().T
+    case.check(out, exact)
+    assert wide[num_rows:].isnan().all() and wide[:, shape[0] :].isnan().all()
+    norm = make_norm(case, shape[1])
+    norm.squares[:, :3] = torch.rand(64, 3, device="cuda") * shape[1]
+    multiply(rows_product, case.x, case.weight, out, norm=norm)
+    means = norm.squares.double().sum(1, keepdim=True)[:num_rows] / shape[1]
+    case.check(out, exact * torch.rsqrt(means + norm.eps))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [rows for rows in NUM_ROWS if rows > 16])
+@pytest.mark.parametrize("shape", GATED)
+def test_gated_product(rows_product: RowsProduct, shape: tuple[int, int], num_rows: int) -> None:
+    case = make_case(num_rows, shape)
+    out = case.nan(num_rows, shape[0])
+    multiply(rows_product, case.x, case.gate_up, out, activation=SWIGLU)
+    gate, up = (case.x.double() @ case.gate_up.double().T).chunk(2, 1)
+    case.check(out, torch.nn.functional.silu(gate) * up)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+@pytest.mark.parametrize("shape", ADDED)
+def test_product_is_added_and_begins_the_norm(
+    rows_product: RowsProduct, shape: tuple[int, int], num_rows: int
+) -> None:
+    """Squares of an earlier step with more tiles are not added."""
+    case = make_case(num_rows, shape)
+    norm, residual = make_norm(case, shape[0]), case.residual.clone()
+    norm.squares.fill_(100.0)
+    multiply(rows_product, case.x, case.weight, residual, residual=residual, norm_after=norm)
+    exact = case.x.double() @ case.weight.double().T + case.residual.double()
+    case.check(residual, exact)
+    case.check(norm.rows, exact * norm.weight.double())
+    assert torch.allclose(norm.squares[:num_rows].double().sum(1), exact.square().sum(1), rtol=1e-2)
+    expected = residual.clone()
+    residual.copy_(case.residual)
+    multiply(rows_product, case.x, case.weight, residual, residual=residual)
+    assert torch.equal(residual, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [17, 64])
+def test_products_one_after_another_wait_for_each_other(rows_product: RowsProduct, num_rows: int) -> None:
+    """In a graph, where each is launched before the one before has ended. A row's bits do not depend on other rows."""
+    hidden, inner = 3072, 8192
+    case = make_case(num_rows, (hidden, inner))
+    gate_up = case.randn(2 * inner, hidden) * hidden**-0.5
+    norm, start = make_norm(case, hidden), case.residual
+    residual, act = start.clone(), case.nan(num_rows, inner)
+
+    def run(count: int) -> None:
+        rows = SplitNorm(norm.weight, norm.eps, norm.rows[:count], norm.squares)
+        for _ in range(4):
+            multiply(
+                rows_product, act[:count], case.weight, residual[:count], residual=residual[:count], norm_after=rows
+            )
+            multiply(rows_product, rows.rows, gate_up, act[:count], activation=SWIGLU, norm=rows)
+
+    def begin() -> None:
+        act.copy_(case.x)
+        residual.copy_(start)
+
+    begin()
+    run(num_rows)
+    expected = residual.clone(), act.clone()
+    exact, x = start.double(), case.x.double()
+    for _ in range(4):
+        exact = exact + x @ case.weight.double().T
+        gate, up = (rms_norm(exact, norm.weight) @ gate_up.double().T).chunk(2, 1)
+        x = torch.nn.functional.silu(gate) * up
+    case.check(residual, exact, least=2e-2)
+    case.check(act, x, least=4e-2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(num_rows)
+    for _ in range(20):
+        begin()
+        graph.replay()
+        assert torch.equal(residual, expected[0]) and torch.equal(act, expected[1])
+    begin()
+    run(17)
+    assert torch.equal(residual[:17], expected[0][:17]) and torch.equal(act[:17], expected[1][:17])
+
+
+def make_case(num_rows: int, shape: tuple[int, int]) -> Case:
+    return Case(torch.device("cuda"), torch.bfloat16, num_rows, shape)
+
+
+def make_norm(case: Case, size: int) -> SplitNorm:
+    num_rows = len(case.x)
+    squares = torch.zeros(64, num_squares(size), device="cuda")
+    return SplitNorm(1 + 0.2 * case.randn(size), 1e-5, case.nan(num_rows, size), squares)
+
+
+def multiply(rows_product: RowsProduct, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, **fused: Any) -> None:
+    operands = {"activation": None, "residual": None, "norm": None, "norm_after": None} | fused
+    shape = rows_product.shape_of(x, weight, None, out, **operands)
+    assert shape is not None, "there is a kernel"
+    del operands["activation"]
+    rows_product.multiply(shape, x, weight, out, **operands)
