@@ -53,7 +53,7 @@ def test_plain_product(rows_product: RowsProduct, shape: tuple[int, int], num_ro
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [rows for rows in NUM_ROWS if rows > 16])
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
 @pytest.mark.parametrize("shape", GATED)
 def test_gated_product(rows_product: RowsProduct, shape: tuple[int, int], num_rows: int) -> None:
     case = make_case(num_rows, shape)

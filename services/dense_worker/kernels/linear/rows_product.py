@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 _MIN_ROWS = 2
-_MIN_GATED_ROWS = 17  # with fewer, `triton_skinny` is as fast
 _ROW_COUNTS = (8, 16, 24, 32, 48, ROW_BUCKETS[-1])  # of the kernels: steps of the tensor cores
 _GROUP = 8  # features, which programs share out
 _GROUPS = range(6, 33)  # that a program or a cluster may have; more have no room in registers
@@ -85,9 +84,7 @@ class RowsProduct:
         norm_after: SplitNorm | None,
     ) -> RowsShape | None:
         """The kernel for such a product; None: `skinny_linear` computes it."""
-        is_gated = activation is not None
-        min_rows = _MIN_GATED_ROWS if is_gated else _MIN_ROWS
-        if not self._launcher.is_hopper or not min_rows <= len(x) <= _ROW_COUNTS[-1] or bias is not None:
+        if not self._launcher.is_hopper or not _MIN_ROWS <= len(x) <= _ROW_COUNTS[-1] or bias is not None:
             return None
         if not x.dtype == weight.dtype == out.dtype == torch.bfloat16:
             return None
@@ -98,6 +95,7 @@ class RowsProduct:
         tensors = [tensor for tensor in (x, weight, out, residual) if tensor is not None]
         if any(tensor.data_ptr() % _ALIGNMENT or tensor.stride(0) * 2 % _ALIGNMENT for tensor in tensors):
             return None
+        is_gated = activation is not None
         shape = choose_rows_shape(out.shape[1], self._launcher.num_sms, is_gated=is_gated, is_added=is_added)
         return shape if shape is not None and self._can_load(shape) else None
 
@@ -148,8 +146,7 @@ class RowsProduct:
         from services.dense_worker.kernels.cuda_source import CudaKernel
 
         binary, num_bytes = _compiled(shape, self._launcher, self._device), self._launcher.shared_memory_bytes
-        min_rows = _MIN_GATED_ROWS if shape.kind == _GATED else _MIN_ROWS
-        names = {count: f"rows_product_{count}" for count in _ROW_COUNTS if count >= min_rows}
+        names = {count: f"rows_product_{count}" for count in _ROW_COUNTS}
         return {count: CudaKernel(binary, name, _NUM_THREADS, num_bytes) for count, name in names.items()}
 
 
