@@ -8,7 +8,10 @@ from torch.nn import functional as F
 from services.common.families.shape import Activation
 from services.dense_worker.kernels.linear.activation import ACTIVATIONS as FUNCTIONS
 from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.norm.norm import LayerNorm, Norm, RmsNorm, RmsNormPlusOne
+from services.dense_worker.model.segments import Middle
 from services.dense_worker.parameters import Parameter
 
 EPS = 1e-5
@@ -88,3 +91,23 @@ def exact_activation(x: torch.Tensor, activation: MlpActivation) -> torch.Tensor
     if activation.function is Activation.GELU:
         return gate * torch.distributions.Normal(0.0, 1.0).cdf(gate) * up
     return 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+
+
+def exact_stroke(segment: Middle, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A segment of Llama's: qkv and the residual."""
+    mlp = segment.after.mlp
+    residual = residual.double() + F.linear(x.double(), _matrix(segment.after.o))
+    gate, up = F.linear(rms_norm(residual, mlp.norm.weight.data), _matrix(mlp.gate_up)).chunk(2, dim=1)
+    residual = residual + F.linear(F.silu(gate) * up, _matrix(mlp.down))
+    return F.linear(rms_norm(residual, segment.before.norm.weight.data), _matrix(segment.before.qkv)), residual
+
+
+def _matrix(linear: Linear) -> torch.Tensor:
+    weight = linear.weight
+    if isinstance(weight, PlainWeight):
+        return weight.matrix.data.double()
+    return weight.matrix.data.double() * weight.scale.data.double()[:, None]
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((found.double() - exact).norm() / exact.norm()).item()

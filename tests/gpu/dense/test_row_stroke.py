@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from services.common.model_config import ModelConfig
 from services.common.quantization.schemes import on_the_fly_fp8
-from services.dense_worker.kernels.linear.linear import Linear
-from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.model.segments import Middle, segments_of
 from services.dense_worker.model.weights import random_weights
-from tests.gpu.dense.operands import EPS, rms_norm
+from tests.gpu.dense.operands import EPS, error, exact_stroke
 from tests.support.model_configs import small_config
 
 pytest.importorskip("triton", reason="needs triton")
@@ -164,22 +161,3 @@ def make_segment(config: ModelConfig) -> Middle:
 
 def randn(size: int) -> torch.Tensor:
     return torch.randn(1, size, device="cuda").to(torch.bfloat16)
-
-
-def exact_stroke(segment: Middle, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    mlp = segment.after.mlp
-    residual = residual.double() + F.linear(x.double(), matrix(segment.after.o))
-    gate, up = F.linear(rms_norm(residual, mlp.norm.weight.data), matrix(mlp.gate_up)).chunk(2, dim=1)
-    residual = residual + F.linear(F.silu(gate) * up, matrix(mlp.down))
-    return F.linear(rms_norm(residual, segment.before.norm.weight.data), matrix(segment.before.qkv)), residual
-
-
-def matrix(linear: Linear) -> torch.Tensor:
-    weight = linear.weight
-    if isinstance(weight, PlainWeight):
-        return weight.matrix.data.double()
-    return weight.matrix.data.double() * weight.scale.data.double()[:, None]
-
-
-def error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((found.double() - exact).norm() / exact.norm()).item()

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from services.dense_worker.kernels.norm.split_norm import SplitNorm, num_squares
-from tests.gpu.dense.operands import SWIGLU, Case, rms_norm
+from services.dense_worker.model.segments import segments_of
+from services.dense_worker.model.weights import random_weights
+from tests.gpu.dense.operands import EPS, SWIGLU, Case, error, exact_stroke, rms_norm
+from tests.support.model_configs import small_config
 
 pytest.importorskip("triton", reason="needs triton")
 
-from services.dense_worker.kernels.linear.rows_product import RowsProduct
+from services.dense_worker.backends.cuda_backend import CudaBackend
+from services.dense_worker.kernels.linear.linear_choice import LinearChoice
+from services.dense_worker.kernels.linear.rows_product import RowsProduct, RowsShape
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 NUM_ROWS = [2, 16, 23, 32, 40, 64]
@@ -126,6 +132,35 @@ def test_products_one_after_another_wait_for_each_other(rows_product: RowsProduc
     begin()
     run(17)
     assert torch.equal(residual[:17], expected[0][:17]) and torch.equal(act[:17], expected[1][:17])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [2, 17, 64])
+def test_backend_multiplies_all_layers_so(
+    rows_product: RowsProduct, monkeypatch: pytest.MonkeyPatch, num_rows: int
+) -> None:
+    sizes = {"hidden_size": 3072, "intermediate_size": 8192, "num_heads": 24, "num_kv_heads": 24, "head_dim": 128}
+    config = replace(small_config("llama"), **sizes, num_layers=2, norm_eps=EPS, sliding_windows=(None,) * 2)
+    weights = random_weights(config, torch.bfloat16, torch.device("cuda"), seed=0)
+    for name, tensor in weights.named_tensors():
+        if name.endswith("norm"):
+            tensor.normal_(mean=1.0, std=0.2)
+    monkeypatch.setattr(LinearChoice, "measure", lambda *arguments: None)
+    backend = CudaBackend(weights, config, max_num_tokens=64)
+    found = []
+    run = RowsProduct.multiply
+
+    def count(self: RowsProduct, shape: RowsShape, *arguments: Any) -> None:
+        found.append(shape)
+        run(self, shape, *arguments)
+
+    monkeypatch.setattr(RowsProduct, "multiply", count)
+    case = make_case(num_rows, (config.hidden_size, config.attn_size))
+    qkv = case.nan(num_rows, config.qkv_size)
+    residual = backend.middle(0, case.x, case.residual.clone(), qkv)
+    exact_qkv, exact_residual = exact_stroke(segments_of(weights).middle[0], case.x, case.residual)
+    assert error(qkv, exact_qkv) < 1e-2 and error(residual, exact_residual) < 1e-2
+    assert len(found) == 4 and len(set(found)) == 3, "o and down have one shape"
 
 
 def make_case(num_rows: int, shape: tuple[int, int]) -> Case:
