@@ -1,4 +1,4 @@
-"""Products of a few rows with bfloat16 weights on Hopper, in CUDA C++ (`rows_product.cu`).
+"""Products of 33 to 64 rows with bfloat16 weights on Hopper, in CUDA C++ (`rows_product.cu`).
 
 What more rows cost in `triton_skinny` is what comes after the products. Here programs that split in_features exchange
 their sums through the shared memory of a cluster, and a thread that only copies runs ahead of those that multiply.
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-_MIN_ROWS = 2
-_ROW_COUNTS = (8, 16, 24, 32, 48, ROW_BUCKETS[-1])  # of the kernels: steps of the tensor cores
+_MIN_ROWS = 33  # with fewer, programs that leave no room beside attention's cost more than they gain
+_ROW_COUNTS = (48, ROW_BUCKETS[-1])  # of the kernels: steps of the tensor cores
 _GROUP = 8  # features, which programs share out
 _GROUPS = range(6, 33)  # that a program or a cluster may have; more have no room in registers
 _GATED_GROUPS = range(6, 17)
