@@ -39,7 +39,6 @@ FEW_BELOW = 1  # program per SM: contexts are split into pieces of few tiles, an
 ALL_AT_ONCE_BELOW = 3  # over a cache of 16 bits all programs of four warps run at once
 # The same, for one query head per kv head, where whole contexts are split; with more, splitting gains nothing.
 SPLIT_FROM, SPLIT_BELOW = 4, 24
-LONGEST_SPLIT_FROM = 6  # over a cache of 16 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +105,7 @@ def programs_of_pieces(cache_dtype: torch.dtype, group: int, programs_per_sm: fl
     if group > 1 or (cache_dtype.itemsize == 1 and programs_per_sm >= SPLIT_BELOW):
         return 2
     if cache_dtype.itemsize > 1:
-        if programs_per_sm < FEW_BELOW:
-            return 2
-        return 4 if programs_per_sm < LONGEST_SPLIT_FROM else 6
+        return 2 if programs_per_sm < FEW_BELOW else 4
     return 8 if programs_per_sm < SPLIT_FROM else 40
 
 
