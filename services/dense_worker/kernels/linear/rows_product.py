@@ -93,7 +93,10 @@ class RowsProduct:
         if not is_silu or (is_added and (activation is not None or norm is not None)):
             return None
         tensors = [tensor for tensor in (x, weight, out, residual) if tensor is not None]
-        if any(tensor.data_ptr() % _ALIGNMENT or tensor.stride(0) * 2 % _ALIGNMENT for tensor in tensors):
+        places = [place for tensor in tensors for place in (tensor.data_ptr(), tensor.stride(0) * tensor.itemsize)]
+        if norm_after is not None:
+            places += [norm_after.weight.data_ptr(), norm_after.rows.data_ptr()]
+        if any(place % _ALIGNMENT for place in places):
             return None
         is_gated = activation is not None
         shape = choose_rows_shape(out.shape[1], self._launcher.num_sms, is_gated=is_gated, is_added=is_added)
