@@ -31,14 +31,14 @@ constexpr int TILE = 64;  // in_features of a stage: rows of 128 bytes
 constexpr int GROUP_ROWS = KIND == GATED ? 16 : 8, GROUP_BYTES = GROUP_ROWS * 128;
 constexpr int FEATURES = GROUPS * 8, NUM_TILES = (GROUPS * GROUP_ROWS + 63) / 64;
 constexpr int CLUSTER = KIND == SPLIT ? 2 : 1;  // programs
-constexpr int MAX_STAGES = 16, MAX_PARTS = 32;
+constexpr int MAX_STAGES = 16;
 constexpr int NUM_THREADS = 128;  // that multiply, besides a warp that copies and one for the norm before
 constexpr u64 LEAVES_FIRST = 0x12F0000000000000ull, LEAVES_LAST = 0x14F0000000000000ull;  // order of leaving L2
 
 struct Shared {
     u64 full[MAX_STAGES], empty[MAX_STAGES];
     float factors[64];  // of the norm before
-    float squares[MAX_PARTS][64];  // of the norm after
+    float squares[KIND == SPLIT ? GROUPS : 1][64];  // of the norm after
 };
 
 // ---- instructions
@@ -250,15 +250,14 @@ __device__ __forceinline__ void send_sums(const Part& part, const float (&sums)[
 template <int N>
 __device__ __forceinline__ void add_and_write(const Params& p, const Part& part, const float* received, Shared* shared) {
     constexpr int OWN_ROWS = Ring<N>::OWN_ROWS, PITCH = Ring<N>::PITCH;
-    constexpr int FITTING = NUM_THREADS / OWN_ROWS, MOST = GROUPS < MAX_PARTS ? GROUPS : MAX_PARTS;
-    constexpr int NUM_PARTS = FITTING < MOST ? FITTING : MOST;  // threads of a row
+    constexpr int FITTING = NUM_THREADS / OWN_ROWS, NUM_PARTS = FITTING < GROUPS ? FITTING : GROUPS;  // threads of a row
     const int own_row = threadIdx.x % OWN_ROWS, row = part.rank * OWN_ROWS + own_row, part_of_row = threadIdx.x / OWN_ROWS;
     const bool is_row = row < p.num_rows;
-    float squares = 0;
     if (part_of_row < NUM_PARTS) {
         for (int group = part_of_row; group < part.num_groups; group += NUM_PARTS) {
             const int first = (part.first_group + group) * 8;
             Eight residual{}, gain{}, out, weighted;
+            float squares = 0;
             if (p.residual != nullptr && is_row) residual.all = *(const uint4*)(p.residual + (u64)row * p.residual_stride + first);
             if (p.gain != nullptr) gain.all = *(const uint4*)(p.gain + first);
 #pragma unroll
@@ -271,19 +270,18 @@ __device__ __forceinline__ void add_and_write(const Params& p, const Part& part,
                 out.each[each] = narrow(y), weighted.each[each] = narrow(y * wide(gain.each[each]));
                 squares += y * y;
             }
+            shared->squares[group][own_row] = squares;
             if (is_row) {
                 *(uint4*)(p.out + (u64)row * p.out_stride + first) = out.all;
                 if (p.gain != nullptr) *(uint4*)(p.weighted + (u64)row * p.num_groups * 8 + first) = weighted.all;
             }
         }
-        shared->squares[part_of_row][own_row] = squares;
     }
     if (p.gain == nullptr) return;
     sync_threads();
     if (threadIdx.x < OWN_ROWS) {  // the column of this cluster, and zeros in those that no cluster has
-        squares = 0;
-#pragma unroll
-        for (int i = 0; i < NUM_PARTS; i++) squares += shared->squares[i][threadIdx.x];
+        float squares = 0;  // group by group, so that the order of additions does not depend on the number of rows
+        for (int group = 0; group < part.num_groups; group++) squares += shared->squares[group][threadIdx.x];
         float* to = p.squares_after + (part.rank * OWN_ROWS + threadIdx.x) * p.num_squares_after;
         for (int column = part.index; column < p.num_squares_after; column += part.count)
             to[column] = column == part.index ? squares : 0;
