@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from services.common.process import end_at_signals, switch_off_grpc_engine
+from services.common.process import end_at_signals, set_up_grpc
 
 end_at_signals()
-switch_off_grpc_engine()
+set_up_grpc()
 
 from services.common.early_start import await_arguments  # noqa: E402
 from services.common.process import give_back_large_blocks  # noqa: E402

@@ -24,10 +24,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from services.common.process import importing, switch_off_grpc_engine
+from services.common.process import importing, set_up_grpc
 
 with importing():
-    switch_off_grpc_engine()
+    set_up_grpc()
     import services.attn_worker.service
     import services.channel.shm as shm
     import services.channel.turns as turns

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from services.common.process import end_at_signals, switch_off_grpc_engine
+from services.common.process import end_at_signals, set_up_grpc
 
 end_at_signals()
-switch_off_grpc_engine()
+set_up_grpc()
 
 import sys  # noqa: E402
 
