@@ -298,7 +298,8 @@ def prepare_model(
     use_device(model.device, config.dense.num_threads)  # of the calling thread
     if model.device.type != "cpu":
         torch.zeros(1, device=model.device)  # makes the context
-        # With Triton, and before the thread below: two threads that import parts of Triton have ended a start.
+        # With Triton, and before the thread below, which forks: what is being imported at a fork can never be imported
+        # in the forked process, and two threads that import parts of Triton have ended a start.
         import services.dense_worker.backends.cuda_backend
         import services.dense_worker.runner.cuda_model_runner  # noqa: F401
 

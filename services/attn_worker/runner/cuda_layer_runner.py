@@ -7,9 +7,7 @@ The graphs include the handoffs. The host never waits between layers: the stream
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -177,8 +175,9 @@ def compiling_together() -> Iterator[None]:
 
     It holds for all threads: use it before others launch kernels.
     """
-    import triton
     from triton.runtime import JITFunction
+
+    from services.common.compile_kernels import compiling_together as compiling_all
 
     run = JITFunction.run
 
@@ -187,7 +186,7 @@ def compiling_together() -> Iterator[None]:
 
     JITFunction.run = compile_only
     try:
-        with ThreadPoolExecutor(os.cpu_count()) as threads, triton.AsyncCompileMode(threads):
+        with compiling_all():
             yield
     finally:
         JITFunction.run = run

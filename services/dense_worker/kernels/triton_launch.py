@@ -7,7 +7,6 @@ ends: it may read weights at once, but the results of other kernels only after `
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from services.common.compile_kernels import compiling_together
 
 _PDL_CAPABILITY = (9, 0)
 _HOPPER = 9  # the major compute capability whose tensor cores multiply out of shared memory by `wgmma`
@@ -66,7 +67,7 @@ class KernelLauncher:
     def compiling(self) -> Iterator[None]:
         """A context in which launches only compile, several at a time. At its end all are compiled."""
         try:
-            with ThreadPoolExecutor(os.cpu_count()) as threads, triton.AsyncCompileMode(threads):
+            with ThreadPoolExecutor() as threads, compiling_together():
                 self._compilers = threads
                 yield
         finally:

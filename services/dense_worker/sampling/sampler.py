@@ -49,13 +49,15 @@ class SampledTokens:
 
 
 def compile_kernels(vocab_size: int, device: torch.device, logits_dtypes: Iterable[torch.dtype]) -> None:
-    """Compiles what a `Sampler` on a GPU runs, unless that is in Triton's cache. Waits for the device."""
+    """Compiles what a `Sampler` on a GPU runs, unless that is in Triton's cache, and loads it."""
+    from services.common.compile_kernels import compiling_together
     from services.dense_worker.sampling import triton_greedy, triton_gumbel, triton_tokens
 
     torch.cuda.set_device(device)  # of the calling thread
-    for kernels in (triton_gumbel, triton_greedy):
-        kernels.compile_kernels(vocab_size, device, logits_dtypes)
-    triton_tokens.compile_kernels(device)
+    with compiling_together():
+        for kernels in (triton_gumbel, triton_greedy):
+            kernels.compile_kernels(vocab_size, device, logits_dtypes)
+        triton_tokens.compile_kernels(device)
 
 
 class Sampler:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
+
+from services.common.compile_kernels import launch
 
 _PART_SIZE = 4096  # logits of a program
 _BEYOND = tl.constexpr(0x7FFFFFFF)  # no token id
 
 
 def compile_kernels(vocab_size: int, device: torch.device, dtypes: Iterable[torch.dtype]) -> None:
-    """Compiles the kernels for logits of this number and these types."""
+    """Warms up the kernels for logits of this number and these types."""
     for dtype in dtypes:
-        find_greatest(torch.zeros(1, vocab_size, dtype=dtype, device=device))
+        find_greatest(torch.zeros(1, vocab_size, dtype=dtype, device=device), only_compiles=True)
 
 
-def find_greatest(logits: torch.Tensor) -> torch.Tensor:
+def find_greatest(logits: torch.Tensor, *, only_compiles: bool = False) -> torch.Tensor:
     """The first token with the greatest logit, int64 [r], on the device of the logits. Does not wait for the device.
 
     logits: [r, vocab_size], of any float type, contiguous; rows of NaN give an arbitrary token
@@ -28,12 +31,11 @@ def find_greatest(logits: torch.Tensor) -> torch.Tensor:
     greatest = torch.empty(num_rows, num_parts, dtype=torch.float32, device=logits.device)
     candidates = torch.empty(num_rows, num_parts, dtype=torch.int32, device=logits.device)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    _part_kernel[(num_parts, num_rows)](
-        greatest, candidates, logits, vocab_size, num_parts, PART_SIZE=_PART_SIZE, num_warps=4
-    )
-    _pick_kernel[(num_rows,)](
-        token_ids, greatest, candidates, num_parts, NUM_PARTS=triton.next_power_of_2(num_parts), num_warps=1
-    )
+    run = partial(launch, only_compiles=only_compiles)
+    part = greatest, candidates, logits, vocab_size, num_parts
+    run(_part_kernel, (num_parts, num_rows), *part, PART_SIZE=_PART_SIZE, num_warps=4)
+    pick = token_ids, greatest, candidates, num_parts
+    run(_pick_kernel, (num_rows,), *pick, NUM_PARTS=triton.next_power_of_2(num_parts), num_warps=1)
     return token_ids
 
 

@@ -7,12 +7,14 @@ same scores. The token of a row does not depend on other rows.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from services.common.compile_kernels import launch
 from services.dense_worker.sampling.philox import TOKENS_PER_BLOCK
 from services.dense_worker.sampling.upload import upload
 
@@ -21,14 +23,20 @@ _STEP = tl.constexpr(2.0**-32)  # distance between two uniform numbers
 
 
 def compile_kernels(vocab_size: int, device: torch.device, dtypes: Iterable[torch.dtype]) -> None:
-    """Compiles the kernels for logits of this number and these types: the first draw does not wait for the compiler."""
+    """Warms up the kernels for logits of this number and these types: the first draw does not wait for the compiler."""
     ones = np.ones(1, dtype=np.uint64)
     for dtype in dtypes:
-        draw(torch.zeros(1, vocab_size, dtype=dtype, device=device), ones.astype(np.float32), ones, ones)
+        logits = torch.zeros(1, vocab_size, dtype=dtype, device=device)
+        draw(logits, ones.astype(np.float32), ones, ones, only_compiles=True)
 
 
 def draw(
-    logits: torch.Tensor, temperatures: np.ndarray, seeds: np.ndarray, positions: np.ndarray | torch.Tensor
+    logits: torch.Tensor,
+    temperatures: np.ndarray,
+    seeds: np.ndarray,
+    positions: np.ndarray | torch.Tensor,
+    *,
+    only_compiles: bool = False,
 ) -> torch.Tensor:
     """Token ids, int64 [r], on the device of the logits. The lowest of equal scores wins. Does not wait for the device.
 
@@ -47,12 +55,11 @@ def draw(
     scores = torch.empty(num_rows, num_parts, dtype=torch.float64, device=logits.device)
     candidates = torch.empty(num_rows, num_parts, dtype=torch.int64, device=logits.device)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    _score_kernel[(num_parts, num_rows)](
-        scores, candidates, logits, keys, vocab_size, num_parts, NUM_BLOCKS=_BLOCKS_PER_PROGRAM, num_warps=4
-    )
-    _pick_kernel[(num_rows,)](
-        token_ids, scores, candidates, num_parts, NUM_PARTS=triton.next_power_of_2(num_parts), num_warps=1
-    )
+    run = partial(launch, only_compiles=only_compiles)
+    score = scores, candidates, logits, keys, vocab_size, num_parts
+    run(_score_kernel, (num_parts, num_rows), *score, NUM_BLOCKS=_BLOCKS_PER_PROGRAM, num_warps=4)
+    pick = token_ids, scores, candidates, num_parts
+    run(_pick_kernel, (num_rows,), *pick, NUM_PARTS=triton.next_power_of_2(num_parts), num_warps=1)
     return token_ids
 
 

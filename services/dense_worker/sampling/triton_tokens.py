@@ -10,36 +10,46 @@ import torch
 import triton
 import triton.language as tl
 
+from services.common.compile_kernels import launch
+
 _BLOCK_ROWS = 128
 
 
 def compile_kernels(device: torch.device) -> None:
-    """Compiles the kernels."""
+    """Warms up the kernels."""
     numbers = torch.zeros(2, 1, dtype=torch.int64, device=device)
-    keep_tokens(numbers[0], numbers[0], numbers[1], torch.zeros(1, dtype=torch.int64, pin_memory=True))
-    feed_tokens(numbers[0], numbers[0], numbers[1])
+    on_host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+    keep_tokens(numbers[0], numbers[0], numbers[1], on_host, only_compiles=True)
+    feed_tokens(numbers[0], numbers[0], numbers[1], only_compiles=True)
 
 
-def keep_tokens(token_ids: torch.Tensor, slots: torch.Tensor, last_token: torch.Tensor, on_host: torch.Tensor) -> None:
+def keep_tokens(
+    token_ids: torch.Tensor,
+    slots: torch.Tensor,
+    last_token: torch.Tensor,
+    on_host: torch.Tensor,
+    *,
+    only_compiles: bool = False,
+) -> None:
     """Stores each row's token in `last_token` at the row's slot, and in pinned memory. Does not wait for the device.
 
     token_ids, slots: int64 [r]; on_host: int64 [r]
     """
     num_rows = len(token_ids)
-    _keep_kernel[(triton.cdiv(num_rows, _BLOCK_ROWS),)](
-        token_ids, slots, last_token, on_host, num_rows, BLOCK_ROWS=_BLOCK_ROWS, num_warps=4
-    )
+    grid, operands = (triton.cdiv(num_rows, _BLOCK_ROWS),), (token_ids, slots, last_token, on_host, num_rows)
+    launch(_keep_kernel, grid, *operands, only_compiles=only_compiles, BLOCK_ROWS=_BLOCK_ROWS, num_warps=4)
 
 
-def feed_tokens(token_ids: torch.Tensor, fed_slots: torch.Tensor, last_token: torch.Tensor) -> torch.Tensor:
+def feed_tokens(
+    token_ids: torch.Tensor, fed_slots: torch.Tensor, last_token: torch.Tensor, *, only_compiles: bool = False
+) -> torch.Tensor:
     """The tokens of a step's rows, int64 [n]: `token_ids`, or those in `last_token` where `fed_slots` are not negative.
 
     token_ids, fed_slots: int64 [n]
     """
     num_rows, fed = len(token_ids), torch.empty_like(token_ids)
-    _feed_kernel[(triton.cdiv(num_rows, _BLOCK_ROWS),)](
-        token_ids, fed_slots, last_token, fed, num_rows, BLOCK_ROWS=_BLOCK_ROWS, num_warps=4
-    )
+    grid, operands = (triton.cdiv(num_rows, _BLOCK_ROWS),), (token_ids, fed_slots, last_token, fed, num_rows)
+    launch(_feed_kernel, grid, *operands, only_compiles=only_compiles, BLOCK_ROWS=_BLOCK_ROWS, num_warps=4)
     return fed
 
 
