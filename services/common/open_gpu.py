@@ -9,7 +9,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import sys
 import threading
+from collections.abc import Callable
+
+_SWITCH_INTERVAL_S = 0.0002
 
 
 def open_gpu_ahead(device: str) -> None:
@@ -23,7 +27,17 @@ def open_gpu_ahead(device: str) -> None:
     with contextlib.suppress(ImportError):
         from triton.runtime.cache import triton_key  # which keeps its result
 
-        threading.Thread(target=triton_key, name="triton-key", daemon=True).start()
+        threading.Thread(target=_keep_triton_key, args=(triton_key,), name="triton-key", daemon=True).start()
+
+
+def _keep_triton_key(triton_key: Callable[[], str]) -> None:
+    """It wants Python's lock 800 times, for each of which imports on another thread would let it wait 5 ms."""
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    try:
+        triton_key()
+    finally:
+        sys.setswitchinterval(interval_s)
 
 
 def _open(index: int) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,3 +51,15 @@ def test_a_driver_that_is_missing_or_fails_is_left_to_torch(monkeypatch: pytest.
     open_with(monkeypatch, missing, "auto")
     without_device = SimpleNamespace(cuInit=lambda flags: 100)  # and nothing else is asked
     open_with(monkeypatch, lambda name: without_device, "auto")
+
+
+def test_threads_take_turns_as_before_once_the_names_of_kernels_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    intervals: list[float] = []
+    cache: Any = ModuleType("triton.runtime.cache")
+    cache.triton_key = lambda: intervals.append(sys.getswitchinterval())
+    for module in (ModuleType("triton"), ModuleType("triton.runtime"), cache):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    before_s = sys.getswitchinterval()
+    open_with(monkeypatch, lambda name: SimpleNamespace(cuInit=lambda flags: 100), "auto")
+    assert len(intervals) == 1 and intervals[0] < before_s / 10
+    assert sys.getswitchinterval() == before_s
