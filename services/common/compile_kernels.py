@@ -1,8 +1,10 @@
 """`compiling_together`: Triton's kernels compiled side by side, by both workers.
 
 Most of a compilation holds Python's lock, so threads would compile little faster than one. Forked processes compile
-what Triton's cache does not have, and put it there. They never use the GPU, and what one of them fails to compile is
-compiled here, with its error.
+what Triton's cache does not have, and put it there; new ones would import torch for seconds first. They never use the
+GPU, and wait for no lock that another thread has at the fork: no other thread compiles then, gRPC's handlers are off
+(`set_up_grpc`), modules are imported before, and glibc frees its own locks. One that waits all the same is ended. What
+is missing in the end is compiled here, as is what fails, with its error.
 """
 
 from __future__ import annotations
@@ -94,7 +96,12 @@ def _compile_in_processes(kernels: Sequence[Callable[[], Any]]) -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     begin_s, count = time.monotonic(), min(len(kernels), len(os.sched_getaffinity(0)), _MAX_PROCESSES)
-    running = {_fork(kernels[index::count]) for index in range(count)}
+    running = set[int]()
+    try:
+        for index in range(count):
+            running.add(_fork(kernels[index::count]))
+    except OSError as error:  # for lack of memory, or too many processes
+        log.warning("kernels are compiled by fewer processes", num_processes=len(running), reason=str(error))
     forked_s = time.monotonic() - begin_s
     while running and time.monotonic() < begin_s + _MAX_COMPILE_S:
         time.sleep(_POLL_S)

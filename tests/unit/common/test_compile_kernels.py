@@ -139,3 +139,17 @@ def test_what_a_process_that_hangs_should_compile_is_compiled_here(
     [warning] = [each for each in logs if each["log_level"] == "warning"]
     with pytest.raises(ProcessLookupError):
         os.kill(warning["pid"], 0)
+
+
+def test_what_no_process_can_be_forked_for_is_compiled_here(
+    kernels: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> int:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    all_kernels = [Kernel(tmp_path, str(number)) for number in range(3)]
+    with kernels.compiling_together():
+        for kernel in all_kernels:
+            kernels.warm_up(kernel)
+    assert all(kernel.is_loaded and kernel.compiled_by == os.getpid() for kernel in all_kernels)
