@@ -2,7 +2,7 @@
 
 Most of a compilation holds Python's lock, so threads would compile little faster than one. Forked processes compile
 what Triton's cache does not have, and put it there; new ones would import torch for seconds first. They never use the
-GPU, and wait for no lock that another thread has at the fork: no other thread compiles then, gRPC's handlers are off
+GPU, and wait for no lock that another thread has at the fork: no other one compiles for Triton, gRPC's handlers are off
 (`set_up_grpc`), modules are imported before, and glibc frees its own locks. One that waits all the same is ended. What
 is missing in the end is compiled here, as is what fails, with its error.
 """
