@@ -220,24 +220,30 @@ class Vectors:
         starting: asyncio.Lock,
         results: list[PooledInput | None],
     ) -> None:
-        """Takes inputs until none is left."""
+        """Takes inputs until none is left. While it waits for a turn it holds nothing of the one before."""
         for index, each in waiting:
             async with turns.turn(caller.number):
-                async with starting:
-                    await asyncio.sleep(0)  # let other tasks run: each start takes half a millisecond
-                    message = await self._message(each, options)
-                    has_parts = options.request_id and len(results) > 1  # without a name each gets one of its own
-                    message.request_id = f"{options.request_id}-{index}" if has_parts else options.request_id
-                    generation = await self.service.start(message, caller, Part(each.name, is_counted=True))
-                try:
-                    _, prompt = await generation.completions()
-                finally:
-                    generation.close()
-            vector = prompt and prompt.reports.get(POOLING.name)
-            if not isinstance(vector, PooledVector):  # it was aborted
-                raise AbortedByCaller(f"{each.name} was aborted before it had its vector")
-            values = vector.values if options.all_tokens else vector.values[0]
-            results[index] = PooledInput(values, array("i", prompt.token_ids))
+                has_parts = options.request_id and len(results) > 1  # without a name each gets one of its own
+                request_id = f"{options.request_id}-{index}" if has_parts else options.request_id
+                results[index] = await self._read_one(each, options, request_id, caller, starting)
+
+    async def _read_one(
+        self, each: VectorInput, options: InputOptions, request_id: str, caller: Caller, starting: asyncio.Lock
+    ) -> PooledInput:
+        async with starting:
+            await asyncio.sleep(0)  # let other tasks run: each start takes half a millisecond
+            message = await self._message(each, options)
+            message.request_id = request_id
+            generation = await self.service.start(message, caller, Part(each.name, is_counted=True))
+        try:
+            _, prompt = await generation.completions()
+        finally:
+            generation.close()
+        vector = prompt and prompt.reports.get(POOLING.name)
+        if not isinstance(vector, PooledVector):  # it was aborted
+            raise AbortedByCaller(f"{each.name} was aborted before it had its vector")
+        values = vector.values if options.all_tokens else vector.values[0]
+        return PooledInput(values, array("i", prompt.token_ids))
 
     def _most_tokens(self, each: VectorInput) -> int:
         """No text has more tokens than bytes, but for the special ones."""

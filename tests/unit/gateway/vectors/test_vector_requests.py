@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import tracemalloc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 import torch
 
 from services.gateway.apis.vectors import tei_routes
+from services.gateway.core.generation import Generation
+from services.gateway.core.request_service import RequestService
 from services.gateway.vectors import vectors
 from services.pb import dense_pb2, gateway_pb2
 from tests.support.clients.gateway_calls import REFERENCE, ids
@@ -539,3 +542,27 @@ def test_a_clients_small_requests_do_not_wait_for_its_bulk(tmp_path: Path, monke
 
     dense = HoldingDense(lambda submit: ids(" a") * 2, step_s=0.001)
     with_client(tmp_path, dense, test, runner="pooling", api_keys_file=keys_file(tmp_path, f"priority = {PRIORITY}"))
+
+
+def test_inputs_that_wait_for_a_turn_hold_nothing_of_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each collection of garbage would look at them, for 0.2 s beside 24 requests of 2,048 inputs."""
+    monkeypatch.setattr(vectors, "MAX_AT_ONCE", 8)
+    begun, most, start = list[weakref.ref[Generation]](), 0, RequestService.start
+
+    async def counted(service: RequestService, *arguments: Any) -> Generation:
+        nonlocal most
+        generation = await start(service, *arguments)
+        begun.append(weakref.ref(generation))
+        most = max(most, sum(each() is not None for each in begun))
+        return generation
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        bulk = [[[5 + i, 10 + j] for j in range(70)] for i in range(4)]
+        for answer in await asyncio.gather(*(embed(client, each) for each in bulk)):
+            assert len(answer.json()["data"]) == 70
+
+    monkeypatch.setattr(RequestService, "start", counted)
+    serve(tmp_path, test)
+    assert len(begun) == 280 and most <= 8
