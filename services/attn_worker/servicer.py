@@ -142,7 +142,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             num_sink_tokens=cache.sliding_window.num_sink_tokens,
             max_model_len=cache.max_model_len,
             layer_window=cache.uncounted_window,
-            max_num_sources=cache.max_num_sequences or 0,
+            max_num_sequences=cache.max_num_sequences or 0,
             shared_memory=shared_memory_id(),
             is_empty=cache.is_empty,
             plan_link="" if attachment.offer is None else attachment.offer.name,

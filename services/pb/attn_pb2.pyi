@@ -73,7 +73,7 @@ class LaneHandle(_message.Message):
     def __init__(self, lane: _Optional[int] = ..., kind: _Optional[str] = ..., handle: _Optional[bytes] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("epoch", "attachment_id", "lanes", "block_size", "num_blocks", "num_free_blocks", "open_seq_ids", "open_num_blocks", "window", "num_sink_tokens", "max_model_len", "layer_window", "max_num_sources", "shared_memory", "is_empty", "plan_link", "prefix_generation")
+    __slots__ = ("epoch", "attachment_id", "lanes", "block_size", "num_blocks", "num_free_blocks", "open_seq_ids", "open_num_blocks", "window", "num_sink_tokens", "max_model_len", "layer_window", "max_num_sequences", "shared_memory", "is_empty", "plan_link", "prefix_generation")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     LANES_FIELD_NUMBER: _ClassVar[int]
@@ -86,7 +86,7 @@ class AttachReply(_message.Message):
     NUM_SINK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     LAYER_WINDOW_FIELD_NUMBER: _ClassVar[int]
-    MAX_NUM_SOURCES_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
     IS_EMPTY_FIELD_NUMBER: _ClassVar[int]
     PLAN_LINK_FIELD_NUMBER: _ClassVar[int]
@@ -103,30 +103,30 @@ class AttachReply(_message.Message):
     num_sink_tokens: int
     max_model_len: int
     layer_window: int
-    max_num_sources: int
+    max_num_sequences: int
     shared_memory: str
     is_empty: bool
     plan_link: str
     prefix_generation: int
-    def __init__(self, epoch: _Optional[int] = ..., attachment_id: _Optional[int] = ..., lanes: _Optional[_Iterable[_Union[LaneHandle, _Mapping]]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., open_seq_ids: _Optional[_Iterable[int]] = ..., open_num_blocks: _Optional[_Iterable[int]] = ..., window: _Optional[int] = ..., num_sink_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., layer_window: _Optional[int] = ..., max_num_sources: _Optional[int] = ..., shared_memory: _Optional[str] = ..., is_empty: _Optional[bool] = ..., plan_link: _Optional[str] = ..., prefix_generation: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., attachment_id: _Optional[int] = ..., lanes: _Optional[_Iterable[_Union[LaneHandle, _Mapping]]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., open_seq_ids: _Optional[_Iterable[int]] = ..., open_num_blocks: _Optional[_Iterable[int]] = ..., window: _Optional[int] = ..., num_sink_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., layer_window: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., shared_memory: _Optional[str] = ..., is_empty: _Optional[bool] = ..., plan_link: _Optional[str] = ..., prefix_generation: _Optional[int] = ...) -> None: ...
 
 class SequenceOpened(_message.Message):
-    __slots__ = ("seq_id", "num_cached_tokens", "num_pinned_blocks", "num_held_blocks", "num_freed_blocks", "error", "has_source")
+    __slots__ = ("seq_id", "num_cached_tokens", "num_pinned_blocks", "num_held_blocks", "num_freed_blocks", "error", "has_extra_rows")
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_FREED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    HAS_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    HAS_EXTRA_ROWS_FIELD_NUMBER: _ClassVar[int]
     seq_id: int
     num_cached_tokens: int
     num_pinned_blocks: int
     num_held_blocks: int
     num_freed_blocks: int
     error: str
-    has_source: bool
-    def __init__(self, seq_id: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_freed_blocks: _Optional[int] = ..., error: _Optional[str] = ..., has_source: _Optional[bool] = ...) -> None: ...
+    has_extra_rows: bool
+    def __init__(self, seq_id: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_freed_blocks: _Optional[int] = ..., error: _Optional[str] = ..., has_extra_rows: _Optional[bool] = ...) -> None: ...
 
 class SequenceError(_message.Message):
     __slots__ = ("seq_id", "message")

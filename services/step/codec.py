@@ -45,8 +45,8 @@ def encode_plan(plan: StepPlan) -> step_pb2.StepPlan:
         message.forced_seq_ids.append(seq_id)
         message.forced_token_ids.append(token_id)
     for seq_id, num_rows in plan.extra_rows:
-        message.source_seq_ids.append(seq_id)
-        message.source_num_tokens.append(num_rows)
+        message.extra_rows_seq_ids.append(seq_id)
+        message.num_extra_rows.append(num_rows)
     return message
 
 
@@ -71,7 +71,7 @@ def decode_plan(message: step_pb2.StepPlan) -> StepPlan:
     _check_lengths(message, "sampled tokens", (sampled.seq_ids, sampled.token_ids))
     _check_lengths(message, "forced tokens", (message.forced_seq_ids, message.forced_token_ids))
     _check_lengths(message, "forks", forks)
-    _check_lengths(message, "extra rows", (message.source_seq_ids, message.source_num_tokens))
+    _check_lengths(message, "extra rows", (message.extra_rows_seq_ids, message.num_extra_rows))
     return StepPlan(
         step_id=message.step_id,
         entries=entries,
@@ -82,7 +82,7 @@ def decode_plan(message: step_pb2.StepPlan) -> StepPlan:
         forced=tuple(zip(message.forced_seq_ids, message.forced_token_ids, strict=True)),
         lane=message.lane,
         evicts_blocks=message.evicts_blocks,
-        extra_rows=tuple(zip(message.source_seq_ids, message.source_num_tokens, strict=True)),
+        extra_rows=tuple(zip(message.extra_rows_seq_ids, message.num_extra_rows, strict=True)),
     )
 
 
@@ -96,7 +96,7 @@ def encode_opened(opened: SequenceOpened) -> attn_pb2.PlanAnswer:
             num_held_blocks=opened.num_held_blocks,
             num_freed_blocks=opened.num_freed_blocks,
             error=opened.error,
-            has_source=opened.has_extra_rows,
+            has_extra_rows=opened.has_extra_rows,
         )
     )
 
@@ -125,7 +125,7 @@ def decode_answer(answer: attn_pb2.PlanAnswer) -> SequenceOpened | PlanAccepted:
         num_held_blocks=opened.num_held_blocks,
         num_freed_blocks=opened.num_freed_blocks,
         error=opened.error if opened.HasField("error") else None,
-        has_extra_rows=opened.has_source,
+        has_extra_rows=opened.has_extra_rows,
     )
 
 
@@ -139,7 +139,7 @@ def _encode_new_sequence(sequence: NewSequence) -> step_pb2.NewSequence:
         ignores_prefix_cache=sequence.ignores_prefix_cache,
         traceparent=sequence.traceparent,
         max_cached_tokens=sequence.max_cached_tokens,
-        num_source_tokens=sequence.num_extra_rows,
+        num_extra_rows=sequence.num_extra_rows,
         leaves_address=sequence.leaves_address,
         spans=encode_spans(sequence.spans),
         first_token=0 if sequence.part is None else sequence.part.start,
@@ -159,7 +159,7 @@ def _decode_new_sequence(message: step_pb2.NewSequence) -> NewSequence:
         ignores_prefix_cache=message.ignores_prefix_cache,
         traceparent=message.traceparent,
         max_cached_tokens=message.max_cached_tokens if message.HasField("max_cached_tokens") else None,
-        num_extra_rows=message.num_source_tokens,
+        num_extra_rows=message.num_extra_rows,
         leaves_address=message.leaves_address,
         spans=decode_spans(message.spans),
         part=range(message.first_token, message.end_token) if message.end_token else None,

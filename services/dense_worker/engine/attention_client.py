@@ -344,7 +344,7 @@ def describe_attachment(
         window=reply.window if reply.HasField("window") else None,
         num_sink_tokens=reply.num_sink_tokens,
         layer_window=reply.layer_window if reply.HasField("layer_window") else None,
-        max_num_sequences=reply.max_num_sources or None,
+        max_num_sequences=reply.max_num_sequences or None,
         link=link,
     )
 
