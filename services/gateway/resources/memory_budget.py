@@ -7,7 +7,7 @@ others in order of arrival.
 A body is counted as it arrives, so it may hold a part of what it needs and wait for more. None waits if those that do
 hold so much together that they would wait for each other. This does not see what a call holds in another `HeldMemory`,
 such as its body while it reserves its log-probabilities: two calls that wait for each other so do until
-`max_wait_s` ends the wait of one.
+`max_wait_s` ends the wait of one. While requests of the same client get memory one after another, the others wait on.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class MemoryBudget:
     def __init__(
         self, max_bytes: int, max_wait_s: float = 0.0, max_waiting: int = 0, counts: Counts | None = None
     ) -> None:
-        """`max_wait_s`: how long a request may wait for memory; `max_waiting`: how many may do so at once.
+        """`max_wait_s`: how long a request may wait for memory while none of its client gets any; `max_waiting`: how
+        many may wait at once.
 
         `counts`: those of all processes, for whose sum the limits are; None: this is the only one.
         """
@@ -54,6 +55,7 @@ class MemoryBudget:
         self._max_waiting = max_waiting
         self._held_of = Counter[Client]()  # a client that holds nothing has no entry
         self._waiting: dict[Client, deque[Place]] = {}  # in the order of their turns; no deque is empty
+        self._granted_s = dict[Client, float]()  # on `time.monotonic`: when one of those was last granted
         self.reclaim: Callable[[int], None] | None = None  # frees about so many bytes of what is kept without need
 
     @property
@@ -113,7 +115,7 @@ class MemoryBudget:
         self._held_waiting.add(1)
         self._held_by_waiting.add(num_held)
         try:
-            await self._wait_for(place)
+            await self._wait_for(client, place)
         except asyncio.CancelledError:
             if place.done():
                 self.add(client, -num_bytes)
@@ -126,10 +128,16 @@ class MemoryBudget:
             self._leave(client, num_bytes, place)
             raise CapacityError(f"{reason}; waited for {self._max_wait_s:g} s, gateway.max_held_wait_s")
 
-    async def _wait_for(self, place: asyncio.Future[None]) -> None:
-        """Waits until the place is granted, or for `max_wait_s`. What another process gives back nobody announces."""
-        deadline = time.monotonic() + self._max_wait_s
-        while not place.done() and (left_s := deadline - time.monotonic()) > 0:
+    async def _wait_for(self, client: Client, place: asyncio.Future[None]) -> None:
+        """Waits until the place is granted, or none of its client's is for `max_wait_s`.
+
+        What another process gives back nobody announces.
+        """
+        begin_s = time.monotonic()
+        while not place.done():
+            left_s = max(begin_s, self._granted_s.get(client, 0.0)) + self._max_wait_s - time.monotonic()
+            if left_s <= 0:
+                return
             await asyncio.wait({place}, timeout=left_s if self._poll_s is None else min(left_s, self._poll_s))
             if self._poll_s is not None and (now := time.monotonic()) >= self._next_poll_s:  # one for all who wait
                 self._next_poll_s = now + self._poll_s
@@ -156,6 +164,9 @@ class MemoryBudget:
                     self._held_waiting.add(-1)
                     if places:
                         self._waiting[client] = places  # at the end
+                        self._granted_s[client] = time.monotonic()
+                    else:
+                        self._granted_s.pop(client, None)
                     self.add(client, num_bytes)
                     place.set_result(None)
                     has_granted = True
@@ -166,6 +177,7 @@ class MemoryBudget:
         self._held_waiting.add(-1)
         if not places:
             del self._waiting[client]
+            self._granted_s.pop(client, None)
         self._grant()  # a smaller one may have waited behind this one
 
     def limit_of(self, client: Client) -> int:

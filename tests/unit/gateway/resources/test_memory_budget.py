@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from services.common.errors import CapacityError, InvalidRequest
+from services.gateway.resources import memory_budget
 from services.gateway.resources.memory_budget import SMALL_BYTES, SMALL_PARTS, TINY_BYTES, HeldMemory, MemoryBudget
 
 GREEDY, OTHER, ANYBODY = (0, 1), (0, 2), (0, 0)
@@ -273,3 +275,38 @@ def test_a_body_whose_first_piece_is_small_waits_in_order_of_arrival() -> None:
         assert (budget.num_held, budget._held_small.total) == (0, 0)
 
     run(test())
+
+
+def test_a_request_waits_as_long_as_others_of_its_client_get_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many requests at once of one client: each is short, the last ones wait for all."""
+    now = 100.0
+    monkeypatch.setattr(memory_budget, "time", SimpleNamespace(monotonic=lambda: now))
+
+    async def test() -> None:
+        nonlocal now
+        budget = MemoryBudget(1000, 0.01, 100)
+        held = [HeldMemory(budget, GREEDY) for _ in range(21)]
+        await held[0].reserve(800, "its body")
+        waiting = [asyncio.create_task(each.reserve(800, "its body")) for each in held[1:]]
+        await until_waiting(budget, 20)
+        for i in range(10):
+            now += 0.008
+            await asyncio.sleep(0.02)  # those who wait look at the clock
+            held[i].release()
+            await waiting[i]
+        assert budget.num_waiting == 10
+        now += 0.008
+        await asyncio.sleep(0.02)
+        assert budget.num_waiting == 10
+        now += 0.008
+        refused = await asyncio.gather(*waiting[10:], return_exceptions=True)
+        assert all("waited for 0.01 s" in str(each) for each in refused)
+        held[10].release()
+        assert not budget.num_held and not budget.num_waiting and not budget._granted_s
+
+    run(test())
+
+
+async def until_waiting(budget: MemoryBudget, count: int) -> None:
+    while budget.num_waiting < count:  # noqa: ASYNC110
+        await asyncio.sleep(0)
