@@ -48,8 +48,12 @@ def compiling_together() -> Iterator[None]:
     """
     noted = _Noted()
     with triton.AsyncCompileMode(noted):
-        yield
-        noted.compile()
+        try:
+            yield
+            noted.compile()
+        finally:
+            noted.leave_rest()
+    noted.check()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, only_compiles: bool, **constants: Any) -> None:
@@ -65,6 +69,7 @@ class _Noted(Executor):
 
     def __init__(self) -> None:
         self._kernels: list[tuple[Future[Any], Callable[[], Any]]] = []
+        self._errors: list[Exception] = []
 
     def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:
         future = Future[Any]()
@@ -81,8 +86,22 @@ class _Noted(Executor):
                 with _LOADING:
                     kernel.run  # noqa: B018  # loads it
                 future.set_result(kernel)
-            except Exception as error:  # the mode raises it at its end
-                future.set_exception(error)
+            except Exception as error:  # the mode would stay active if it raised it
+                self._errors.append(error)
+
+    def leave_rest(self) -> None:
+        """Leaves what has failed, and what an error has kept from being compiled, to its first launch.
+
+        The mode would wait for it forever.
+        """
+        for future, _ in self._kernels:
+            if not future.done():
+                future.set_result(None)  # as if Triton had never seen it
+
+    def check(self) -> None:
+        """Raises the first error of a compilation."""
+        for error in self._errors:
+            raise error
 
 
 def _is_kept(key: str) -> bool:
@@ -105,13 +124,21 @@ def _compile_in_processes(kernels: Sequence[Callable[[], Any]]) -> None:
     forked_s = time.monotonic() - begin_s
     while running and time.monotonic() < begin_s + _MAX_COMPILE_S:
         time.sleep(_POLL_S)
-        running -= {pid for pid in running if os.waitpid(pid, os.WNOHANG)[0]}
+        running -= {pid for pid in running if _has_ended(pid)}
     for pid in running:
         log.warning("a compiling process is ended", pid=pid, reason=f"it took more than {_MAX_COMPILE_S:.0f} s")
         os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
     seconds = {"forked_s": round(forked_s, 3), "seconds": round(time.monotonic() - begin_s, 3)}
     log.info("kernels compiled", num_kernels=len(kernels), num_processes=count, **seconds)
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] != 0
+    except ChildProcessError:  # the kernel reaps it: this process has inherited that SIGCHLD is ignored
+        return True
 
 
 def _fork(kernels: Sequence[Callable[[], Any]]) -> int:

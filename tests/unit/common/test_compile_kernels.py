@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,17 +21,19 @@ MODULE = "services.common.compile_kernels"
 
 
 class AsyncCompileMode:
-    """What Triton's does: asks the executor for each kernel, and raises the first error at its end."""
+    """What Triton's does: asks the executor for each kernel, and waits for all at its end."""
 
     def __init__(self, executor: Executor) -> None:
-        self.executor, self.futures = executor, list[Future[Any]]()
+        self.executor, self.futures, self.is_active = executor, list[Future[Any]](), False
 
     def __enter__(self) -> AsyncCompileMode:
+        self.is_active = True
         return self
 
     def __exit__(self, *_: object) -> None:
         for future in self.futures:
-            future.result()
+            future.result(timeout=10)  # Triton's waits forever
+        self.is_active = False
 
     def warm_up(self, kernel: Kernel) -> Future[Any]:
         future = self.executor.submit(kernel)
@@ -83,6 +86,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     module = importlib.import_module(MODULE)
     module.warm_up = lambda kernel: modes[-1].warm_up(kernel)
+    module.is_active = lambda: modes[-1].is_active
     yield module
     del sys.modules[MODULE]
 
@@ -119,6 +123,28 @@ def test_an_error_comes_from_the_own_process(kernels: Any, tmp_path: Path) -> No
         kernels.warm_up(broken)
         kernels.warm_up(other)
     assert other.is_loaded and other.compiled_by != os.getpid()
+    assert not kernels.is_active()
+
+
+def test_an_error_before_the_end_is_raised_at_once_and_nothing_is_compiled(kernels: Any, tmp_path: Path) -> None:
+    kernel = Kernel(tmp_path, "noted")
+    with pytest.raises(MemoryError, match="full"), kernels.compiling_together():
+        future = kernels.warm_up(kernel)
+        raise MemoryError("the device is full")
+    assert not kernels.is_active() and not kernel.file.exists()
+    assert future.result() is None, "its first launch compiles it"
+
+
+def test_processes_that_the_kernel_reaps_have_ended(kernels: Any, tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as a supervisor may leave it to its children
+    try:
+        all_kernels = [Kernel(tmp_path, str(number)) for number in range(3)]
+        with kernels.compiling_together():
+            for kernel in all_kernels:
+                kernels.warm_up(kernel)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert all(kernel.is_loaded and kernel.compiled_by != os.getpid() for kernel in all_kernels)
 
 
 def test_what_a_process_that_hangs_should_compile_is_compiled_here(
