@@ -7,6 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
+from services.common.compile_kernels import compiling_together
+from services.dense_worker.sampling import triton_tokens
 from services.dense_worker.sampling.triton_tokens import feed_tokens, keep_tokens
 
 
@@ -42,3 +44,18 @@ def test_rows_with_a_slot_are_fed_with_its_token_and_others_keep_theirs(
     found = feed_tokens(*(each.to(kernel_device) for each in (token_ids, fed_slots, last_token)))
     assert found.dtype == torch.int64
     assert found.tolist() == expected
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_steps_launch_the_kernels_that_were_loaded_ahead(kernel_device: torch.device) -> None:
+    kernels = triton_tokens._keep_kernel, triton_tokens._feed_kernel
+    with compiling_together():
+        triton_tokens.compile_kernels(kernel_device)
+    device = torch.cuda.current_device()
+    loaded = [dict(kernel.device_caches[device][0]) for kernel in kernels]
+    last_token, on_host = torch.zeros(65, dtype=torch.int64, device=kernel_device), torch.zeros(64, dtype=torch.int64)
+    for num_rows in (1, 2, 33):
+        token_ids, fed_slots = torch.zeros(2, num_rows, dtype=torch.int64, device=kernel_device)  # at any 8 bytes
+        keep_tokens(token_ids, token_ids, last_token, on_host.pin_memory()[:num_rows])
+        feed_tokens(token_ids, fed_slots, last_token)
+    assert [dict(kernel.device_caches[device][0]) for kernel in kernels] == loaded

@@ -53,7 +53,10 @@ def feed_tokens(
     return fed
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+# Rows of a step's input begin at any number: by their alignment there would be several kernels.
+@triton.jit(
+    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["token_ids", "slots", "last_token", "on_host"]
+)
 def _keep_kernel(token_ids, slots, last_token, on_host, num_rows, BLOCK_ROWS: tl.constexpr):
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     is_row = rows < num_rows
@@ -62,7 +65,9 @@ def _keep_kernel(token_ids, slots, last_token, on_host, num_rows, BLOCK_ROWS: tl
     tl.store(on_host + rows, tokens, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(
+    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["token_ids", "fed_slots", "last_token", "fed"]
+)
 def _feed_kernel(token_ids, fed_slots, last_token, fed, num_rows, BLOCK_ROWS: tl.constexpr):
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     is_row = rows < num_rows
