@@ -143,6 +143,7 @@ def _has_ended(pid: int) -> bool:
 
 def _fork(kernels: Sequence[Callable[[], Any]]) -> int:
     """The id of a process that compiles these kernels, and their launchers, and ends."""
+    parent = os.getpid()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # locks of other threads: it needs none of them
         pid = os.fork()
@@ -150,6 +151,8 @@ def _fork(kernels: Sequence[Callable[[], Any]]) -> int:
         return pid
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it has ended before: nobody would end this one, which has its ports and its device
+            return 0  # ends below
         signal.set_wakeup_fd(-1)  # signals are no longer for the event loop, whose socket is the parent's
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)

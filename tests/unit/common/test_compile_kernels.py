@@ -179,3 +179,30 @@ def test_what_no_process_can_be_forked_for_is_compiled_here(
         for kernel in all_kernels:
             kernels.warm_up(kernel)
     assert all(kernel.is_loaded and kernel.compiled_by == os.getpid() for kernel in all_kernels)
+
+
+def test_a_process_whose_parent_is_killed_at_once_compiles_nothing(
+    kernels: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()  # at its end when no process is left
+    worker = os.fork()
+    if worker == 0:
+        load = kernels.ctypes.CDLL
+
+        def load_late(name: None) -> Any:
+            """Before the forked process can ask for a signal at its parent's death."""
+            parent = os.getppid()
+            os.kill(parent, signal.SIGKILL)
+            while os.getppid() == parent:
+                time.sleep(0.001)
+            return load(name)
+
+        monkeypatch.setattr(kernels.ctypes, "CDLL", load_late)
+        kernels._fork([Kernel(tmp_path, "orphan")])
+        time.sleep(60)
+        os._exit(1)
+    os.close(writer)
+    assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGKILL
+    with open(reader, "rb") as end:
+        assert end.read() == b""
+    assert not Kernel(tmp_path, "orphan").file.exists()
