@@ -28,6 +28,8 @@ import triton
 from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
 
+from services.common.process import available_cores
+
 log = structlog.get_logger()
 
 _MAX_COMPILE_S = 30.0  # of the forked processes; the longest took 4 s
@@ -114,7 +116,7 @@ def _compile_in_processes(kernels: Sequence[Callable[[], Any]]) -> None:
     for name in _IMPORTED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    begin_s, count = time.monotonic(), min(len(kernels), len(os.sched_getaffinity(0)), _MAX_PROCESSES)
+    begin_s, count = time.monotonic(), min(len(kernels), available_cores(), _MAX_PROCESSES)
     running = set[int]()
     try:
         for index in range(count):

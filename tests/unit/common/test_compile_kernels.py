@@ -103,6 +103,21 @@ def test_missing_kernels_are_compiled_by_other_processes_and_loaded_here(kernels
     assert all(kernel.compiled_by != os.getpid() for kernel in all_kernels[1:])
 
 
+def test_no_more_processes_compile_than_a_control_group_has_cores(
+    kernels: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = tmp_path / "cgroup"
+    group.mkdir()
+    (group / "cpu.max").write_text("100000 100000")  # one core
+    monkeypatch.setattr("services.common.process._control_groups", lambda: [group])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    all_kernels = [Kernel(tmp_path, str(number)) for number in range(4)]
+    with kernels.compiling_together():
+        for kernel in all_kernels:
+            kernels.warm_up(kernel)
+    assert len({kernel.compiled_by for kernel in all_kernels} - {os.getpid()}) == 1
+
+
 def test_nothing_is_forked_where_all_kernels_are_kept(
     kernels: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
