@@ -25,7 +25,8 @@ PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 _END_OF_VALUE = "\n" + END_PARAMETER
 _END_OF_CALL = "\n" + END_FUNCTION
 _AFTER_VALUE = ("\n" + PARAMETER, _END_OF_CALL)  # some models leave out the end of a value before these
-_AFTER_FUNCTION = (END, BEGIN, FUNCTION)  # or nothing; an END_FUNCTION before anything else is a part of a value
+# Or the beginning of one at the answer's end; an END_FUNCTION before anything else is a part of a value.
+_AFTER_FUNCTION = (END, BEGIN, FUNCTION)
 MAX_KEY_CHARACTERS = 256
 
 
@@ -155,9 +156,10 @@ class Qwen3CoderParser(MarkedParser):
             return False
         if marker == _END_OF_CALL:
             rest = self._text[len(marker) :].lstrip()
-            if not self._is_over and any(each.startswith(rest) and each != rest for each in _AFTER_FUNCTION):
-                return False
-            if rest and not rest.startswith(_AFTER_FUNCTION):
+            if any(each.startswith(rest) and each != rest for each in _AFTER_FUNCTION):
+                if not self._is_over:
+                    return False
+            elif not rest.startswith(_AFTER_FUNCTION):
                 self._add_to_value(self._take(len(marker)))
                 return True
         self._take(1 if marker in _AFTER_VALUE else len(marker))

@@ -230,6 +230,15 @@ def test_the_end_of_a_function_of_qwen3_coder_may_end_its_last_value(rest: str, 
     assert read(parse("qwen3_coder", text, cuts)) == ("", [("f", {"city": "Rome"}), *further])
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+@given(cuts=CUTS)
+def test_a_call_of_qwen3_coder_is_whole_where_the_answer_ends_within_the_end_of_its_block(
+    is_cut: bool, cuts: list[int]
+) -> None:
+    text = "<tool_call><function=f>\n<parameter=city>\nRome\n</function>\n</tool_ca"
+    assert read(parse("qwen3_coder", text, cuts, is_cut)) == ("", [("f", {"city": "Rome"})])
+
+
 def test_objects_that_are_no_calls_stay_content() -> None:
     for text in (
         '{"city": "Paris"}',
