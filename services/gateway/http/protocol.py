@@ -13,6 +13,7 @@ from typing import Any
 
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from services.common.config import GatewaySection
@@ -31,6 +32,33 @@ MIN_SECOND_LOOK_S = 0.1  # extra time after a deadline, in which the loop reads 
 
 class TooManyHeadersError(Exception):
     """Within the parser, after the client has been told."""
+
+
+class _Flow(FlowControl):
+    """Knows for how long nothing has been read, because the application has not taken what came before."""
+
+    def __init__(self, transport: asyncio.Transport, clock: Callable[[], float]) -> None:
+        super().__init__(transport)
+        self._clock = clock
+        self._paused_s, self._paused_at = 0.0, 0.0
+
+    def pause_reading(self) -> None:
+        if not self.read_paused:
+            self._paused_at = self._clock()
+        super().pause_reading()
+
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            self._paused_s += self._clock() - self._paused_at
+        super().resume_reading()
+
+    def take_paused_s(self) -> float:
+        """For how long since the last call."""
+        now, paused_s = self._clock(), self._paused_s
+        if self.read_paused:
+            paused_s, self._paused_at = paused_s + now - self._paused_at, now
+        self._paused_s = 0.0
+        return paused_s
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -60,6 +88,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow: _Flow = _Flow(transport, self.loop.time)
         most = self.section.max_connections
         if len(self.connections) > most:
             self._refuse(503, f"there are {most} connections, the limit", "too_many_connections")
@@ -143,6 +172,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.announce()
         super().on_headers_complete()
         self._is_in_headers, self._num_frame_bytes = False, 0
+        self.flow.take_paused_s()
         self._limit_reading(self.section.body_timeout_s)
 
     def on_body(self, body: bytes) -> None:
@@ -226,11 +256,18 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _look_again(self, timeout_s: float, due_at: float) -> None:
         """The deadline has passed, but a busy event loop may not have read yet what the client sent in time. The
-        client gets as much extra time as the loop was late.
+        client gets as much extra time as the loop was late. While a body waited for memory nothing was read: that time
+        does not count.
 
         Each iteration of the loop runs timers before reads, so the loop reads at least once more.
         """
         late_s = self.loop.time() - due_at
+        paused_s = 0.0 if self._is_in_headers or self.pipeline else self.flow.take_paused_s()
+        if paused_s:
+            more_s = max(paused_s, MIN_SECOND_LOOK_S)
+            due_at = self.loop.time() + more_s
+            self._read_deadline = self.loop.call_later(more_s, self._look_again, timeout_s, due_at)
+            return
         self._read_deadline = self.loop.call_later(max(late_s, MIN_SECOND_LOOK_S), self._time_out, timeout_s)
 
     def _time_out(self, timeout_s: float) -> None:

@@ -156,3 +156,26 @@ def test_a_running_request_gets_no_408_for_half_a_further_request(tmp_path: Path
         assert await reader.read() == b""
 
     with_connection(tmp_path, test, header_timeout_s=IN_TIME_S)
+
+
+def test_a_body_gets_no_408_while_it_waits_for_memory(tmp_path: Path) -> None:
+    """The gateway itself does not read it then."""
+    data = json.dumps({"prompt": "Hello", "max_tokens": 2}).encode() + b" " * 1_000_000
+    large = request_bytes("/v1/completions", data)
+
+    async def body() -> None:
+        dense = FakeDense(lambda submit: [5, 6] if len(dense.submits) > 1 else [5])  # the first one goes on
+        limits = {"max_held_bytes": 5_000_000, "max_held_wait_s": 60.0, "body_timeout_s": TIMEOUT_S}
+        async with running_gateway(tmp_path, dense, **limits) as gateway:
+            _, holder = await connect(gateway.http_address)
+            holder.write(large)
+            await until(lambda: len(dense.running) == 1)
+            reader, writer = await connect(gateway.http_address)
+            writer.write(large)
+            await asyncio.sleep(4 * TIMEOUT_S)
+            assert len(dense.submits) == 1, "the second one waits"
+            holder.close()
+            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+            writer.close()
+
+    run(body())
