@@ -11,7 +11,7 @@ import difflib
 import json
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -532,6 +532,9 @@ def load_config(file: Path | None, overrides: Sequence[str] = ()) -> Config:
             raise ConfigError(f"config file {str(file)!r} cannot be read: {error.strerror}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"config file {str(file)!r} is not TOML: {error}") from error
+        for name, value in document.items():
+            if not isinstance(value, dict):
+                raise ConfigError(f"config file {str(file)!r}: {_describe_outside(name)}")
     for override in overrides:
         _apply_override(document, override)
     return _validated(document)
@@ -628,9 +631,16 @@ def _apply_override(document: dict[str, object], override: str) -> None:
     except tomllib.TOMLDecodeError:
         value = text
     values = document.setdefault(section, {})
-    if not isinstance(values, dict):
-        raise ConfigError(f"--set {override!r}: {section!r} is not a section")
+    assert isinstance(values, dict), "`load_config` has looked at those of the file"
     values[name] = value
+
+
+def _describe_outside(name: str) -> str:
+    """What is wrong with a value that a file has in no section."""
+    if name in Config.model_fields:
+        return f"{name} is a value, must be a section: [{name}]"
+    hint = f": did you mean {nearest}?" if (nearest := _nearest_key(None, name)) else ""
+    return f"{name} is in no section{hint}"
 
 
 def _describe(error: pydantic.ErrorDict) -> str:
@@ -647,14 +657,25 @@ def _describe(error: pydantic.ErrorDict) -> str:
     return f"{key} = {error['input']!r}: {message}" if key else message
 
 
-def _nearest_key(section: str, name: str) -> str | None:
-    """The key that may have been meant: one of the section, or else of any."""
+def _nearest_key(section: str | None, name: str) -> str | None:
+    """The key that may have been meant: one of the section, or of the one that is spelt like it, or else of any.
+
+    section: None if there is none; name: empty if there is a section alone
+    """
     sections = {each: [*field.annotation.model_fields] for each, field in Config.model_fields.items()}  # type: ignore[union-attr]
-    for within, least in (({section: sections.get(section, [])}, 0.6), (sections, 0.8)):
-        keys = {key: each for each, names in within.items() for key in names}
-        if nearest := difflib.get_close_matches(name, keys, 1, least):
-            return f"{keys[nearest[0]]}.{nearest[0]}"
-    return None
+    own = section if section in sections else next(iter(_nearest(section or "", sections)), None)
+    if own is not None and (found := _nearest(name, sections[own])):
+        return f"{own}.{found[0]}"
+    keys = {key: each for each, names in sections.items() for key in names}
+    found = _nearest(name, keys, 0.8)
+    if found and sum(found[0] in names for names in sections.values()) == 1:
+        return f"{keys[found[0]]}.{found[0]}"
+    return own if own != section else None
+
+
+def _nearest(word: str, words: Iterable[str], least: float = 0.6) -> list[str]:
+    """The one of the words that is spelt most like `word`, if any is."""
+    return difflib.get_close_matches(word, words, 1, least)
 
 
 def toml_value(value: object) -> str:

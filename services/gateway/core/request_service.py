@@ -117,6 +117,7 @@ class RequestService:
         self.metrics = metrics
         self._admission = admission
         self._tracer = tracer
+        self.max_n = section.max_n  # answers to one prompt
         self.max_answers = section.max_answers  # to all prompts of one HTTP request
         self._grammar_trials = grammar_trials
         self._held_forms = HeldForms(memory)
@@ -145,7 +146,7 @@ class RequestService:
             model.max_model_len,
             self.eos_token_ids,
             names,
-            section.max_n,
+            self.max_n,
             section.max_logprobs,
             model.max_beam_width,
             section.strict_max_tokens,

@@ -537,9 +537,10 @@ def check_name(field: str, name: str, most: int) -> None:
         raise InvalidRequest(f"{field} is {quote(name)}, must be printable characters", field)
 
 
-def _check_range(field: str, value: int, least: int, most: int) -> None:
+def _check_range(field: str, value: int, least: int, most: int, key: str = "") -> None:
+    """`key`: of the configuration, which has the upper limit."""
     if not least <= value <= most:
-        raise InvalidRequest(f"{field} is {value}, must be from {least} to {most}", field)
+        raise InvalidRequest(f"{field} is {value}, must be from {least} to {most}{f' ({key})' if key else ''}", field)
 
 
 def _check_logprobs(message: gateway_pb2.GenerateRequest, limits: ModelLimits) -> None:
@@ -565,8 +566,8 @@ def _read_counts(message: gateway_pb2.GenerateRequest, max_n: int) -> tuple[int,
     """The values of `n` and `best_of`."""
     n = message.n if message.HasField("n") else 1
     best_of = message.best_of if message.HasField("best_of") else n
-    _check_range("n", n, 1, max_n)
-    _check_range("best_of", best_of, n, max_n)
+    _check_range("n", n, 1, max_n, "gateway.max_n")
+    _check_range("best_of", best_of, n, max_n, "gateway.max_n")
     return n, best_of
 
 

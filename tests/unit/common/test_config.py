@@ -45,6 +45,9 @@ def test_a_dumped_config_reads_back_equal(name: str, tmp_path: Path) -> None:
         ("model.pth=x", ["unknown config key model.pth: did you mean model.path?"]),
         ("model.gateway_proceses=1", ["gateway_proceses: did you mean launch.gateway_processes?"]),
         ("schedulr.policy=x", ["unknown config key schedulr: did you mean scheduler.policy?"]),
+        ("gatway.address=x", ["unknown config key gatway: did you mean gateway.address?"]),  # others have one, too
+        ("dens.addres=x", ["unknown config key dens: did you mean dense.address?"]),
+        ("gatway.xyz=x", ["unknown config key gatway: did you mean gateway?"]),
         ("model.num_layers=0", ["model.num_layers", "0", "greater than or equal to 1"]),
         ("model.num_layers=two", ["model.num_layers", "two", "integer"]),
         ("channel.wait_timeout_s=0", ["channel.wait_timeout_s", "greater than 0"]),
@@ -71,13 +74,23 @@ def test_a_mistake_is_named(override: str, words: list[str]) -> None:
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize(("text", "words"), [("model = [", "not TOML"), (None, "cannot be read")])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model = [", "is not TOML"),
+        (None, "cannot be read"),
+        ('model = "tiny"', r": model is a value, must be a section: \[model\]$"),
+        ("[[model]]\nnum_layers = 1", r": model is a value, must be a section: \[model\]$"),
+        ("max_num_seqs = 3", r": max_num_seqs is in no section: did you mean scheduler\.max_num_seqs\?$"),
+        ("xyz = 3", r": xyz is in no section$"),
+    ],
+)
 def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, text: str | None, words: str) -> None:
     file = tmp_path / "config.toml"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(ConfigError, match=words):
-        load_config(file)
+    with pytest.raises(ConfigError, match=f"^config file {str(file)!r}.*{words}"):
+        load_config(file, ["model.num_layers=2"])
 
 
 def test_sections_cannot_be_changed() -> None:

@@ -73,8 +73,9 @@ class Generations:
         `in_one_message`: see `Part`.
         """
         num_answers = sum(max(1, message.n, message.best_of) for message in messages)
+        names_another_limit = len(messages) == 1 and service.max_n <= service.max_answers  # when the prompt is read
         try:
-            if num_answers > service.max_answers:
+            if num_answers > service.max_answers and not names_another_limit:
                 field = "best_of" if messages[0].best_of >= messages[0].n else "n"
                 what = f"{field} is {num_answers}"
                 if len(messages) > 1:

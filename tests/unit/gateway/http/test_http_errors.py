@@ -278,3 +278,16 @@ def test_the_total_number_of_answers_is_limited(tmp_path: Path) -> None:
         check_error(response, 400, "n", "5 prompts", "20 answers", "gateway.max_answers is 19")
 
     with_client(tmp_path, FakeDense(lambda _: []), test, max_answers=19)
+
+
+@pytest.mark.parametrize(("most", "limit"), [({}, "16 (gateway.max_n)"), ({"max_n": 40, "max_answers": 19}, "19")])
+def test_a_request_for_too_many_answers_is_told_the_limit_that_it_can_keep_to(
+    tmp_path: Path, most: dict[str, int], limit: str
+) -> None:
+    async def test(client: httpx2.AsyncClient, _: RunningGateway) -> None:
+        for field in ("n", "best_of"):
+            for count in (39, 300):
+                response = await client.post(COMPLETIONS, json={"prompt": "a", field: count})
+                check_error(response, 400, field, f"{field} is {count}", limit)
+
+    with_client(tmp_path, FakeDense(lambda _: []), test, **most)
