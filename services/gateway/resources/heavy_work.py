@@ -37,6 +37,11 @@ def work_for(client: Client) -> None:
     _client.set(client)
 
 
+def current_client() -> Client:
+    """The client for whom the current task works."""
+    return _client.get()
+
+
 class HeavyWork:
     """Used in one event loop. Times are the processor time of its thread: a busy machine does not count."""
 

@@ -1,4 +1,8 @@
-"""`ClientTemplates`: renders chat templates that clients send, one at a time, in a process that they cannot outlast."""
+"""`ClientTemplates`: renders chat templates that clients send, one at a time, in a process that they cannot outlast.
+
+Clients take turns, so each waits for one template of each other one at most. The memory of their bodies bounds how many
+wait.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,8 @@ import structlog
 from pydantic_core import to_json
 
 from services.common.errors import CapacityError, InvalidRequest, TwostrokeError
+from services.common.fairness.client_turns import ClientTurns
+from services.gateway.resources.heavy_work import current_client
 from services.gateway.resources.piped_process import close_process, start_process
 from services.gateway.text.chat_template import Chat
 from services.gateway.text.client_templates.renderer import MAX_CPU_S, MAX_MEMORY_BYTES, MAX_RENDERED_CHARACTERS
@@ -21,7 +27,7 @@ from services.gateway.text.client_templates.renderer import MAX_CPU_S, MAX_MEMOR
 log = structlog.get_logger()
 
 FIELD = "chat_template"
-MAX_WAITING = 8  # templates, the one that is rendered included: each may take `MAX_CPU_S`
+MAX_WAIT_S = 600.0  # for a turn. A template takes milliseconds, and `MAX_CPU_S` at most
 TIMEOUT_S = 30.0  # for one template and a start of the process; far above the limit of CPU time, for a busy machine
 _MAX_LINE_BYTES = 12 * MAX_RENDERED_CHARACTERS + 2**16  # JSON writes a character as twelve bytes at most
 _MODULE = "services.gateway.text.client_templates.renderer"
@@ -32,8 +38,7 @@ class ClientTemplates:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._turn = asyncio.Lock()
-        self._num_waiting = 0
+        self._turns = ClientTurns(1, MAX_WAIT_S, "the chat template")
 
     async def render(
         self,
@@ -45,13 +50,9 @@ class ClientTemplates:
     ) -> str:
         """The text that `chat.template` makes of the other arguments.
 
-        Raises `InvalidRequest` if the template refuses, fails or exceeds a limit, and `CapacityError` if too many wait.
+        Raises `InvalidRequest` if the template refuses, fails or exceeds a limit, and `CapacityError` if it waits too
+        long.
         """
-        if self._num_waiting >= MAX_WAITING:
-            raise CapacityError(
-                f"{self._num_waiting} chat templates of clients wait to be rendered, at most {MAX_WAITING} may",
-                retry_after_s=1.0,
-            )
         message = {
             "template": chat.template,
             "messages": messages,
@@ -60,12 +61,8 @@ class ClientTemplates:
             "add_generation_prompt": chat.add_generation_prompt,
             "continue_final_message": chat.continue_final_message,
         }
-        self._num_waiting += 1
-        try:
-            async with self._turn:
-                answer = await self._ask(message)
-        finally:
-            self._num_waiting -= 1
+        async with self._turns.turn(current_client()):
+            answer = await self._ask(message)
         if "error" in answer:
             raise InvalidRequest(f"{FIELD} {answer['error']}", FIELD)
         return answer["text"]

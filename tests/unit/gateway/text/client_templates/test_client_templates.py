@@ -10,10 +10,11 @@ import httpx2
 import pytest
 
 from services.common.errors import CapacityError, InvalidRequest
+from services.gateway.resources.heavy_work import work_for
 from services.gateway.text.chat_message import Message
 from services.gateway.text.chat_template import Chat
 from services.gateway.text.client_templates import client_templates
-from services.gateway.text.client_templates.client_templates import MAX_WAITING, ClientTemplates
+from services.gateway.text.client_templates.client_templates import ClientTemplates
 from tests.support.clients.gateway_calls import REFERENCE, ids
 from tests.support.clients.http_gateway import CHATS, check_error, say, with_client
 from tests.support.running_gateway import RunningGateway, run
@@ -128,7 +129,7 @@ def test_hostile_templates_are_errors_of_the_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick_renderer")
-def test_few_templates_wait_and_a_client_that_goes_ends_its_own() -> None:
+def test_a_client_that_goes_ends_its_own_template() -> None:
     def chat(template: str) -> Chat:
         return Chat(CHAT.messages, template=template)
 
@@ -140,11 +141,7 @@ def test_few_templates_wait_and_a_client_that_goes_ends_its_own() -> None:
             return asyncio.ensure_future(templates.render(chat(template), messages, {}, [], {}))
 
         try:
-            tasks = [render("{{ messages[0].content }}") for _ in range(MAX_WAITING)]
-            await asyncio.sleep(0)
-            with pytest.raises(CapacityError, match=f"{MAX_WAITING} chat templates"):
-                await render("")
-            assert await asyncio.gather(*tasks) == ["Hi"] * MAX_WAITING
+            assert await render("{{ messages[0].content }}") == "Hi"
             endless = render("{{ 9**(9**(9**9)) }}")
             await asyncio.sleep(0.05)
             endless.cancel()
@@ -154,5 +151,40 @@ def test_few_templates_wait_and_a_client_that_goes_ends_its_own() -> None:
                 await render("{{ 9**(9**(9**9)) }}")
         finally:
             await templates.close()
+
+    run(test())
+
+
+def test_hundreds_of_templates_of_a_client_wait_and_hold_up_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an evaluation sends them that brings a template of its own."""
+    rendered = list[str]()
+
+    async def render(_: ClientTemplates, message: dict[str, Any]) -> dict[str, str]:
+        rendered.append(message["template"])
+        await asyncio.sleep(0)
+        return {"text": message["template"].upper()}
+
+    monkeypatch.setattr(ClientTemplates, "_ask", render)
+
+    async def test() -> None:
+        templates = ClientTemplates()
+
+        async def ask(client: tuple[int, int], template: str) -> str:
+            work_for(client)
+            return await templates.render(Chat(CHAT.messages, template=template), [], {}, [], {})
+
+        many = [asyncio.create_task(ask((0, 1), f"a{i}")) for i in range(500)]
+        await asyncio.sleep(0)
+        assert await asyncio.create_task(ask((0, 2), "b")) == "B"
+        assert rendered.index("b") <= 3, "clients take turns"
+        assert await asyncio.gather(*many) == [f"A{i}" for i in range(500)]
+        monkeypatch.setattr(templates._turns, "_max_wait_s", 0.01)
+        monkeypatch.setattr(ClientTemplates, "_ask", lambda *_: asyncio.sleep(60))
+        endless = asyncio.create_task(ask((0, 1), ""))
+        await asyncio.sleep(0)
+        with pytest.raises(CapacityError, match=r"the chat template has waited 0\.01 s for its turn"):
+            await ask((0, 2), "")
+        endless.cancel()
+        await asyncio.wait({endless})
 
     run(test())
