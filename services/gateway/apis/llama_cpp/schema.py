@@ -16,7 +16,6 @@ from services.gateway.apis.shared.generation_fields import (
     AnswerFields,
     NumLogprobs,
     SamplingFields,
-    StructuredOutputFields,
     Suffix,
 )
 from services.gateway.apis.shared.other_servers import OF_CHATS, UNSUPPORTED
@@ -26,6 +25,7 @@ from services.gateway.apis.shared.request_model import (
     UInt32,
     at_most,
 )
+from services.gateway.apis.shared.structured_output import StructuredOutputFields
 from services.gateway.apis.shared.timings import ProgressObject, TimingsObject
 from services.gateway.request.generation_request import MAX_STRING_CHARACTERS
 

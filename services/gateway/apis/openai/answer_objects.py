@@ -6,6 +6,8 @@ from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
+from services.gateway.apis.shared.timings import TimingsObject
+
 FinishReasonName = Literal["stop", "length", "abort", "tool_calls"]
 
 
@@ -87,3 +89,14 @@ class ModelList(TypedDict):
     object: Literal["list"]
     data: list[ModelObject]
     models: list[CapableModel]
+
+
+class AnswerObject(TypedDict):
+    """What a whole answer and each event of a streamed one have, beside their `object` and `choices`."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: NotRequired[str]
+    timings: NotRequired[TimingsObject]
+    metrics: NotRequired[RequestMetrics]

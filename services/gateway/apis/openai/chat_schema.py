@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from services.gateway.apis.openai.answer_objects import FinishReasonName, PromptLogprobs, RequestMetrics, UsageObject
+from services.gateway.apis.openai.answer_objects import AnswerObject, FinishReasonName, PromptLogprobs, UsageObject
 from services.gateway.apis.openai.fields import OpenAIFields
 from services.gateway.apis.openai.tool_schema import (
     AnswerToolCall,
@@ -340,34 +340,23 @@ class ChunkChoice(TypedDict):
     token_ids: NotRequired[list[int]]
 
 
-class ChatObject(TypedDict):
+class _ChatAnswer(AnswerObject):
+    prompt_logprobs: NotRequired[PromptLogprobs | None]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class ChatObject(_ChatAnswer):
     """The whole answer."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: NotRequired[str]
     choices: list[ChatChoice]
     usage: UsageObject
-    prompt_logprobs: NotRequired[PromptLogprobs | None]
-    prompt_token_ids: NotRequired[list[int]]
-    timings: NotRequired[TimingsObject]
-    metrics: NotRequired[RequestMetrics]
 
 
-class ChatChunkObject(TypedDict):
+class ChatChunkObject(_ChatAnswer):
     """One event of a streamed answer."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: NotRequired[str]
     choices: list[ChunkChoice]
     usage: NotRequired[UsageObject | None]
-    prompt_logprobs: NotRequired[PromptLogprobs | None]
-    prompt_token_ids: NotRequired[list[int]]
-    timings: NotRequired[TimingsObject]
-    metrics: NotRequired[RequestMetrics]
     prompt_progress: NotRequired[ProgressObject]  # in events without text

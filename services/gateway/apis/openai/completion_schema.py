@@ -9,7 +9,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from services.common.config import MAX_PROMPTS
-from services.gateway.apis.openai.answer_objects import FinishReasonName, PromptLogprobs, RequestMetrics, UsageObject
+from services.gateway.apis.openai.answer_objects import AnswerObject, FinishReasonName, PromptLogprobs, UsageObject
 from services.gateway.apis.openai.fields import OpenAIFields
 from services.gateway.apis.shared.generation_fields import Echo, NumLogprobs, Suffix
 from services.gateway.apis.shared.other_servers import OF_CHATS
@@ -80,15 +80,9 @@ class CompletionChoice(TypedDict):
     timings: NotRequired[TimingsObject]  # where there are several answers
 
 
-class CompletionObject(TypedDict):
+class CompletionObject(AnswerObject):
     """The whole answer, or one event of a streamed one."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: NotRequired[str]
     choices: list[CompletionChoice]
     usage: NotRequired[UsageObject | None]
-    timings: NotRequired[TimingsObject]
-    metrics: NotRequired[RequestMetrics]

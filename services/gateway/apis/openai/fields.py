@@ -16,10 +16,10 @@ from services.gateway.apis.shared.generation_fields import (
     BeamFields,
     LogitBias,
     SamplingFields,
-    StructuredOutputFields,
 )
 from services.gateway.apis.shared.other_servers import LLAMA_CPP_OPTIONS, UNSUPPORTED
 from services.gateway.apis.shared.request_model import CountOrAll, RequestModel, UInt32, at_most
+from services.gateway.apis.shared.structured_output import StructuredOutputFields
 
 
 class StreamOptions(RequestModel):

@@ -18,12 +18,12 @@ from services.gateway.apis.shared.generation_fields import (
     Echo,
     LogitBias,
     SamplingFields,
-    StructuredOutputFields,
     Suffix,
 )
 from services.gateway.apis.shared.other_servers import LLAMA_CPP_OPTIONS, OF_CHATS, UNSUPPORTED
 from services.gateway.apis.shared.prompts import Prompt, prompt_list
 from services.gateway.apis.shared.request_model import CountOrAll, Int32, RequestModel, UInt32, at_most
+from services.gateway.apis.shared.structured_output import StructuredOutputFields
 
 DEFAULT_TOKENS = 128  # SGLang's default of max_new_tokens
 

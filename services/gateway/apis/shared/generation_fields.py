@@ -10,19 +10,11 @@ from pydantic_core import PydanticCustomError
 
 from services.common.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES, NUMBERS
 from services.gateway.apis.shared.request_model import CountOrAll, Int32, Int64, RequestModel, UInt32, at_most
-from services.gateway.apis.shared.structured_output import (
-    Choices,
-    JsonSchema,
-    ResponseFormat,
-    StructuredOutputs,
-    structured_output_of,
-)
 from services.gateway.request.generation_request import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_TOKENS
 
 MAX_METADATA = 16  # OpenAI's limit
 MAX_LABEL_CHARACTERS = 512
 IGNORED = "Accepted and ignored"
-OLDER = "vLLM's older name of the same in structured_outputs"
 
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
 
@@ -177,25 +169,4 @@ class BeamFields(RequestModel):
             for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
                 if getattr(self, name) not in (None, neutral):
                     raise PydanticCustomError("beams", "has an effect only with use_beam_search", {"field": name})
-        return self
-
-
-class StructuredOutputFields(RequestModel):
-    """Structured output, as each server names it; one at most."""
-
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: JsonSchema | None = Field(None, description=OLDER)
-    guided_regex: str | None = Field(None, description=OLDER)
-    guided_choice: Choices | None = Field(None, description=OLDER)
-    guided_grammar: str | None = Field(None, description=OLDER)
-    json_schema: JsonSchema | None = Field(None, description="SGLang's and llama.cpp's structured_outputs.json")
-    regex: str | None = Field(None, description="SGLang's name of structured_outputs.regex")
-    ebnf: str | None = Field(None, description="SGLang's name of structured_outputs.grammar")
-    grammar: str | None = Field(None, description="llama.cpp's name of structured_outputs.grammar")
-    structural_tag: str | None = Field(None, description="SGLang's name of structured_outputs.structural_tag")
-
-    @pydantic.model_validator(mode="after")
-    def _check_form(self) -> StructuredOutputFields:
-        structured_output_of(self)
         return self

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal
 
+import pydantic
 from pydantic import Field
 from pydantic_core import PydanticCustomError, from_json, to_json
 
@@ -14,6 +15,7 @@ from services.pb import sampling_pb2
 
 JsonSchema = str | dict[str, Any] | bool
 Choices = Annotated[list[str], at_most(MAX_CHOICES)]
+OLDER = "vLLM's older name of the same in structured_outputs"
 _Message = sampling_pb2.StructuredOutput
 
 
@@ -53,24 +55,25 @@ class StructuredOutputs(RequestModel):
     whitespace_pattern: str | None = Field(None, description="Regular expression of the whitespace in JSON")
 
 
-class StructuredOutputFields(Protocol):
-    """The fields of a body that ask for structured output."""
+class StructuredOutputFields(RequestModel):
+    """Structured output, as each server names it; one at most."""
 
-    response_format: ResponseFormat | None
-    structured_outputs: StructuredOutputs | None
-    guided_json: JsonSchema | None
-    guided_regex: str | None
-    guided_choice: Choices | None
-    guided_grammar: str | None
-    json_schema: JsonSchema | None
-    regex: str | None
-    ebnf: str | None
-    grammar: str | None
-    structural_tag: str | None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | None = Field(None, description=OLDER)
+    guided_regex: str | None = Field(None, description=OLDER)
+    guided_choice: Choices | None = Field(None, description=OLDER)
+    guided_grammar: str | None = Field(None, description=OLDER)
+    json_schema: JsonSchema | None = Field(None, description="SGLang's and llama.cpp's structured_outputs.json")
+    regex: str | None = Field(None, description="SGLang's name of structured_outputs.regex")
+    ebnf: str | None = Field(None, description="SGLang's name of structured_outputs.grammar")
+    grammar: str | None = Field(None, description="llama.cpp's name of structured_outputs.grammar")
+    structural_tag: str | None = Field(None, description="SGLang's name of structured_outputs.structural_tag")
 
-    @property
-    def model_fields_set(self) -> set[str]:
-        """The fields that the client has given."""
+    @pydantic.model_validator(mode="after")
+    def _check_form(self) -> StructuredOutputFields:
+        structured_output_of(self)
+        return self
 
 
 _FIELDS = frozenset(StructuredOutputFields.__annotations__)

@@ -7,9 +7,9 @@ from typing import Any
 
 from services.common.errors import InvalidRequest
 from services.common.sampling_params import NUMBERS
-from services.gateway.apis.shared.generation_fields import BeamFields, SamplingFields, StructuredOutputFields
+from services.gateway.apis.shared.generation_fields import BeamFields, SamplingFields
 from services.gateway.apis.shared.request_model import RequestModel
-from services.gateway.apis.shared.structured_output import structured_output_of
+from services.gateway.apis.shared.structured_output import StructuredOutputFields, structured_output_of
 from services.gateway.features.prompt_logprobs import MAX_PROMPT_LOGPROBS
 from services.pb import gateway_pb2, sampling_pb2
 

@@ -348,6 +348,16 @@ class InputUsage(TypedDict):
     total_tokens: int
 
 
+class InputList(TypedDict):
+    """What lists of vectors, classes and scores have in common, beside their `data`."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    usage: InputUsage
+
+
 class ClassObject(TypedDict):
     """The likeliest label of an input, and the probabilities of all of them."""
 
@@ -357,15 +367,10 @@ class ClassObject(TypedDict):
     num_classes: int
 
 
-class ClassList(TypedDict):
+class ClassList(InputList):
     """The classes in the order of the inputs."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
     data: list[ClassObject]
-    usage: InputUsage
 
 
 class ScoreObject(TypedDict):
@@ -376,15 +381,10 @@ class ScoreObject(TypedDict):
     score: float
 
 
-class ScoreList(TypedDict):
+class ScoreList(InputList):
     """The scores in the order of the pairs."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
     data: list[ScoreObject]
-    usage: InputUsage
 
 
 class DocumentObject(TypedDict):
@@ -427,23 +427,13 @@ class PoolingObject(TypedDict):
     data: list[float] | list[list[float]] | str
 
 
-class PoolingList(TypedDict):
+class PoolingList(InputList):
     """The vectors in the order of the inputs."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
     data: list[PoolingObject]
-    usage: InputUsage
 
 
-class EmbeddingList(TypedDict):
+class EmbeddingList(InputList):
     """The vectors in the order of the inputs."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
     data: list[EmbeddingObject]
-    usage: InputUsage
