@@ -25,7 +25,6 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from services.attn_worker.cache.build_cache import build_cache
-from services.attn_worker.servicer import describe_opened
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.attachment import AttachedCache, Attachment
 from services.dense_worker.engine.engine import Engine
@@ -82,9 +81,7 @@ class Steps:
             self.streams.add(sequence)
             self.scheduler.add(sequence)
         for sequence in self.scheduler.next_to_open():
-            new = sequence.describe()
-            opened = self.cache.open_sequence(new)
-            self.scheduler.opened(describe_opened(new.seq_id, opened))
+            self.scheduler.opened(self.cache.open_sequence(sequence.describe()))
             self.runner.open(sequence.describe_to_runner())
 
     def keep_report(self, report: object) -> None:

@@ -15,7 +15,6 @@ import contextlib
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import structlog
@@ -33,22 +32,13 @@ from services.common.attention.learned import Learned
 from services.common.engine_thread import EngineThread
 from services.common.errors import StaleEpoch
 from services.rpc.watchdog import Progress
-from services.step import NewSequence, StepPlan
+from services.step import NewSequence, PlanAccepted, StepPlan
 
 log = structlog.get_logger()
 
 R = TypeVar("R")
 
 _TIER_TIMEOUT_S = 1.0  # to copy what has been offered to a tier when the worker ends
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """The effects of a plan on the cache, known before its layers run."""
-
-    plan: StepPlan
-    step: PlannedStep
-    num_free_blocks: int
 
 
 class AttentionEngine:
@@ -163,9 +153,11 @@ class AttentionEngine:
             self.rehearsal = None
 
     def run_step(
-        self, attachment: Attachment, plan: StepPlan, received_s: float, on_accepted: Callable[[Accepted], None]
+        self, attachment: Attachment, plan: StepPlan, received_s: float, on_accepted: Callable[[PlanAccepted], None]
     ) -> None:
         """Launches one step on its lane's channel; its plan arrived at `received_s` on `time.perf_counter`.
+
+        `on_accepted` gets what the plan does to the cache, before its layers run.
 
         Raises the errors of `Channel.wait`; all unfinished steps are then rolled back.
         """
@@ -177,7 +169,8 @@ class AttentionEngine:
         step = self.cache.plan_step(plan)
         if step.errors:
             channel.add_errors(len(step.errors))
-        on_accepted(Accepted(plan, step, self.cache.num_free_blocks))
+        errors = {seq_id: str(error) for seq_id, error in step.errors.items()}
+        on_accepted(PlanAccepted(plan.step_id, step.num_freed_blocks, self.cache.num_free_blocks, errors))
         for seq_id in plan.close_seq_ids:
             request_ids.pop(seq_id, None)
         for fork in plan.forks:

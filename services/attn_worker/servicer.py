@@ -17,7 +17,7 @@ from services.attn_worker.attachment import Attachment
 from services.attn_worker.build import AttentionSetup, build_engine
 from services.attn_worker.cache.cached_sequence import OpenResult
 from services.attn_worker.cache.make_spec import StepLimits
-from services.attn_worker.engine import Accepted, AttentionEngine
+from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
 from services.channel import Channel, ChannelSpec
 from services.channel.factory import create_channel
@@ -376,9 +376,9 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             if not step.cancelled() and (error := step.exception()) is not None:
                 put(error if isinstance(error, Exception) else PeerError(repr(error)))
 
-        def accept(accepted: Accepted) -> None:
-            if accepted.plan.frees_blocks or accepted.step.errors:
-                put(encode_accepted(describe_accepted(accepted)))
+        def accept(accepted: PlanAccepted) -> None:
+            if plan.frees_blocks or accepted.errors:
+                put(encode_accepted(accepted))
 
         plan = decode_plan(message)
         for new_sequence in plan.new_sequences:
@@ -403,7 +403,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
                 span.end(num_cached_tokens=result.num_cached_tokens, num_held_blocks=result.num_held_blocks)
                 log.debug("opened", request_id=new.request_id, num_cached_tokens=result.num_cached_tokens)
                 if not new.starts_empty:
-                    put(encode_opened(describe_opened(new.seq_id, result)))
+                    put(encode_opened(result))
                 return
             span.end(str(error))
             if isinstance(error, InvalidRequest | CapacityError):  # fails only this sequence, not the stream
@@ -444,25 +444,3 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         for count, limit, what in limits:
             if count > limit:
                 raise InvalidRequest(f"plan {plan.step_id} has {count} {what}, the limit is {limit}")
-
-
-def describe_opened(seq_id: int, result: OpenResult) -> SequenceOpened:
-    """The answer for a sequence that has been opened."""
-    return SequenceOpened(
-        seq_id=seq_id,
-        num_cached_tokens=result.num_cached_tokens,
-        num_pinned_blocks=result.num_pinned_blocks,
-        num_held_blocks=result.num_held_blocks,
-        num_freed_blocks=result.num_freed_blocks,
-        has_extra_rows=result.has_extra_rows,
-    )
-
-
-def describe_accepted(accepted: Accepted) -> PlanAccepted:
-    """The answer for a plan that has been accepted."""
-    return PlanAccepted(
-        step_id=accepted.plan.step_id,
-        num_freed_blocks=accepted.step.num_freed_blocks,
-        num_free_blocks=accepted.num_free_blocks,
-        errors={seq_id: str(error) for seq_id, error in accepted.step.errors.items()},
-    )

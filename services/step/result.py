@@ -79,7 +79,7 @@ class SequenceOpened:
     seq_id: int
     num_cached_tokens: int = 0  # leading tokens that are cached; fewer than the sequence has
     num_pinned_blocks: int = 0  # blocks that left the free pool
-    num_held_blocks: int = 0  # blocks that the sequence holds now
+    num_held_blocks: int = 0  # blocks that the sequence holds now, shared ones included
     num_freed_blocks: int = 0  # blocks that the sequence held (left by a dead dense worker) and could not keep
     has_extra_rows: bool = True  # whether its extra rows, if there are any, are in the KV cache
     error: str | None = None  # why the sequence was refused; all counts are then 0

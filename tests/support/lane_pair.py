@@ -17,10 +17,8 @@ from services.attn_worker.attachment import Attachment as AttentionAttachment
 from services.attn_worker.build import AttentionSetup, build_engine
 from services.attn_worker.cache.cached_sequence import OpenResult
 from services.attn_worker.cache.make_spec import StepLimits
-from services.attn_worker.engine import Accepted
 from services.attn_worker.kv_events.kv_events import KVEvents
 from services.attn_worker.metrics import AttentionMetrics
-from services.attn_worker.servicer import describe_accepted, describe_opened
 from services.channel.shm import ShmChannel
 from services.common.config import Config
 from services.common.kv_cache.scales import KVScales
@@ -75,15 +73,15 @@ class AttentionSide:
     def open(self, new: NewSequence, answer: Callable[[SequenceOpened], None]) -> None:
         """Opens a sequence; `answer` is called on some thread."""
         opened: Future[OpenResult] = Future()
-        opened.add_done_callback(lambda call: answer(describe_opened(new.seq_id, call.result())))
+        opened.add_done_callback(lambda call: answer(call.result()))
         self.engine.submit(self.engine.open_sequence, self.attachment, new, opened)
 
     def run(self, plan: StepPlan, answer: Callable[[PlanAccepted], None]) -> None:
         """Runs a step; `answer` is called on some thread if the dense worker waits for it."""
 
-        def accept(accepted: Accepted) -> None:
-            if accepted.plan.frees_blocks or accepted.step.errors:
-                answer(describe_accepted(accepted))
+        def accept(accepted: PlanAccepted) -> None:
+            if plan.frees_blocks or accepted.errors:
+                answer(accepted)
 
         self.engine.submit(self.engine.run_step, self.attachment, plan, 0.0, accept)
 

@@ -11,21 +11,17 @@ import numpy as np
 from services.attn_worker.cache.tiers.tier import MissingBlock
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.errors import TwostrokeError
+from services.step import SequenceOpened
 from services.step.prompt_span import PromptSpan
 
 
 @dataclass(frozen=True, slots=True)
-class OpenResult:
-    """The state of a sequence after it was opened."""
+class OpenResult(SequenceOpened):
+    """The answer for a sequence that was opened, and what else this worker has to know of it."""
 
-    num_cached_tokens: int  # tokens with keys and values in the cache; the scheduler continues there
-    num_pinned_blocks: int  # blocks this call took out of the free pool
-    num_held_blocks: int  # blocks the sequence holds now, shared ones included
-    num_freed_blocks: int  # blocks this call returned to the free pool: rolled back or dropped ones
     # Blocks whose content must be loaded before the sequence may run, be forked or stay without its dense worker.
     missing: tuple[MissingBlock, ...] = ()
     num_copied_blocks: int = 0  # that came from another attention worker; they are cached ones
-    has_extra_rows: bool = True  # whether its extra rows, if there are any, are in the cache
 
 
 @dataclass(frozen=True, slots=True)

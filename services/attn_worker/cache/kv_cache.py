@@ -209,7 +209,9 @@ class KVCache:
                 raise
         self._rows.num_prompt_tokens[row] = num_prompt_tokens
         num_cached, num_held = int(self._rows.num_computed[row]), int(self._main.num_held_blocks[row])
-        return OpenResult(num_cached, num_pinned, num_held, num_freed, missing, has_extra_rows=has_extra_rows)
+        return OpenResult(
+            seq_id, num_cached, num_pinned, num_held, num_freed, missing=missing, has_extra_rows=has_extra_rows
+        )
 
     def open_part(self, seq_id: int, tokens: range) -> OpenResult:
         """Keeps keys and values of these tokens of a sequence alone, in blocks that it takes at once.

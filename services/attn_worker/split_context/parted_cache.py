@@ -47,7 +47,7 @@ class PartedKVCache(KVCache):
         num_freed = self.close_sequences([seq_id])
         block_ids = self._main.pool.allocate(-(-len(tokens) // self.block_size))
         self._parts[seq_id] = _Part(tokens, np.array(block_ids))
-        return OpenResult(0, len(block_ids), len(block_ids), num_freed)
+        return OpenResult(seq_id, 0, len(block_ids), len(block_ids), num_freed)
 
     def plan_step(self, plan: StepPlan) -> PlannedStep:
         entries = plan.entries

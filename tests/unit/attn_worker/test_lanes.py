@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from services.attn_worker.attachment import Attachment
 from services.attn_worker.build import AttentionSetup, build_engine
 from services.attn_worker.cache.make_spec import StepLimits
-from services.attn_worker.engine import Accepted, AttentionEngine
+from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
 from services.channel import ChannelAborted, ChannelSpec, ChannelTimeout, Flag, qkv_flag
 from services.channel.shm import ShmChannel
@@ -24,7 +24,7 @@ from services.common.attention.learned import Learned
 from services.common.config import AttentionSection, ModelSection
 from services.common.kv_cache.scales import KVScales
 from services.common.resolve import resolve_model
-from services.step import NewSequence, PlanEntry, StepPlan
+from services.step import NewSequence, PlanAccepted, PlanEntry, StepPlan
 from tests.support.attention.open_now import open_now
 from tests.support.plans import plan_of
 
@@ -103,8 +103,8 @@ class Worker:
         planned = [PlanEntry(*each, 0) for each in entries]
         plan: StepPlan = plan_of(next(self._step_ids), *planned, lane=lane, close_seq_ids=closes)
 
-        def accept(accepted: Accepted) -> None:
-            assert not accepted.step.errors, accepted.step.errors
+        def accept(accepted: PlanAccepted) -> None:
+            assert not accepted.errors, accepted.errors
 
         self.plans.append(self.engine.submit(self.engine.run_step, self.attachment, plan, 0.0, accept))
 

@@ -37,9 +37,9 @@ def prefill(cache: KVCache, seq_id: int, token_ids: list[int], prefix_key: bytes
 def test_a_shared_prefix_is_pinned_up_to_its_last_full_block() -> None:
     cache = make_cache()
     prompt = list(range(10))
-    assert prefill(cache, 1, prompt) == OpenResult(0, 0, 0, 0)
+    assert prefill(cache, 1, prompt) == OpenResult(1, 0, 0, 0, 0)
     result = open_sequence(cache, 2, [*prompt[:9], 99, 98], 11)
-    assert result == OpenResult(num_cached_tokens=8, num_pinned_blocks=0, num_held_blocks=2, num_freed_blocks=0)
+    assert result == OpenResult(2, num_cached_tokens=8, num_pinned_blocks=0, num_held_blocks=2, num_freed_blocks=0)
     assert cache.num_used_blocks == 3  # two shared blocks, and one of sequence 1
 
 
@@ -104,7 +104,7 @@ def test_a_pinned_cached_block_is_no_longer_free() -> None:
     prefill(cache, 1, list(range(9)))
     assert run(cache, close_seq_ids=[1]) == 3
     assert (cache.num_free_blocks, cache.num_cached_blocks) == (8, 2)
-    assert open_sequence(cache, 2, list(range(9)), 9) == OpenResult(8, 2, 2, 0)
+    assert open_sequence(cache, 2, list(range(9)), 9) == OpenResult(2, 8, 2, 2, 0)
     assert (cache.num_free_blocks, cache.num_cached_blocks) == (6, 0)
 
 
@@ -265,7 +265,7 @@ def test_a_resubmitted_sequence_continues_at_its_committed_length() -> None:
     run(cache, (1, 1, 6))  # the token 50 at position 6
     cache.plan_step(make_plan([(1, 1, 7)]))  # token 51; the dense worker dies here
     cache.abort_steps()
-    assert open_sequence(cache, 1, [*range(6), 50, 51], 6) == OpenResult(7, 0, 2, 0)
+    assert open_sequence(cache, 1, [*range(6), 50, 51], 6) == OpenResult(1, 7, 0, 2, 0)
     run(cache, (1, 1, 7))
 
 
@@ -274,7 +274,7 @@ def test_a_journal_shorter_than_the_committed_length_rolls_the_sequence_back() -
     prefill(cache, 1, list(range(6)))
     for length in (6, 7, 8):
         run(cache, (1, 1, length))
-    assert open_sequence(cache, 1, [*range(6), 50], 6) == OpenResult(6, 0, 2, num_freed_blocks=1)
+    assert open_sequence(cache, 1, [*range(6), 50], 6) == OpenResult(1, 6, 0, 2, num_freed_blocks=1)
     run(cache, (1, 1, 6))
 
 
@@ -282,10 +282,10 @@ def test_a_resubmission_with_other_tokens_starts_like_a_new_sequence() -> None:
     cache = make_cache()
     prefill(cache, 1, list(range(10)))
     result = open_sequence(cache, 1, [0, 1, 2, 3, 4, 99, 6, 7, 8, 9], 10)
-    assert result == OpenResult(num_cached_tokens=4, num_pinned_blocks=1, num_held_blocks=1, num_freed_blocks=3)
+    assert result == OpenResult(1, num_cached_tokens=4, num_pinned_blocks=1, num_held_blocks=1, num_freed_blocks=3)
     cache.check_integrity()
     salted = open_sequence(cache, 1, [0, 1, 2, 3, 4], 5, b"salt")
-    assert salted == OpenResult(0, 0, 0, num_freed_blocks=1)
+    assert salted == OpenResult(1, 0, 0, 0, num_freed_blocks=1)
 
 
 def test_blocks_with_unknown_tokens_are_never_found() -> None:
@@ -319,7 +319,7 @@ def test_a_shared_block_is_released_and_not_overwritten() -> None:
     prefill(cache, 1, list(range(9)))
     prefill(cache, 2, list(range(9)))
     result = open_sequence(cache, 1, list(range(7)), 7)
-    assert result == OpenResult(num_cached_tokens=4, num_pinned_blocks=0, num_held_blocks=1, num_freed_blocks=1)
+    assert result == OpenResult(1, num_cached_tokens=4, num_pinned_blocks=0, num_held_blocks=1, num_freed_blocks=1)
     cache.check_integrity()
 
 
@@ -337,7 +337,7 @@ def test_sequence_that_ignores_the_prefix_cache_computes_every_token() -> None:
     cache = make_cache()
     prompt = list(range(10))
     prefill(cache, 1, prompt)
-    assert open_sequence(cache, 2, prompt, 10, ignores_prefix_cache=True) == OpenResult(0, 0, 0, 0)
+    assert open_sequence(cache, 2, prompt, 10, ignores_prefix_cache=True) == OpenResult(2, 0, 0, 0, 0)
     run(cache, (2, 10, 0))
     assert cache.num_used_blocks == 6  # nothing is shared
     assert open_sequence(cache, 3, prompt, 10).num_cached_tokens == 8  # others still find the prefix
@@ -347,6 +347,6 @@ def test_known_sequence_that_ignores_the_prefix_cache_starts_again() -> None:
     cache = make_cache()
     prompt = list(range(10))
     prefill(cache, 1, prompt)
-    assert open_sequence(cache, 1, [*prompt, 77], 10, ignores_prefix_cache=True) == OpenResult(0, 0, 0, 3)
+    assert open_sequence(cache, 1, [*prompt, 77], 10, ignores_prefix_cache=True) == OpenResult(1, 0, 0, 0, 3)
     run(cache, (1, 11, 0))
     assert cache.num_used_blocks == 3

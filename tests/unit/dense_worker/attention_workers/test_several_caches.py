@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.cache.kv_cache import KVCache
-from services.attn_worker.servicer import describe_opened
 from services.common.errors import PeerError, RequestAborted
 from services.dense_worker.attention_workers.plan_splitter import PlanSplitter, SplitPlan
 from services.dense_worker.attention_workers.spread_placement import SpreadPlacement
@@ -90,9 +89,7 @@ class Workers:
         self.check()
 
     def open(self, sequence: Sequence) -> None:
-        cache = self.caches[sequence.cache_id]
-        result = cache.open_sequence(sequence.describe())
-        self.scheduler.opened(describe_opened(sequence.seq_id, result))
+        self.scheduler.opened(self.caches[sequence.cache_id].open_sequence(sequence.describe()))
 
     def complete(self, published: PublishedPlan, split: SplitPlan) -> None:
         plan = published.plan

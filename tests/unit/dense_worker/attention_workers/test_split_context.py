@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.attn_worker.cache.build_cache import build_cache
-from services.attn_worker.servicer import describe_opened
 from services.attn_worker.split_context.parted_cache import PartedKVCache
 from services.common.errors import CapacityError, PeerError
 from services.dense_worker.attention_workers.split_context.dividing_placement import DividingPlacement
@@ -54,7 +53,7 @@ class PartedWorkers(Workers):
         self.openings.expect(news)
         for new in news:
             assert new.part is not None
-            answer = describe_opened(new.seq_id, self.caches[new.cache_id].open_part(new.seq_id, new.part))
+            answer = self.caches[new.cache_id].open_part(new.seq_id, new.part)
             if (whole := self.openings.note(answer_of(answer, new.cache_id))) is not None:
                 self.scheduler.opened(whole)
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.cache.kv_cache import KVCache
-from services.attn_worker.servicer import describe_opened
 from services.common.errors import CapacityError, InvalidRequest
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.attachment import AttachedCache, Attachment
@@ -144,9 +143,7 @@ class Cluster:
 
     def answer_opens(self) -> None:
         while self._opening:
-            sequence = self._opening.popleft()
-            result = self.cache.open_sequence(sequence.describe())
-            self.scheduler.opened(describe_opened(sequence.seq_id, result))
+            self.scheduler.opened(self.cache.open_sequence(self._opening.popleft().describe()))
 
     def _complete(self, published: PublishedPlan) -> None:
         plan = published.plan

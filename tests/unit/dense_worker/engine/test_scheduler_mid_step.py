@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.attn_worker.cache.build_cache import build_cache
-from services.attn_worker.servicer import describe_opened
 from services.dense_worker.engine.limits import Policy, SchedulerLimits
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
@@ -88,8 +87,7 @@ class Cluster:
         message = self._to_attention.popleft()
         if isinstance(message, Sequence):
             token_ids = message.spec.prompt_token_ids + message.output_token_ids
-            result = open_sequence(self.cache, message.seq_id, token_ids, message.num_prompt_tokens)
-            self._to_dense.append(describe_opened(message.seq_id, result))
+            self._to_dense.append(open_sequence(self.cache, message.seq_id, token_ids, message.num_prompt_tokens))
             return
         for new in message.plan.new_sequences:
             if new.starts_empty:

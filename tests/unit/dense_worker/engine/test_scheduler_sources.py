@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from services.attn_worker.cache.build_cache import SourceSlots, build_cache
 from services.attn_worker.cache.cached_sequence import PlannedStep
-from services.attn_worker.servicer import describe_opened
 from services.common.families.shape import LayerHeads
 from services.dense_worker.attention_workers.spread_placement import SpreadPlacement
 from services.dense_worker.encoders.encoder import Encoder
@@ -115,9 +114,7 @@ class SourceCluster(Cluster):
 
     def answer_opens(self) -> None:
         while self._opening:
-            new = self._opening.popleft().describe()
-            result = self.cache.open_sequence(new)
-            self.scheduler.opened(describe_opened(new.seq_id, result))
+            self.scheduler.opened(self.cache.open_sequence(self._opening.popleft().describe()))
 
     def check(self, plan: StepPlan) -> None:
         check_tokens(plan, self.limits.max_num_batched_tokens)
