@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.common.beams.options import BeamSearchOptions, decode_beam_search, encode_beam_search
+from services.common.fairness.client_turns import Client
 from services.common.sampling_messages import decode_sampling, encode_sampling
 from services.common.sampling_params import SamplingParams
 from services.lora.adapter import Adapter, decode_adapter, encode_adapter
@@ -61,6 +62,11 @@ class SequenceSpec:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def client_id(self) -> Client:
+        """Whose it is where clients take turns, or share something."""
+        return self.tenant, self.client
 
     @property
     def prefix_key(self) -> bytes:

@@ -1,17 +1,55 @@
-"""`ClientTurns`: what only few may do at once, such as compiling grammars, is done by clients in turns."""
+"""Clients take turns: `ClientQueue` has items of several, `ClientTurns` is for what only few may do at once.
+
+It is round robin: among the tenants that have something in the queue, and within a tenant among its clients. A client's
+own items keep their order. So however many one client has, another one's first item comes after two of them at most.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import AsyncIterator
+from typing import Generic, TypeVar
 
 from services.common.errors import CapacityError
-from services.common.fairness.client_queue import Client, ClientQueue
+
+Client = tuple[int, int]  # numbers of the tenant, which is an API key, and of the client's address
+
+T = TypeVar("T")
+
+
+class ClientQueue(Generic[T]):
+    """Items, each of a client. False while it is empty."""
+
+    def __init__(self) -> None:
+        # Tenants, and the clients of each, in the order of their turns. None of these containers is empty.
+        self._waiting: dict[int, dict[int, deque[T]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def put(self, client: Client, item: T) -> None:
+        """Adds an item at the end of its client's."""
+        tenant, address = client
+        self._waiting.setdefault(tenant, {}).setdefault(address, deque()).append(item)
+
+    def take(self) -> T:
+        """Takes out the one whose turn it is. Its client, and its tenant, go to the end."""
+        tenant = next(iter(self._waiting))
+        clients = self._waiting.pop(tenant)
+        address = next(iter(clients))
+        items = clients.pop(address)
+        item = items.popleft()
+        if items:
+            clients[address] = items
+        if clients:
+            self._waiting[tenant] = clients
+        return item
 
 
 class ClientTurns:
-    """Used in one event loop."""
+    """Turns at something, such as compiling grammars. Used in one event loop."""
 
     def __init__(self, num_places: int, max_wait_s: float | None = None, what: str = "") -> None:
         """`num_places`: how many may have a turn at once. `max_wait_s`: how long `what` may wait for one."""

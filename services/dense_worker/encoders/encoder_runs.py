@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Generic
 import torch
 
 from services.common.errors import CapacityError, TwostrokeError
-from services.common.fairness.client_queue import Client
+from services.common.fairness.client_turns import Client
 from services.dense_worker.encoders.encoder import Encoded, EncodedKey, Encoder, EncoderCounts, EncoderRun, Input
 from services.dense_worker.features.sequence_feature import SequenceFeature
 
@@ -228,7 +228,7 @@ class EncoderRuns(Generic[Input]):
         firsts: dict[tuple[EncodedKey, Client], Sequence] = {}  # equal inputs are computed at anybody's first turn
         for key, _ in missing:
             for sequence in waiting.all_of(key):
-                firsts.setdefault((key, (sequence.spec.tenant, sequence.spec.client)), sequence)
+                firsts.setdefault((key, sequence.spec.client_id), sequence)
         found: dict[int, dict[Client, deque[tuple[Sequence, Input]]]] = {}
         for (_, client), sequence in sorted(firsts.items(), key=lambda item: item[1].order):
             turns = found.setdefault(waiting.class_of(sequence), {})

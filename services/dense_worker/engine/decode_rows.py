@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from services.common.fairness.client_turns import Client
 from services.dense_worker.engine.block_ledger import SequenceCounts
 from services.dense_worker.engine.sequence import Sequence
 
@@ -77,12 +78,12 @@ class DecodeRows:
     num_computed: int64, computed tokens, those of published plans included; the next token is pending or the last known
     num_known: int64, tokens of the prompt, and of the output as far as it is here
     ends: int64, the number of computed tokens after which no further one is needed
-    num_of_client: rows by tenant and client
+    num_of_client: rows by client
     """
 
     def __init__(self) -> None:
         self.version = 0  # changes whenever a sequence enters or leaves
-        self.num_of_client = Counter[tuple[int, int]]()
+        self.num_of_client = Counter[Client]()
         self._order = np.zeros(0, np.int64)  # the slots in the order of the queue
         self._in_order: list[Sequence] = []  # their sequences
         self._stop_counts = Counter[int]()  # how many rows a token ends
@@ -120,7 +121,7 @@ class DecodeRows:
         index = bisect.bisect(self._in_order, sequence.order, key=_order)
         self._in_order.insert(index, sequence)
         self._order = np.insert(self._order, index, slot)
-        self.num_of_client[sequence.spec.tenant, sequence.spec.client] += 1
+        self.num_of_client[sequence.spec.client_id] += 1
         self._stop_counts.update(sequence.spec.stop_token_ids)
 
     def leave(self, sequence: Sequence) -> None:
@@ -137,7 +138,7 @@ class DecodeRows:
         index = bisect.bisect_left(self._in_order, sequence.order, key=_order)
         assert self._in_order.pop(index) is sequence
         self._order = np.delete(self._order, index)
-        _subtract(self.num_of_client, (sequence.spec.tenant, sequence.spec.client))
+        _subtract(self.num_of_client, sequence.spec.client_id)
         for token_id in sequence.spec.stop_token_ids:
             _subtract(self._stop_counts, token_id)
 
@@ -155,11 +156,11 @@ class DecodeRows:
         """How many of these rows have no block reserved."""
         return len(slots) - np.count_nonzero(self.num_reserved[slots])
 
-    def count_clients(self, slots: np.ndarray) -> Counter[tuple[int, int]]:
-        """How many of these rows are of each tenant and client. Whoever calls this changes nothing in it."""
+    def count_clients(self, slots: np.ndarray) -> Counter[Client]:
+        """How many of these rows are of each client. Whoever calls this changes nothing in it."""
         if len(slots) == len(self):
             return self.num_of_client
-        return Counter([(each.spec.tenant, each.spec.client) for each in self.sequences[slots]])
+        return Counter([each.spec.client_id for each in self.sequences[slots]])
 
     def by_cache(self, slots: np.ndarray, cache_ids: Collection[int]) -> list[tuple[int, np.ndarray]]:
         """These rows by the KV cache that they are in: int64 [num_rows] for each of `cache_ids`."""

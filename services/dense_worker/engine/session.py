@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from services.common.errors import PeerError
+from services.common.fairness.client_turns import Client
 from services.common.kv_cache.sliding_window import SlidingWindow
 from services.dense_worker.engine.attachment import AttachedCache, Attachment
 from services.dense_worker.engine.block_ledger import BlockLedger
@@ -121,8 +122,8 @@ class Session:
         self.running: list[Sequence] = []  # in the order of the waiting queue
         self.rows = DecodeRows()  # of those that need one token in each step and nothing else
         self.others: list[Sequence] = []  # the rest, in the same order
-        # Rows that running sequences have in a step, by tenant and client; without `to_fork`.
-        self.rows_of_client = Counter[tuple[int, int]]()
+        # Rows that running sequences have in a step, by client; without `to_fork`.
+        self.rows_of_client = Counter[Client]()
         self.num_running_rows = 0  # rows that they have in a step together: more than sequences if some have several
         # Running sequences that are not in the cache yet, with those from which they will be forked.
         self.to_fork: dict[Sequence, Sequence] = {}
@@ -279,7 +280,7 @@ class Session:
         self._count_rows(sequence, 1)
 
     def _count_rows(self, sequence: Sequence, sign: int) -> None:
-        client = sequence.spec.tenant, sequence.spec.client
+        client = sequence.spec.client_id
         self.rows_of_client[client] += sign * sequence.num_rows
         if not self.rows_of_client[client]:
             del self.rows_of_client[client]

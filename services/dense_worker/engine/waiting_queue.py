@@ -23,6 +23,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from services.common.errors import CapacityError, QueueTimeout
+from services.common.fairness.client_turns import Client
 from services.common.fairness.kept_room import may_wait, refusal
 from services.dense_worker.engine.fairness.flows import Flow, FlowGroup
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
@@ -46,11 +47,11 @@ class WaitingQueue:
         self._missing: set[ResourceKey] = set()  # resources whose sequences are parked
         self._parked: set[Sequence] = set()
         self._tenants: dict[int, FlowGroup] = {}  # of live sequences, by priority
-        self._num_live = Counter[tuple[int, int]]()  # live sequences, by tenant and client
+        self._num_live = Counter[Client]()  # live sequences, by client
         self._num_new = 0  # number of waiting sequences that never ran
         self._num_new_tokens = 0  # tokens of the prompts of these
-        self._num_new_of = Counter[tuple[int, int]]()  # the same two numbers, by tenant and client
-        self._num_new_tokens_of = Counter[tuple[int, int]]()
+        self._num_new_of = Counter[Client]()  # the same two numbers, by client
+        self._num_new_tokens_of = Counter[Client]()
         self._next_check_s = 0.0  # next check for expired sequences, on the monotonic clock
         self._numbers = itertools.count()  # arrival numbers, so that no two sequences compare equal
 
@@ -90,11 +91,11 @@ class WaitingQueue:
         sequence.order = sequence.arrival_s + sequence.spec.priority * self._priority_ageing_s, next(self._numbers)
         tenants = self._tenants.setdefault(self.class_of(sequence), FlowGroup())
         sequence.flow = tenants.enter_client(sequence.spec.tenant, sequence.spec.client)
-        self._num_live[sequence.spec.tenant, sequence.spec.client] += 1
+        self._num_live[sequence.spec.client_id] += 1
 
     def _check_share(self, sequence: Sequence) -> None:
         """Raises `CapacityError` if a new sequence's client would take the room that is kept for others."""
-        client = sequence.spec.tenant, sequence.spec.client
+        client = sequence.spec.client_id
         num_own, num_own_tokens = self._num_new_of[client], self._num_new_tokens_of[client]
         if not may_wait(self._max_num_sequences, self._num_new, num_own, 1):
             raise CapacityError(refusal(f"{num_own} of {self._num_new} waiting sequences", 1, self._max_num_sequences))
@@ -107,7 +108,7 @@ class WaitingQueue:
         """Removes an admitted sequence that has ended, which does not wait, from its flow."""
         self._settle(sequence)
         sequence.get_flow().leave()
-        client = sequence.spec.tenant, sequence.spec.client
+        client = sequence.spec.client_id
         self._num_live[client] -= 1
         if not self._num_live[client]:
             del self._num_live[client]
@@ -263,7 +264,7 @@ class WaitingQueue:
 
     def _count(self, sequence: Sequence, sign: int) -> None:
         if not sequence.has_started:
-            client = sequence.spec.tenant, sequence.spec.client
+            client = sequence.spec.client_id
             self._num_new += sign
             self._num_new_of[client] += sign
             self._num_new_tokens += sign * sequence.num_prompt_tokens

@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import Callable
 
 from services.common.errors import CapacityError, Draining
+from services.common.fairness.client_turns import Client
 from services.common.fairness.kept_room import may_wait, refusal
 from services.common.shared_counts import Counts
 from services.gateway.access.access import Caller
-from services.gateway.link.journal import Client, Journal
+from services.gateway.link.journal import Journal
 from services.gateway.request.generation_request import GenerationRequest
 
 MIN_RETRY_S = 1.0

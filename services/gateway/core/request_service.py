@@ -286,7 +286,7 @@ class RequestService:
 
     async def _compile(self, structure: StructuredOutput, request: GenerationRequest) -> StructuredOutput:
         try:
-            compiled = await self._grammar_trials.compile(structure, (request.spec.tenant, request.spec.client))
+            compiled = await self._grammar_trials.compile(structure, request.spec.client_id)
         except GrammarError as error:
             raise refusal(error, structure, request.parsing) from error
         return replace(compiled, field_name=structure.field_name)

@@ -12,13 +12,13 @@ from collections import Counter, deque
 from collections.abc import Iterator
 
 from services.common.errors import InvalidRequest, TwostrokeError
+from services.common.fairness.client_turns import Client
 from services.common.shared_counts import Counts
 from services.gateway.link.journal_entry import JournalEntry, Turns, UpdateQueue
 from services.gateway.link.stepwise import StepwiseEntry
 from services.gateway.request.generation_request import GenerationRequest, Owner
 
 NUM_SEQ_IDS = 2**32  # of one gateway; later ones are used again
-Client = tuple[int, int]  # tenant and client, as in `GenerationRequest`
 
 
 class Journal:
@@ -165,7 +165,7 @@ class Journal:
         num_more_tokens = num_more * len(request.spec.prompt_token_ids)
         self.waiting.add(num_more)
         self.waiting_tokens.add(num_more_tokens)
-        client = request.spec.tenant, request.spec.client
+        client = request.spec.client_id
         self._waiting_of[client] += num_more
         self._waiting_tokens_of[client] += num_more_tokens
         if not self._waiting_of[client]:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TypeAlias
 
-from services.common.fairness.client_queue import ClientQueue
+from services.common.fairness.client_turns import ClientQueue
 from services.gateway.link.journal_entry import JournalEntry
 from services.pb import dense_pb2
 
@@ -52,7 +52,7 @@ class Outbox:
             self._newest.append(entry)
             return
         self._newest = deque([entry])
-        self._groups.put((entry.spec.tenant, entry.spec.client), self._newest)
+        self._groups.put(entry.spec.client_id, self._newest)
         self._has_some.set()
 
     async def take(self) -> Item:

@@ -11,9 +11,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
+from services.common.fairness.client_turns import Client
 from services.dense_worker.engine.sequence import Sequence
 
-Client = tuple[int, int]  # tenant and client
 Prefill = tuple[Sequence, int]  # with a number of tokens
 
 MAX_VALUES = 2**14  # that one step reports of prompts: about 5 ms on one core
@@ -31,7 +31,7 @@ def newcomers(num_streams: Counter[Client], sequences: Iterable[Sequence]) -> se
     num_rows = num_streams.total()
     if num_rows < MIN_STREAMS or 2 * max(num_streams.values()) <= num_rows:
         return set()
-    return {sequence for sequence in sequences if client_of(sequence) not in num_streams}
+    return {sequence for sequence in sequences if sequence.spec.client_id not in num_streams}
 
 
 def limit_decodes(decodes: list[Sequence], prefills: SequenceOf[Prefill], num_tokens: int) -> list[Sequence]:
@@ -47,7 +47,7 @@ def limit_decodes(decodes: list[Sequence], prefills: SequenceOf[Prefill], num_to
     shares = dict(zip(num_streams, fill([0] * len(num_streams), list(num_streams.values()), limit), strict=True))
     chosen = []
     for sequence in decodes:
-        client = client_of(sequence)
+        client = sequence.spec.client_id
         if shares[client] > 0:
             shares[client] -= sequence.num_rows
             chosen.append(sequence)
@@ -56,7 +56,7 @@ def limit_decodes(decodes: list[Sequence], prefills: SequenceOf[Prefill], num_to
 
 def most_decodes(num_streams: Counter[Client], prefills: SequenceOf[Prefill], num_tokens: int) -> int:
     """How many rows of a step streams may have; num_streams: how many they want, by client. See `limit_decodes`."""
-    num_wanted = sum(count for sequence, count in prefills if client_of(sequence) not in num_streams)
+    num_wanted = sum(count for sequence, count in prefills if sequence.spec.client_id not in num_streams)
     return num_tokens - min(num_wanted, num_tokens // 2)
 
 
@@ -76,7 +76,7 @@ def divide_prefills(
     for group in by_priority.values():
         num_left = _shares_of_clients(group, num_planned, num_tokens)
         for sequence, num_remaining in group:
-            client = client_of(sequence)
+            client = sequence.spec.client_id
             shares[sequence] = min(num_remaining, num_left[client])
             num_left[client] -= shares[sequence]
             num_planned[client] += shares[sequence]
@@ -89,8 +89,8 @@ def _shares_of_clients(prefills: list[Prefill], num_planned: Counter[Client], nu
     wishes = Counter[Client]()
     clients = defaultdict[int, dict[Client, None]](dict)  # by tenant
     for sequence, num_remaining in prefills:
-        wishes[client_of(sequence)] += num_remaining
-        clients[sequence.spec.tenant][client_of(sequence)] = None
+        wishes[sequence.spec.client_id] += num_remaining
+        clients[sequence.spec.tenant][sequence.spec.client_id] = None
     of_tenant = Counter[int]()
     for (tenant, _), count in num_planned.items():
         of_tenant[tenant] += count
@@ -135,13 +135,8 @@ def count_rows(sequences: Iterable[Sequence]) -> Counter[Client]:
     """How many rows of a step sequences have that need a single token, or one for each of their rows, by client."""
     rows = Counter[Client]()
     for sequence in sequences:
-        rows[client_of(sequence)] += sequence.num_rows
+        rows[sequence.spec.client_id] += sequence.num_rows
     return rows
-
-
-def client_of(sequence: Sequence) -> Client:
-    """The client of a sequence, over all priorities."""
-    return sequence.spec.tenant, sequence.spec.client
 
 
 def _fill_up(levels: SequenceOf[int], wishes: SequenceOf[int], line: int) -> list[int]:
@@ -160,13 +155,13 @@ def limit_values(prefills: SequenceOf[Prefill], max_num_values: int = MAX_VALUES
     """
     wishes = Counter[Client]()
     for sequence, num_tokens in prefills:
-        wishes[client_of(sequence)] += num_tokens * sequence.num_values_per_token
+        wishes[sequence.spec.client_id] += num_tokens * sequence.num_values_per_token
     shares = dict(zip(wishes, fill([0] * len(wishes), list(wishes.values()), max_num_values), strict=True))
     limited, advancing = list[Prefill](), set[Client]()
     for sequence, num_tokens in prefills:
         most = num_tokens
         if num_values := sequence.num_values_per_token:
-            client = client_of(sequence)
+            client = sequence.spec.client_id
             most = min(num_tokens, max(shares[client] // num_values, client not in advancing))
             shares[client] = max(0, shares[client] - most * num_values)
             advancing.add(client)

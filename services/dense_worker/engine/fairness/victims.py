@@ -15,7 +15,7 @@ from collections.abc import Sequence as SequenceOf
 from functools import cached_property
 from typing import NamedTuple
 
-from services.dense_worker.engine.fairness.step_shares import Client, client_of
+from services.common.fairness.client_turns import Client
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import Session
 
@@ -43,16 +43,16 @@ class Holdings:
             self._of_tenant[tenant] += count
         for sequence in holders:
             self._of_tenant[sequence.spec.tenant] += size(sequence)
-            self._of_client[client_of(sequence)] += size(sequence)
+            self._of_client[sequence.spec.client_id] += size(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes away what a sequence holds."""
         self._of_tenant[sequence.spec.tenant] -= self._size(sequence)
-        self._of_client[client_of(sequence)] -= self._size(sequence)
+        self._of_client[sequence.spec.client_id] -= self._size(sequence)
 
     def of(self, sequence: Sequence) -> tuple[int, int]:
         """What the tenant and the client of a sequence hold."""
-        return self._of_tenant[sequence.spec.tenant], self._of_client[client_of(sequence)]
+        return self._of_tenant[sequence.spec.tenant], self._of_client[sequence.spec.client_id]
 
     def may_take(self, newcomer: Sequence, amount: int, victim: Sequence) -> bool:
         """Whether the newcomer's side has a right to this exchange. Sides are tenants, or clients of one tenant."""

@@ -83,7 +83,7 @@ class Grammars:
 
         Raises `InvalidRequest` if the grammar cannot be compiled.
         """
-        async with self._turns.turn((spec.tenant, spec.client)):
+        async with self._turns.turn(spec.client_id):
             loop, mask_threads = asyncio.get_running_loop(), self._find_mask_threads()
             return await loop.run_in_executor(self._threads, self._make, spec, output_token_ids, mask_threads)
 

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.dense_worker.engine.fairness.step_shares import MAX_VALUES, client_of, limit_values
+from services.dense_worker.engine.fairness.step_shares import MAX_VALUES, limit_values
 from services.dense_worker.engine.sequence import Sequence
 from services.step import StepPlan
 from tests.support.dense.sequences import ask
@@ -93,7 +93,7 @@ def test_a_token_with_more_values_than_a_step_may_have_is_computed_by_itself() -
     first, second, other = (make_sequence(number, 10, 1) for number in range(3))
     for sequence, client in ((first, 1), (second, 1), (other, 2)):
         ask(sequence, client=client, features=prompt_logprobs(2 * MAX_VALUES))
-    assert client_of(first) == client_of(second) != client_of(other)
+    assert first.spec.client_id == second.spec.client_id != other.spec.client_id
     assert limit_values([(first, 10), (second, 10), (other, 10)]) == [(first, 1), (other, 1)]
 
 
