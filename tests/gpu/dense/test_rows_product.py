@@ -1,4 +1,4 @@
-"""The products of 33 to 64 rows in CUDA C++ against their formulas in float64."""
+"""The products of 2 to 64 rows in CUDA C++ against their formulas in float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from services.dense_worker.kernels.linear.linear_choice import LinearChoice
 from services.dense_worker.kernels.linear.rows_product import RowsProduct, RowsShape
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
-NUM_ROWS = [33, 48, 59, 64]
+NUM_ROWS = [2, 9, 24, 31, 33, 59, 64]
 # As many groups of 8 features in each program, more in some; several tiles of the tensor cores; in_features that are no
 # whole tiles, fewer of them than stages and than programs of a cluster.
 PLAIN = [(6336, 4096), (12288, 272), (6144, 24), (32008, 640)]
@@ -91,7 +91,7 @@ def test_product_is_added_and_begins_the_norm(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [33, 64])
+@pytest.mark.parametrize("num_rows", [2, 16, 33, 64])
 def test_products_one_after_another_wait_for_each_other(rows_product: RowsProduct, num_rows: int) -> None:
     """In a graph, where each is launched before the one before has ended. A row's bits do not depend on other rows."""
     hidden, inner = 3072, 8192
@@ -129,13 +129,14 @@ def test_products_one_after_another_wait_for_each_other(rows_product: RowsProduc
         begin()
         graph.replay()
         assert torch.equal(residual, expected[0]) and torch.equal(act, expected[1])
-    begin()
-    run(33)
-    assert torch.equal(residual[:33], expected[0][:33]) and torch.equal(act[:33], expected[1][:33])
+    for count in {2, 8, 17, 32, 33} & set(range(num_rows)):
+        begin()
+        run(count)
+        assert torch.equal(residual[:count], expected[0][:count]) and torch.equal(act[:count], expected[1][:count])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [33, 64])
+@pytest.mark.parametrize("num_rows", [2, 12, 64])
 def test_backend_multiplies_all_layers_so(
     rows_product: RowsProduct, monkeypatch: pytest.MonkeyPatch, num_rows: int
 ) -> None:

@@ -1,4 +1,4 @@
-// Products of 33 to 64 rows with bfloat16 weights on Hopper. Their time is that of reading the weights.
+// Products of 2 to 64 rows with bfloat16 weights on Hopper. Their time is that of reading the weights.
 //
 // A program has all features that an SM must have. Weights are the tall operand. One thread copies tiles of 64
 // in_features into a ring in shared memory: the first tiles of weights before the kernel before has ended, rows after
@@ -96,11 +96,22 @@ __device__ __forceinline__ u64 descriptor(u32 address) {  // rows of 128 bytes, 
     asm volatile("{ .reg .pred adds; setp.ne.b32 adds, " p ", 0;\n"                                             \
                  "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" list "}, " w ", " x ", adds, 1, 1, 0, 0; }" \
                  : __VA_ARGS__ : "l"(weights), "l"(rows), "r"((int)adds))
-#define LIST_24 \
-    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23"
+#define LIST_4 "%0,%1,%2,%3"
+#define LIST_8 LIST_4 ",%4,%5,%6,%7"
+#define LIST_12 LIST_8 ",%8,%9,%10,%11"
+#define LIST_16 LIST_12 ",%12,%13,%14,%15"
+#define LIST_24 LIST_16 ",%16,%17,%18,%19,%20,%21,%22,%23"
 #define LIST_32 LIST_24 ",%24,%25,%26,%27,%28,%29,%30,%31"
 template <int N> __device__ __forceinline__ void multiply(float (&sums)[N / 2], u64 weights, u64 rows, bool adds) {
-    if constexpr (N == 48)
+    if constexpr (N == 8)
+        MULTIPLY("8", LIST_4, "%4", "%5", "%6", SUMS(0));
+    else if constexpr (N == 16)
+        MULTIPLY("16", LIST_8, "%8", "%9", "%10", SUMS(0), SUMS(4));
+    else if constexpr (N == 24)
+        MULTIPLY("24", LIST_12, "%12", "%13", "%14", SUMS(0), SUMS(4), SUMS(8));
+    else if constexpr (N == 32)
+        MULTIPLY("32", LIST_16, "%16", "%17", "%18", SUMS(0), SUMS(4), SUMS(8), SUMS(12));
+    else if constexpr (N == 48)
         MULTIPLY("48", LIST_24, "%24", "%25", "%26", SUMS(0), SUMS(4), SUMS(8), SUMS(12), SUMS(16), SUMS(20));
     else
         MULTIPLY("64", LIST_32, "%32", "%33", "%34", SUMS(0), SUMS(4), SUMS(8), SUMS(12), SUMS(16), SUMS(20), SUMS(24), SUMS(28));
@@ -359,5 +370,9 @@ template <int N> __device__ __forceinline__ void run(const Params& p) {
 #define KERNEL(n)                                                                                           \
     extern "C" __global__ void CLUSTERS __launch_bounds__(NUM_THREADS + 64, 1)                              \
         rows_product_##n(const __grid_constant__ Params p) { run<n>(p); }
+KERNEL(8)
+KERNEL(16)
+KERNEL(24)
+KERNEL(32)
 KERNEL(48)
 KERNEL(64)

@@ -1,4 +1,4 @@
-"""Products of 33 to 64 rows with bfloat16 weights on Hopper, in CUDA C++ (`rows_product.cu`).
+"""Products of 2 to 64 rows with bfloat16 weights on Hopper, in CUDA C++ (`rows_product.cu`).
 
 What more rows cost in `triton_skinny` is what comes after the products. Here programs that split in_features exchange
 their sums through the shared memory of a cluster, and a thread that only copies runs ahead of those that multiply.
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-_MIN_ROWS = 33  # with fewer, programs that leave no room beside attention's cost more than they gain
-_ROW_COUNTS = (48, ROW_BUCKETS[-1])  # of the kernels: steps of the tensor cores
+_MIN_ROWS = 2
+_ROW_COUNTS = (8, 16, 24, 32, 48, ROW_BUCKETS[-1])  # of the kernels: steps of the tensor cores
 _GROUP = 8  # features, which programs share out
 _GROUPS = range(6, 33)  # that a program or a cluster may have; more have no room in registers
 _GATED_GROUPS = range(6, 17)
@@ -37,6 +37,9 @@ _CLUSTER = 2  # programs that split in_features
 _NUM_THREADS = 192
 _ALIGNMENT = 16  # bytes, of what the copy unit reads and threads write
 _TILE = 64  # in_features
+# Of an SM's shared memory, for the kernels that wait for flags, which take 1 KB each: without it the program of one SM
+# begins only when another one's has ended.
+_SPARE_BYTES = 4 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +151,7 @@ class RowsProduct:
     def _loaded(self, shape: RowsShape) -> dict[int, CudaKernel]:
         from services.dense_worker.kernels.cuda_source import CudaKernel
 
-        binary, num_bytes = _compiled(shape, self._launcher, self._device), self._launcher.shared_memory_bytes
+        binary, num_bytes = _compiled(shape, self._launcher, self._device), _shared_bytes(self._launcher)
         names = {count: f"rows_product_{count}" for count in _ROW_COUNTS}
         return {count: CudaKernel(binary, name, _NUM_THREADS, num_bytes) for count, name in names.items()}
 
@@ -190,8 +193,13 @@ def _set_maps(
     params.rows = map_of(x, x_sizes, (x.stride(0) * x.itemsize,), (_TILE, block_rows))
 
 
+def _shared_bytes(launcher: KernelLauncher) -> int:
+    """Of a program."""
+    return launcher.shared_memory_bytes - _SPARE_BYTES
+
+
 def _compiled(shape: RowsShape, launcher: KernelLauncher, device: torch.device) -> bytes:
     from services.dense_worker.kernels.cuda_source import compiled
 
-    constants = {"KIND": shape.kind, "GROUPS": shape.num_groups, "SHARED_BYTES": launcher.shared_memory_bytes}
+    constants = {"KIND": shape.kind, "GROUPS": shape.num_groups, "SHARED_BYTES": _shared_bytes(launcher)}
     return compiled(Path(__file__).with_name("rows_product.cu"), constants, device)
