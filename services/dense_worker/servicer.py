@@ -7,9 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from concurrent.futures import Future
 from functools import partial
-from typing import Protocol
 
 import grpc
 import structlog
@@ -20,7 +18,7 @@ from services.common.errors import InvalidRequest, PeerError, RequestAborted, Tw
 from services.common.memory_file import can_read
 from services.common.process import resident_bytes
 from services.dense_worker.attention_workers.attention_workers_client import AttentionWorkersClient
-from services.dense_worker.engine.observer import CacheCounts, EngineCounts
+from services.dense_worker.engine.gateway_engine import GatewayEngine
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
@@ -38,48 +36,6 @@ log = structlog.get_logger()
 
 _POLL_S = 0.005
 _LEAVE_TIMEOUT_S = 10.0  # for the running step to end
-
-
-class GatewayEngine(Protocol):
-    """What the servicer needs of an engine: of `Engine`, or of another.
-
-    All methods may be called from any thread, and none blocks.
-    """
-
-    @property
-    def counts(self) -> EngineCounts:
-        """The current counts."""
-
-    @property
-    def caches(self) -> SequenceOf[CacheCounts]:
-        """What each attention worker has."""
-
-    def spans_under_way(self) -> dict[int, range]:
-        """The spans of tokens, by seq_id, that are being computed, or were when the attention worker went away."""
-
-    def submit(self, sequence: Sequence) -> None:
-        """Queues a sequence. If it is refused, its gateway gets an output with an error."""
-
-    def cancel(self, seq_id: int) -> None:
-        """Forgets a sequence."""
-
-    def close_orphans(self, gateway: int) -> None:
-        """Closes all other sequences of a gateway that has submitted its sequences again."""
-
-    def forget_prefixes(self, generation: int | None) -> Future[int]:
-        """Sequences that are opened from now on find no blocks of earlier ones.
-
-        With a `generation`, only if theirs was lower. The future gets theirs, or is cancelled if the engine ends.
-        """
-
-    def expect(self) -> None:
-        """A sequence is about to come: if there is none yet, gets ready for it."""
-
-    def drain(self, drains: bool) -> None:
-        """Starts no sequence any more, or again; those that run go on."""
-
-    def leave(self) -> None:
-        """Lets another dense worker take over after the running step, which is still reported."""
 
 
 class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):

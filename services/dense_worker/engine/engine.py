@@ -19,10 +19,11 @@ from concurrent.futures import Future
 import numpy as np
 import structlog
 
-from services.common.engine_thread import IDLE_POLL_S, EngineThread
+from services.common.engine_thread import IDLE_POLL_S
 from services.common.errors import PeerError, TwostrokeError
 from services.dense_worker.engine import step_report
 from services.dense_worker.engine.attachment import AttachedCache, Attachment, AttachmentEnd, AttentionPort
+from services.dense_worker.engine.gateway_engine import GatewayEngine
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.observer import CacheCounts, EngineCounts, EngineObserver, StepStats
 from services.dense_worker.engine.placement import Placement
@@ -50,11 +51,10 @@ _REHEARSAL_PAUSE_S = 0.01  # at least, so that a flood of requests that are refu
 _STEPS_BEFORE_OPENING = 2  # steps that the attention worker may run first: the running one, and one planned ahead
 
 
-class Engine:
-    """Call `start`, then `submit`, `cancel` and the `on_...` methods from any thread, finally `stop`.
+class Engine(GatewayEngine):
+    """Gets what attention workers say by the `on_...` methods, which any thread may call.
 
-    `deliver` receives every `StepReport` on the engine thread and must not block. `failure` holds the error that ended
-    the engine thread, if one did.
+    `deliver` receives every `StepReport` on the engine thread and must not block.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Engine:
         forks: ForkPolicy | None = None,
         placement: Placement | None = None,
     ) -> None:
+        super().__init__()
         self._drafting = drafting = drafting or Drafting()
         self._scheduler = Scheduler(limits, drafting, features, forks, placement)
         self._runner = runner
@@ -77,20 +78,16 @@ class Engine:
         self._deliver = deliver
         self._result_timeout_s = result_timeout_s
         self._observers = tuple(observers)
-        self._thread = EngineThread(self._work)
-        self.failure = self._thread.failure
         self._session: Session | None = None  # None: not attached
         self._timing = PlanTiming()
         self._rehearsal: Rehearsal | None = None  # None: steps are not rehearsed
         self._rehearsed_s = 0.0  # when that was last done
         self._has_run_suspect = False  # since the last opening
-        self._drains = False  # starts no sequence
         for feature in features:
             feature.start(self.on_event)
 
     @property
     def counts(self) -> EngineCounts:
-        """The current counts. May be called from any thread."""
         scheduler, is_attached = self._scheduler, self._session is not None
         return EngineCounts(
             scheduler.num_waiting,
@@ -108,7 +105,6 @@ class Engine:
 
     @property
     def caches(self) -> list[CacheCounts]:
-        """What each attention worker has. May be called from any thread."""
         session = self._scheduler.session
         num_sequences = Counter(cache_id for each in list(session.running) for cache_id in each.cache_ids)
         return [
@@ -117,34 +113,12 @@ class Engine:
         ]
 
     def spans_under_way(self) -> dict[int, range]:
-        """The spans of tokens, by seq_id, that are being computed, or were when the last attachment ended.
-
-        May be called from any thread.
-        """
         return spans_of(step.published.plan for step in self._scheduler.session.in_flight)
 
-    def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
-
-    def stop(self, timeout_s: float) -> None:
-        """Ends the thread after its current step; blocks up to `timeout_s` seconds."""
-        self._thread.stop(timeout_s)
-
-    def submit(self, sequence: Sequence) -> None:
-        """Queues a sequence. If it is refused, `deliver` receives an output with an error."""
-        self._thread.post(self._add, sequence)
-
-    def cancel(self, seq_id: int) -> None:
-        """Forgets a sequence."""
-        self._thread.post(self._scheduler.cancel, seq_id)
-
     def close_orphans(self, gateway: int) -> None:
-        """Closes all other sequences of a gateway that has submitted its sequences again."""
         self._thread.post(self._scheduler.close_orphans, gateway)
 
     def forget_prefixes(self, generation: int | None) -> Future[int]:
-        """Sequences that are opened from now on find no blocks of earlier ones; see `Scheduler.forget_prefixes`."""
         return self._thread.submit(self._scheduler.forget_prefixes, generation)
 
     def on_event(self, event: Event) -> None:
@@ -152,18 +126,9 @@ class Engine:
         self._thread.post(self._handle_event, event)
 
     def expect(self) -> None:
-        """A sequence is about to come: if there is none yet, gets ready for it."""
         session = self._session
         if session is not None and self._may_rehearse(session):  # a call would have a busy engine look whom to open
             self._thread.post(self._expect)
-
-    def drain(self, drains: bool) -> None:
-        """Starts no sequence any more, or again; those that run go on."""
-        self._thread.post(self._drain, drains)
-
-    def leave(self) -> None:
-        """Gives up the attachment after the running step, whose tokens are still delivered."""
-        self._thread.post(self._leave)
 
     def on_attached(self, attachment: Attachment) -> None:
         self._thread.post(self._attach, attachment)
@@ -197,7 +162,6 @@ class Engine:
         self._thread.post(self._handle_answer, attachment, answer)
 
     def _work(self) -> float:
-        """Runs between calls from outside. Returns how many seconds to wait for the next call."""
         self._check_deadlines()
         session = self._session
         if session is None:
@@ -469,9 +433,6 @@ class Engine:
         """Whether nobody has a sequence, and the last rehearsal is some time ago. May be called from any thread."""
         return self._is_idle(session) and time.monotonic() >= self._rehearsed_s + _REHEARSAL_PAUSE_S
 
-    def _drain(self, drains: bool) -> None:
-        self._drains = drains
-
     def _add(self, sequence: Sequence) -> None:
         try:
             self._scheduler.add(sequence)
@@ -483,6 +444,9 @@ class Engine:
         if (session := self._session) is not None and session.draining:
             for cache_id in session.draining:
                 self._keep_if_needed(session, cache_id, sequence)
+
+    def _cancel(self, seq_id: int) -> None:
+        self._scheduler.cancel(seq_id)
 
     def _handle_event(self, event: Event) -> None:
         self._deliver_outputs(self._scheduler.handle(event))

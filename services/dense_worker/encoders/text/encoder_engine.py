@@ -11,19 +11,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from services.common.engine_thread import IDLE_POLL_S, EngineThread
+from services.common.engine_thread import IDLE_POLL_S
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.pooling.pooling_config import PoolingMethod, TokenHead
 from services.dense_worker.encoders.text.pooled_text import PooledText
 from services.dense_worker.encoders.text.text_encoder import EncoderRun, TextEncoder
+from services.dense_worker.engine.gateway_engine import GatewayEngine
 from services.dense_worker.engine.limits import SchedulerLimits
-from services.dense_worker.engine.observer import CacheCounts, EngineCounts, EngineObserver, StepStats
+from services.dense_worker.engine.observer import EngineCounts, EngineObserver, StepStats
 from services.dense_worker.engine.sequence import (
     AFTER_SUSPECT_S,
     FinishReason,
@@ -58,11 +58,10 @@ class _Step:
         return any(each.status is not SequenceStatus.FINISHED for each in self.sequences)
 
 
-class EncoderEngine:
-    """Has the methods of `Engine` that gateways need. Call `start`, then the others from any thread, finally `stop`.
+class EncoderEngine(GatewayEngine):
+    """Its sequences are inputs, which have no blocks: none outlives the worker that it was sent to.
 
-    `deliver` receives every `StepReport` on the engine thread and must not block. `failure` holds the error that ended
-    the engine thread, if one did.
+    `deliver` receives every `StepReport` on the engine thread and must not block.
     """
 
     def __init__(
@@ -75,6 +74,7 @@ class EncoderEngine:
         on_left: Callable[[], None] = lambda: None,
     ) -> None:
         """on_left: called on the engine thread when it was asked to leave, and no step runs any more"""
+        super().__init__()
         self._encoder, self._method, self._limits = encoder, method, limits
         self._deliver, self._observers, self._on_left = deliver, tuple(observers), on_left
         self._waiting = WaitingQueue(limits.max_num_waiting, limits.max_num_waiting_tokens, limits.priority_ageing_s)
@@ -82,13 +82,9 @@ class EncoderEngine:
         self._long: _Step | None = None  # of the one input that is longer than a step
         self._launched: _Step | None = None  # on a GPU: enqueued, and not yet reported
         self._num_steps = self._num_layers = self._num_running = 0
-        self._drains = False
-        self._thread = EngineThread(self._work)
-        self.failure = self._thread.failure
 
     @property
     def counts(self) -> EngineCounts:
-        """The current counts. May be called from any thread."""
         return EngineCounts(len(self._waiting), 0, self._num_running, self._num_steps, 0, is_attached=False)
 
     def progress(self) -> Progress | None:
@@ -96,51 +92,6 @@ class EncoderEngine:
         if not self._num_running:
             return None
         return Progress((self._num_steps, self._num_layers), self._num_steps)
-
-    @property
-    def caches(self) -> SequenceOf[CacheCounts]:
-        """None: there is no attention worker."""
-        return ()
-
-    def spans_under_way(self) -> dict[int, range]:
-        """None: they are told when an attention worker dies."""
-        return {}
-
-    def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
-
-    def stop(self, timeout_s: float) -> None:
-        """Ends the thread after its current step; blocks up to `timeout_s` seconds."""
-        self._thread.stop(timeout_s)
-
-    def submit(self, sequence: Sequence) -> None:
-        """Queues an input. If it is refused, `deliver` receives an output with an error."""
-        self._thread.post(self._add, sequence)
-
-    def cancel(self, seq_id: int) -> None:
-        """Forgets an input."""
-        self._thread.post(self._cancel, seq_id)
-
-    def expect(self) -> None:
-        """Nothing is to be prepared."""
-
-    def close_orphans(self, gateway: int) -> None:
-        """Nothing: no input outlives the worker that it was sent to."""
-
-    def forget_prefixes(self, generation: int | None) -> Future[int]:
-        """Nothing: inputs share no blocks."""
-        done = Future[int]()
-        done.set_result(generation or 0)
-        return done
-
-    def drain(self, drains: bool) -> None:
-        """Starts no input any more, or again; those that run go on."""
-        self._thread.post(setattr, self, "_drains", drains)
-
-    def leave(self) -> None:
-        """Calls `on_left` after the running step, which is still reported."""
-        self._thread.post(self._leave)
 
     def _leave(self) -> None:
         self._collect()
@@ -178,7 +129,6 @@ class EncoderEngine:
 
     @torch.inference_mode()
     def _work(self) -> float:
-        """Runs between calls from outside. Returns how many seconds to wait for the next call."""
         for sequence, error in self._waiting.expired(time.monotonic()):
             self._end(sequence)
             self._deliver_end(sequence, error)
