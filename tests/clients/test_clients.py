@@ -1,4 +1,4 @@
-"""Well-known clients of OpenAI's and Anthropic's APIs, as users install them, against a real cluster.
+"""Well-known clients of OpenAI's, Anthropic's and Ollama's APIs, as users install them, against a real cluster.
 
 Each program in `programs/` uses one client, in an environment that `make clients` installs, and prints what it
 received. Text, pieces and counts must equal those that gRPC gives for the same prompt; errors have the client's names.
@@ -65,6 +65,12 @@ CLIENTS = [
     ),
     Program("with_pydantic_ai.py", "agents", frozenset(CHAT), CODE),
     Program("with_autogen.py", "agents", frozenset(CHAT | {"several", "speakers"})),
+    Program(
+        "with_ollama.py",
+        "ollama",
+        frozenset(COMPLETIONS | CHAT | {"completion_pieces", "models", "several"}),
+        "400",
+    ),
     Program("with_openai.mjs", NODE, frozenset(COMPLETIONS | CHAT | {"completion_pieces", "models"}), CODE),
     Program("with_ai.mjs", NODE, frozenset(CHAT), CODE),
 ]

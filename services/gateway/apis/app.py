@@ -20,6 +20,7 @@ from services.gateway.apis.audio.routes import Speech, audio_routes
 from services.gateway.apis.invocations import invocation_routes
 from services.gateway.apis.llama_cpp.routes import llama_cpp_routes
 from services.gateway.apis.models import model_routes
+from services.gateway.apis.ollama.routes import ollama_routes
 from services.gateway.apis.openai.routes import completion_routes
 from services.gateway.apis.openai.token_routes import token_routes
 from services.gateway.apis.responses.response_store import ResponseStore
@@ -31,12 +32,14 @@ from services.gateway.apis.server.routes import server_routes
 from services.gateway.apis.server.weight_routes import weight_routes
 from services.gateway.apis.sglang.routes import generate_routes
 from services.gateway.apis.shared.llama_cpp_errors import LLAMA_CPP
+from services.gateway.apis.shared.ollama_errors import OLLAMA
 from services.gateway.apis.tgi.errors import TGI
 from services.gateway.apis.tgi.routes import TextGeneration, text_generation_routes
 from services.gateway.apis.triton.errors import TRITON
 from services.gateway.apis.triton.inference import Triton
 from services.gateway.apis.triton.routes import triton_routes
 from services.gateway.apis.vectors.cohere import COHERE, cohere_routes
+from services.gateway.apis.vectors.ollama import ollama_vector_routes
 from services.gateway.apis.vectors.routes import vector_routes
 from services.gateway.apis.vectors.score_routes import score_routes
 from services.gateway.apis.vectors.tei_routes import tei_routes
@@ -51,7 +54,8 @@ from services.gateway.resume.http_calls import HttpResumption
 from services.gateway.resume.resumption import Resumption
 from services.gateway.vectors.vectors import Vectors
 
-DIALECTS = (COHERE, TRITON, ANTHROPIC, LLAMA_CPP, TGI)  # those whose errors are not OpenAI's; the first that is meant
+# Those whose errors are not OpenAI's; the first that is meant.
+DIALECTS = (COHERE, TRITON, ANTHROPIC, LLAMA_CPP, TGI, OLLAMA)
 
 
 def build_app(
@@ -91,6 +95,7 @@ def build_app(
         generate_routes(service, section, peers, worker_load, texts),
         text_generation_routes(texts, service, section),
         llama_cpp_routes(service, section),
+        ollama_routes(service, section),
         messages_routes(service, section),
         responses_routes(service, section, store),
         stored_response_routes(service, section, store),
@@ -98,6 +103,7 @@ def build_app(
         scoring,
         tei_routes(vectors, section, scoring, texts),
         cohere_routes(vectors, section),
+        ollama_vector_routes(vectors, section),
         token_routes(service, section, vectors),
         audio_routes(service, section, speech),
         model_routes(service),

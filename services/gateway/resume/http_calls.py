@@ -40,8 +40,9 @@ PATHS = frozenset(
         "/v1/responses",
     }
 )
-# Of Triton's protocol, whose requests have an id of their own; other routes do no work that is worth keeping.
-REFUSED = re.compile(r"/v2/models/.*/(infer|generate|generate_stream)")
+# Of Triton's protocol, whose requests have an id of their own, and Ollama's, whose streams are no events; other routes
+# do no work that is worth keeping.
+REFUSED = re.compile(r"/v2/models/.*/(infer|generate|generate_stream)|/api/(chat|generate)")
 KEY_HEADER, LAST_EVENT_HEADER = b"idempotency-key", b"last-event-id"
 MAX_KEY_CHARACTERS = 255
 END_OF_EVENT = b"\n\n"

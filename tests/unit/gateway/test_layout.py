@@ -18,8 +18,8 @@ FLOORS = [
     {"apis"},
 ]
 DIALECTS = {
-    "anthropic", "audio", "llama_cpp", "openai", "responses", "server", "sglang", "tgi", "triton", "twostroke",
-    "vectors",
+    "anthropic", "audio", "llama_cpp", "ollama", "openai", "responses", "server", "sglang", "tgi", "triton",
+    "twostroke", "vectors",
 }
 GATEWAY, APIS = "services.gateway.", "services.gateway.apis."
 

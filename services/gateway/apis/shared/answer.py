@@ -1,4 +1,4 @@
-"""The answer to one request as an ASGI response: one JSON object, or a stream of server-sent events.
+"""The answer to one request as an ASGI response: one JSON object, or a stream of server-sent events or of lines.
 
 It does not use Starlette's streaming response, which costs a task group and several coroutines per chunk.
 """
@@ -29,11 +29,10 @@ from services.gateway.resources.repeatable import current_run, note_failure, ope
 from services.pb import gateway_pb2
 
 DONE = b"data: [DONE]\n\n"  # the end of OpenAI's older streams
-STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # tells proxies to forward each event at once
-]
+LINE_CONTENT_TYPE = "application/x-ndjson"
+FORWARDED_AT_ONCE = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]  # the latter is for proxies
+STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), *FORWARDED_AT_ONCE]
+LINE_HEADERS = [(b"content-type", LINE_CONTENT_TYPE.encode()), *FORWARDED_AT_ONCE]
 
 
 class Format:
@@ -43,6 +42,7 @@ class Format:
     """
 
     param_names: Mapping[str, str]  # names of fields of `GenerateRequest` here, where they differ
+    is_lines: bool = False  # whether each object of a stream is a line of JSON, and not a server-sent event
     has_event_names: bool = False  # whether the `type` of a streamed object is also the name of its event
     end_of_stream: bytes = b""  # follows the last event of a complete stream
     # What surrounds the JSON of the text in the event of a piece of the first answer that has nothing but its text; to
@@ -135,7 +135,8 @@ class Answer(Response):
                 await asyncio.wait({first}, timeout=self._first_token_timeout_s)
                 if first.done():
                     first.result()  # an error raised here gets a status line of its own
-                await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+                headers = LINE_HEADERS if self._format.is_lines else STREAM_HEADERS
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
                 state = scope["state"]
                 await self._send_events(state["send_body"], state.get("body_writer"), body, first, generations)
             finally:
@@ -149,12 +150,16 @@ class Answer(Response):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
 
     def _event_pieces(self, objects: Sequence[Any]) -> Iterator[bytes]:
+        is_lines = self._format.is_lines
         for each in objects:
-            yield _start(each, self._format.has_event_names)
+            if not is_lines:
+                yield _start(each, self._format.has_event_names)
             yield from json_pieces(each)
-            yield b"\n\n"
+            yield b"\n" if is_lines else b"\n\n"
 
     def _events(self, objects: Sequence[Any]) -> bytes:
+        if self._format.is_lines:
+            return b"".join([json_at_once(each) + b"\n" for each in objects])
         return events(objects, has_names=self._format.has_event_names)
 
     def _is_large(self, chunk: Chunk) -> bool:

@@ -23,7 +23,7 @@ ABORTED = "the request was aborted: its text is not complete"
 class TgiFormat:
     """The `Format` of these answers. It belongs to one request, because it keeps the text of a stream."""
 
-    has_event_names = False
+    is_lines = has_event_names = False
     text_frame = None
     end_of_stream = b""
     param_names = PARAM_NAMES
