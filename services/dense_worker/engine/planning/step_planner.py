@@ -31,6 +31,10 @@ SLOW_S = 0.0005  # a sequence that takes less is in each step
 MAX_STEP_S = 0.15  # the next step may take longer than the last ones, and streams wait for all of it
 MIN_PROMPT_TOKENS = 32  # however long they take: with fewer, weights are read for too little
 FIRST_PROMPT_TOKENS = 128  # while no step has been measured
+# Products of many rows on a GPU have tiles of so many, and one that is not full takes as long as one that is. Steps of
+# whole pairs of tiles are faster than others by another 1 to 3 %.
+TILE_ROWS, PAIR_ROWS = 128, 256
+MAX_TILED_ROWS = 2048  # in longer steps one tile is too little to matter
 _NUM_STEPS_KEPT = 8
 _LEAST_S = 1e-6  # that a step takes, by any clock
 
@@ -254,6 +258,10 @@ class StepPlanner:
     ) -> None:
         """Divides the rest of the step, up to so many tokens, among the sequences that are not decoded."""
         num_beside = max(0, step.num_tokens - most_tokens)  # of its tokens that none of them gets
+        num_wanted = sum([num_remaining for _, num_remaining in prefills])
+        if self._pace is None and len(self._waiting) and num_wanted < step.num_tokens - num_beside:
+            num_rows = self._limits.max_num_batched_tokens - step.num_tokens
+            num_beside = step.num_tokens - fill_tiles(num_rows, num_wanted)
         shares = None  # how many tokens each prompt gets; None: as many as are left
         if is_shared:
             num_planned = count_rows(entry.sequence for entry in step.planned)
@@ -310,6 +318,20 @@ class StepPlanner:
             self._residency.preempt(victim)
         elif not step.scheduled():  # otherwise the scheduled sequences advance
             self._residency.drop_orphaned_blocks()
+
+
+def fill_tiles(num_rows: int, num_wanted: int) -> int:
+    """How many tokens of prompts a step has beside so many rows of streams, of those that are wanted.
+
+    As many as fill the tiles of products, if that leaves no more than a half for the next step. To be called if others
+    wait: their prompts fill the tiles of that one.
+    """
+    if num_rows >= TILE_ROWS and num_rows + num_wanted <= MAX_TILED_ROWS:
+        for size in (PAIR_ROWS, TILE_ROWS):
+            num_left = (num_rows + num_wanted) % size
+            if 2 * num_left <= num_wanted:
+                return num_wanted - num_left
+    return num_wanted
 
 
 def _num_rows(sequences: list[Sequence]) -> int:
