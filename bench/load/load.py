@@ -160,6 +160,7 @@ async def replay(
                 await asyncio.sleep(delay_s)
             await slots.acquire()
             tasks.create_task(run(request))
+            await asyncio.sleep(0)  # it is sent while the others connect, not after that
     return [log.record(transport.parse(log.chunks)) for log in logs]
 
 

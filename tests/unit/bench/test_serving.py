@@ -9,6 +9,7 @@ import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -105,6 +106,21 @@ def test_requests_in_flight_reach_the_limit_and_never_exceed_it(protocol: str, t
         assert sorted(gateway.request_ids[:3]) == ["0", "1", "2"]
 
     run(test())
+
+
+def test_the_first_request_is_sent_before_the_last_one_connects() -> None:
+    events = list[tuple[str, int]]()
+
+    class Connecting(HttpTransport):
+        async def send(self, request: TimedRequest, timeout_s: float, on_chunk: Callable[[bytes], None]) -> None:
+            events.append(("connects", request.index))
+            await asyncio.sleep(0)
+            events.append(("sends", request.index))
+
+    transport = Connecting(Mock(), "localhost")
+    asyncio.run(replay_now(transport, load(transport, 50)))
+    assert len(events) == 100
+    assert events.index(("sends", 0)) < events.index(("connects", 49))
 
 
 @over_both
