@@ -5,10 +5,11 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import ClassVar
 
+from services.channel.message_link import MessageLink
 from services.dense_worker.engine.attachment import AttachedCache, Attachment, AttachmentEnd
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.limits import SchedulerLimits
@@ -150,6 +151,7 @@ def started_engine(
     features: Sequence[Feature] = (),
     drafting: Drafting | None = None,
     observers: Sequence[EngineObserver] = (),
+    link: MessageLink | None = None,
 ) -> Engine:
     engine = Engine(
         limits,
@@ -164,7 +166,7 @@ def started_engine(
     engine.failure.add_done_callback(lambda failure: reports.put(StepReport(-1)))
     attention.engine = engine
     engine.start()
-    engine.on_attached(make_attachment(attention, 1, num_blocks))
+    engine.on_attached(replace(make_attachment(attention, 1, num_blocks), link=link))
     return engine
 
 

@@ -275,9 +275,11 @@ class Engine(GatewayEngine):
 
         Returns whether it has waited for that.
         """
-        num_tokens, has_waited = step.published.plan.num_tokens, False
-        leaves_s = self._timing.leaves_at(num_tokens, session.begin_of(step))
-        while (left_s := leaves_s - time.monotonic()) > 0.0 and not step.running.is_done():
+        num_tokens, begin_s, has_waited = step.published.plan.num_tokens, session.begin_of(step), False
+        while not step.running.is_done():
+            leaves_s = self._timing.leaves_at(num_tokens, begin_s, is_quick=session.has_few_streams)
+            if (left_s := leaves_s - time.monotonic()) <= 0.0:
+                break
             has_waited = True
             self._publish_openings(session)  # the plan that waits has only sequences that are open by then
             self._make_some_calls(session, min(left_s, _LOOK_S))

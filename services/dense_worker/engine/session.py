@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # these need torch; the scheduler must not
 
 # How long after an attachment gateways may submit the sequences of an earlier dense worker again.
 CLAIM_TIMEOUT_S = 30.0
+FEW_STREAMS = 32  # with more, steps are longer, and both workers take longer to launch them
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +235,11 @@ class Session:
         oldest = next(iter(self.openings.values()), None)
         if oldest is not None and now_s - oldest.asked_s > timeout_s:
             raise PeerError(f"sequence {oldest.sequence.seq_id:x} has not been opened after {timeout_s:g} s")
+
+    @property
+    def has_few_streams(self) -> bool:
+        """Whether a step is of a few streams alone, whose plan goes by a link and so takes the shortest time."""
+        return self.attachment.link is not None and not self.others and len(self.rows) <= FEW_STREAMS
 
     def begin_of(self, step: InFlight) -> float:
         """When the oldest step of its lane began: when the one before it ended, or at its launch if that was later."""

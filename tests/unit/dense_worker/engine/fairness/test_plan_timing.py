@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.limits import SchedulerLimits
-from services.dense_worker.engine.plan_timing import LEAD_S, PlanTiming
+from services.dense_worker.engine.plan_timing import LEAD_S, QUICK, PlanTiming
 from services.dense_worker.engine.step_report import StepReport
 from services.step import StepPlan
 from tests.support.dense.sequences import new_sequence
@@ -117,7 +119,7 @@ def test_plans_wait_again_some_steps_after_they_were_late(
 ) -> None:
     engine, runner, _, reports = slow
     engine._timing.lead_s = lead_s = 6 * LEAD_S
-    engine._timing.leaves_at = lambda num_tokens, begin_s: begin_s  # type: ignore[method-assign]  no plan waits
+    engine._timing.leaves_at = lambda num_tokens, begin_s, is_quick: begin_s  # type: ignore[method-assign]  no plan waits
     runner.has_ended.set()
     engine.submit(new_sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=10))
     while not any(each.finish_reason for each in reports.get(timeout=TIMEOUT_S).outputs):
@@ -126,12 +128,51 @@ def test_plans_wait_again_some_steps_after_they_were_late(
     assert LEAD_S < engine._timing.lead_s < lead_s
 
 
+class SteppedRunner(FakeRunner):
+    """Each of its steps ends when its own event is set."""
+
+    def __init__(self) -> None:
+        self.launched: queue.Queue[tuple[StepPlan, threading.Event]] = queue.Queue()
+
+    def launch(self, plan: StepPlan, channel: object) -> SlowStep:
+        self.launched.put((plan, threading.Event()))
+        return SlowStep(plan, self.launched.queue[-1][1])
+
+
+@pytest.mark.parametrize("has_link", [False, True])
+def test_a_plan_of_few_streams_alone_may_leave_later_until_somebody_comes(has_link: bool) -> None:
+    """Here it waits for ever then, and leaves at once otherwise."""
+    runner, attention, reports = SteppedRunner(), RecordingAttention(), queue.Queue[StepReport]()
+    engine = started_engine(runner, attention, reports, TIMEOUT_S, LIMITS, link=Mock() if has_link else None)
+    engine._timing.leaves_at = (  # type: ignore[method-assign]
+        lambda num_tokens, begin_s, is_quick=False: math.inf if is_quick else begin_s
+    )
+    engine.submit(new_sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
+    ends = []
+    for _ in range(2):  # the prompt, and the step behind it, whose sequence is no stream yet
+        plan, end = runner.launched.get(timeout=TIMEOUT_S)
+        assert seq_ids_of(plan) == {1}
+        ends.append(end)
+    ends[0].set()
+    while not reports.get(timeout=TIMEOUT_S).outputs:
+        pass
+    if has_link:
+        engine.submit(new_sequence(2, "r2", [5, 6, 7], SamplingParams(), max_tokens=2))
+    plan, end = runner.launched.get(timeout=TIMEOUT_S)
+    assert seq_ids_of(plan) == ({1, 2} if has_link else {1})
+    ends[1].set()
+    end.set()
+    engine.stop(TIMEOUT_S)
+
+
 def test_a_plan_that_was_late_makes_the_next_ones_leave_earlier() -> None:
     timing = PlanTiming()
     timing.add(64, 0.01)
     assert timing.leaves_at(64, 5.0) == pytest.approx(5.01 - LEAD_S)
+    assert timing.leaves_at(64, 5.0, is_quick=True) == pytest.approx(5.01 - QUICK * LEAD_S)
     timing.note(was_late=True)
     assert timing.leaves_at(66, 5.0) == pytest.approx(5.01 - 1.5 * LEAD_S)
+    assert timing.leaves_at(66, 5.0, is_quick=True) == pytest.approx(5.01 - 1.5 * QUICK * LEAD_S)
     for _ in range(100):
         timing.note(was_late=False)
     assert timing.leaves_at(64, 5.0) == pytest.approx(5.01 - LEAD_S)
