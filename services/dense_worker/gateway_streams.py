@@ -29,7 +29,9 @@ MAX_REPORT_BYTES = 2**20  # of reports in a step's message, about; a larger one 
 class Outbox:
     """The messages to one gateway."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        """`number`: of its stream, which no other one gets."""
+        self.number = number
         self.offer: SocketOffer | None = None  # of the socket by which they go; None: they go by gRPC
         self._waiting = asyncio.Queue[dense_pb2.StepOutput | Exception]()
         self._has_sent = False  # in this iteration of the event loop
@@ -65,15 +67,15 @@ class GatewayStreams:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def open(self) -> tuple[int, Outbox]:
-        """A new stream: its number, which no other one gets, and its outbox."""
-        number, outbox = next(self._numbers), Outbox()
-        self._streams[number] = outbox
-        return number, outbox
+    def open(self) -> Outbox:
+        """The outbox of a new stream."""
+        outbox = Outbox(next(self._numbers))
+        self._streams[outbox.number] = outbox
+        return outbox
 
-    def close(self, number: int) -> list[int]:
+    def close(self, outbox: Outbox) -> list[int]:
         """Forgets a stream and its sequences, whose seq_ids it returns."""
-        outbox = self._streams.pop(number)
+        del self._streams[outbox.number]
         orphans = [seq_id for seq_id, (_, owner) in self._owned.items() if owner is outbox]
         for seq_id in orphans:
             del self._owned[seq_id]

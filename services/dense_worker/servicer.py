@@ -204,8 +204,8 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         self, requests: AsyncIterator[dense_pb2.GatewayMessage], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[dense_pb2.StepOutput]:
         engine, info = self._require_ready()
-        number, outbox = self._streams.open()
-        handle = partial(self._handle_or_end, engine, number, info.vocab_size)
+        outbox = self._streams.open()
+        handle = partial(self._handle_or_end, engine, outbox, info.vocab_size)
         outbox.offer = offer = self._offer_socket(handle, outbox)
         peer = context.peer()  # reading it after the end of the call would crash
         log.info("gateway connected", peer=peer)
@@ -229,11 +229,11 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         finally:
             # The reader ends with the call. It is not cancelled, because gRPC would write a message that is just
             # arriving into freed memory.
-            orphans = self._streams.close(number)
+            orphans = self._streams.close(outbox)
             if offer is not None:
                 self._keep(asyncio.create_task(offer.close()))
             for feature in self._features:
-                feature.end_stream(number)
+                feature.end_stream(outbox.number)
             for seq_id in orphans:
                 engine.cancel(seq_id)
             log.info("gateway gone", peer=peer, cancelled=len(orphans))
@@ -262,22 +262,22 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         return self._engine, self._info
 
     def _handle_or_end(
-        self, engine: GatewayEngine, number: int, vocab_size: int, request: dense_pb2.GatewayMessage
+        self, engine: GatewayEngine, outbox: Outbox, vocab_size: int, request: dense_pb2.GatewayMessage
     ) -> None:
         """Handles a message of a stream that has not ended. An error ends it."""
-        if (outbox := self._streams.outbox(number)) is None:
+        if self._streams.outbox(outbox.number) is None:
             return
         try:
-            self._handle(request, engine, number, outbox, vocab_size)
+            self._handle(request, engine, outbox, vocab_size)
         except Exception as error:  # nobody waits for it
             outbox.put(error)
 
     def _handle(
-        self, request: dense_pb2.GatewayMessage, engine: GatewayEngine, number: int, outbox: Outbox, vocab_size: int
+        self, request: dense_pb2.GatewayMessage, engine: GatewayEngine, outbox: Outbox, vocab_size: int
     ) -> None:
         kind = request.WhichOneof("message")
         if kind == "submit":
-            self._handle_submit(request.submit, engine, number, outbox, vocab_size)
+            self._handle_submit(request.submit, engine, outbox, vocab_size)
         elif kind == "resumed":
             self._keep(asyncio.create_task(self._close_orphans(engine, request.resumed.gateway, outbox)))
         elif kind == "forget_prefixes":
@@ -289,12 +289,12 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         elif kind == "announcement":
             engine.expect()
         elif (feature := self._receivers.get(kind)) is not None:
-            feature.receive(request, number)
+            feature.receive(request, outbox.number)
 
     def _handle_submit(
-        self, submit: dense_pb2.Submit, engine: GatewayEngine, number: int, outbox: Outbox, vocab_size: int
+        self, submit: dense_pb2.Submit, engine: GatewayEngine, outbox: Outbox, vocab_size: int
     ) -> None:
-        sequence = decode_sequence(submit, number)
+        sequence = decode_sequence(submit, outbox.number)
         log.debug("submitted", request_id=sequence.spec.request_id, seq_id=f"{sequence.seq_id:x}")
         if self._streams.add(sequence):
             engine.cancel(sequence.seq_id)
