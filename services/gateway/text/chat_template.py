@@ -21,11 +21,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from services.common.errors import InvalidRequest
-from services.gateway.text.chat_message import Message
+from services.gateway.text.chat_message import PROBE, Message, has_later_system_message, without_later_system_messages
 from services.gateway.text.chat_vectors import ChatVectors
 from services.gateway.text.harmony.markers import is_harmony_template
 from services.gateway.text.harmony.messages import harmony_fields
-from services.gateway.text.system_messages import PROBE, has_later_system_message, without_later_system_messages
 from services.gateway.text.tools.tool import NO_TOOLS, ToolChoice, Tools
 
 log = structlog.get_logger()

@@ -10,7 +10,7 @@ from services.dense_worker.engine.planning.plan_builder import PlanBuilder
 from services.dense_worker.engine.sequence import Sequence as EngineSequence
 from services.dense_worker.engine.session import Session
 from services.dense_worker.features.drafting.drafting import Drafting
-from services.dense_worker.features.drafting.room import room_for_drafts
+from services.dense_worker.features.drafting.measured_drafting import room_for_drafts
 from services.dense_worker.runner.model_runner import RunningStep
 
 

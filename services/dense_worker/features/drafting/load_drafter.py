@@ -22,9 +22,8 @@ from services.dense_worker.features.drafting.eagle.load_eagle import (
     load_eagle_head,
     make_eagle_model,
 )
-from services.dense_worker.features.drafting.forced_drafting import ForcedDrafting
 from services.dense_worker.features.drafting.kv_cache.draft_blocks import MAX_LATE_TOKENS
-from services.dense_worker.features.drafting.measured_drafting import MeasuredDrafting
+from services.dense_worker.features.drafting.measured_drafting import ForcedDrafting, MeasuredDrafting
 from services.dense_worker.features.drafting.medusa.device_heads import DeviceHeads
 from services.dense_worker.features.drafting.medusa.heads import MedusaHeads
 from services.dense_worker.features.drafting.medusa.load_heads import find_medusa_heads, load_medusa_heads

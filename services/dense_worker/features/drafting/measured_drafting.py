@@ -9,6 +9,8 @@ without drafts promises as little, steps are planned ahead, as without speculati
 
 What speculation has lost and gained so far is measured as well (`TimeBudget`). When the budget is spent, no text is
 looked at, and all steps are planned ahead.
+
+`ForcedDrafting` is that of a server without speculation: steps have the tokens that grammars force, no other drafts.
 """
 
 from __future__ import annotations
@@ -28,7 +30,6 @@ from services.dense_worker.features.drafting.device_predictor import DevicePredi
 from services.dense_worker.features.drafting.drafter import Drafter, Predictor
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.drafting.forced_tokens import MAX_FORCED, ForcedTokens
-from services.dense_worker.features.drafting.room import may_have_drafts, room_for_drafts
 from services.dense_worker.features.drafting.step_costs import StepCosts
 from services.dense_worker.features.drafting.time_budget import TimeBudget
 
@@ -246,6 +247,67 @@ class MeasuredDrafting(Drafting):
             if measured_s is None and is_careful:
                 break
         return best
+
+
+class ForcedDrafting(MeasuredDrafting):
+    """As `MeasuredDrafting`, but sequences without a form meet nothing of it: all others of a step keep their rows.
+
+    While no form runs, nothing is measured.
+    """
+
+    looks_at_each: ClassVar[bool] = False
+
+    def __init__(self, costs: StepCosts) -> None:
+        super().__init__(Drafter(), 0, costs)
+        self._has_forms = False  # whether a form runs
+
+    def waits_for(
+        self, step: RunningStep, running: SequenceOf[Sequence], num_rows: int, max_num_drafts: int
+    ) -> bool:
+        """Whether a token promises to take less time if the next step is planned later, with forced tokens."""
+        self._has_forms = any([sequence.forced_by is not None for sequence in running])
+        if not self._has_forms:
+            self._forget_plans()
+            return False
+        return super().waits_for(step, running, num_rows, max_num_drafts)
+
+    def on_step(self, stats: StepStats, started: Iterable[Sequence], outputs: Iterable[SequenceOutput]) -> None:
+        """Notes what a step has cost, if there are forms."""
+        if self._has_forms:
+            super().on_step(stats, started, outputs)
+
+
+def may_have_drafts(sequence: Sequence) -> bool:
+    """Whether the options of a sequence allow drafts.
+
+    Penalties, bad words and a limit of reasoning depend on the previous tokens, which are uncertain after a draft.
+    Tokens are not sampled where there is a row policy.
+    """
+    if sequence.policy is not None or not all([each.allows_drafts for each in sequence.features]):
+        return False
+    return not sequence.spec.sampling.depends_on_output
+
+
+def room_for_drafts(sequence: Sequence, session: Session, step: PlanBuilder) -> int:
+    """The number of drafts that a step may have after a sequence's remaining tokens; 0 or less: none.
+
+    Drafts never take budget or blocks from other sequences. Where tokens are forced there are as many as these.
+    """
+    if sequence.num_pending_tokens or not may_have_drafts(sequence):
+        return 0
+    ledger, num_remaining = session.ledger_of(sequence), sequence.num_remaining_tokens
+    num_blocks = sequence.num_evicted_blocks + sequence.num_blocks + sequence.num_reserved_blocks
+    num_blocks += ledger.num_available_blocks
+    num_others = session.num_running_rows - 1 - len(step.entries)  # that the step has no entry for yet
+    forced_by = sequence.forced_by
+    num_forced = step.num_tokens if forced_by is None else len(forced_by.forced_token_ids)
+    return min(
+        num_forced,
+        sequence.spec.max_tokens - len(sequence.output_token_ids) - 1,
+        step.num_tokens - num_remaining - num_others,
+        step.num_logits - 1 - num_others,
+        num_blocks * ledger.block_size - sequence.num_computed_tokens - num_remaining,
+    )
 
 
 def _savings(chances: SequenceOf[float]) -> list[float]:

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from services.gateway.text.chat_message import Message
-from services.gateway.text.system_messages import without_later_system_messages
+from services.gateway.text.chat_message import Message, without_later_system_messages
 
 
 def harmony_fields(messages: Sequence[Message]) -> list[dict[str, Any]]:
