@@ -103,8 +103,38 @@ class AddedInput:
         return operations.linear_add(residual, self.projection, product, self.norm)
 
 
+class OutputHalf:
+    """An `AfterAttention` that begins with the output projection."""
+
+    __slots__ = ()
+    o: Linear
+
+    @property
+    def attn_size(self) -> int:
+        return self.o.in_features
+
+
+class GatedHalf:
+    """An `AfterAttention` that gates attention's output, and then goes on as in any other layer."""
+
+    __slots__ = ()
+    after: AfterAttention
+
+    @property
+    def attn_size(self) -> int:
+        return self.after.attn_size
+
+    def gate(self, operations: Operations, attn_out: torch.Tensor) -> torch.Tensor:
+        """attn_out [n, attn_size] -> the same, gated."""
+        raise NotImplementedError
+
+    def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
+        """attn_out [n, attn_size], residual [n, hidden] -> the layer's residual."""
+        return self.after.forward(operations, self.gate(operations, attn_out), residual)
+
+
 @dataclass(frozen=True, slots=True)
-class SequentialResidual:
+class SequentialResidual(OutputHalf):
     """Adds the output projection to the residual, and then the MLP of the sum. Either may be normalised before that."""
 
     o: Linear
@@ -114,10 +144,6 @@ class SequentialResidual:
     multiplier: float = 1.0  # of both additions
     added_input: AddedInput | None = None
     layer_scalar: Parameter | None = None  # [1], of the residual in the end
-
-    @property
-    def attn_size(self) -> int:
-        return self.o.in_features
 
     def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
         """attn_out [n, attn_size], residual [n, hidden] -> the layer's residual."""
@@ -133,15 +159,11 @@ class SequentialResidual:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionAlone:
+class AttentionAlone(OutputHalf):
     """Adds the output projection to the residual, and normalises the sum if there is a norm. No MLP follows."""
 
     o: Linear
     norm: Norm | None
-
-    @property
-    def attn_size(self) -> int:
-        return self.o.in_features
 
     def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
         """attn_out [n, attn_size], residual [n, hidden] -> the layer's residual."""
@@ -150,17 +172,13 @@ class AttentionAlone:
 
 
 @dataclass(frozen=True, slots=True)
-class NormedResidual:
+class NormedResidual(OutputHalf):
     """Adds the output projection to the residual and normalises the sum, and then the same with the MLP of that."""
 
     o: Linear
     attention_norm: Norm
     mlp: Mlp
     mlp_norm: Norm
-
-    @property
-    def attn_size(self) -> int:
-        return self.o.in_features
 
     def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
         """attn_out [n, attn_size], residual [n, hidden] -> the layer's residual."""
@@ -171,15 +189,11 @@ class NormedResidual:
 
 
 @dataclass(frozen=True, slots=True)
-class ParallelResidual:
+class ParallelResidual(OutputHalf):
     """Adds the output projection and the MLP of the layer's input (arXiv:2204.02311, section 2)."""
 
     o: Linear
     mlp: Mlp
-
-    @property
-    def attn_size(self) -> int:
-        return self.o.in_features
 
     def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
         """attn_out [n, attn_size], residual [n, hidden] -> the layer's residual."""

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from services.channel import rows_of_layer
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.norm.norm import HeadNorms, Norm, RmsNorm
-from services.dense_worker.model.layer import AfterAttention
+from services.dense_worker.model.layer import AfterAttention, GatedHalf
 from services.dense_worker.model.operations import Operations, Residual
 
 
@@ -65,23 +65,18 @@ class GatedInput:
 
 
 @dataclass(frozen=True, slots=True)
-class ShortConvolutionOutput:
-    """The half of a layer after a short convolution: the gate times its output, then as in any other layer."""
+class ShortConvolutionOutput(GatedHalf):
+    """After a short convolution: the gate times its output."""
 
     after: AfterAttention
 
-    @property
-    def attn_size(self) -> int:
-        return self.after.attn_size
-
-    def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
-        """attn_out [n, attn_size], residual [n, hidden] -> the layer's residual."""
-        return self.after.forward(operations, operations.kept_gate() * attn_out, residual)
+    def gate(self, operations: Operations, attn_out: torch.Tensor) -> torch.Tensor:
+        return operations.kept_gate() * attn_out
 
 
 @dataclass(frozen=True, slots=True)
-class StateSpaceOutput:
-    """The half of a layer after Mamba 2's recurrence: the norm of its output times SiLU(gate), then as in other layers.
+class StateSpaceOutput(GatedHalf):
+    """After Mamba 2's recurrence: the norm of its output times SiLU(gate).
 
     Each of `num_groups` parts of a row is normalised by its own RMS, in float32.
     """
@@ -90,43 +85,28 @@ class StateSpaceOutput:
     num_groups: int
     after: AfterAttention
 
-    @property
-    def attn_size(self) -> int:
-        return self.after.attn_size
-
-    def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
-        """attn_out [n, value_size], residual [n, hidden] -> the layer's residual."""
+    def gate(self, operations: Operations, attn_out: torch.Tensor) -> torch.Tensor:
         groups = (attn_out.float() * F.silu(operations.kept_gate().float())).unflatten(1, (self.num_groups, -1))
         normed = groups * torch.rsqrt(groups.square().mean(dim=-1, keepdim=True) + self.norm.eps)
-        return self.after.forward(operations, self.norm.weight.data * normed.flatten(1).to(attn_out.dtype), residual)
+        return self.norm.weight.data * normed.flatten(1).to(attn_out.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class GatedAttention:
-    """The half of a layer after attention: sigmoid(gate) times attention's output, then as in any other layer."""
+class GatedAttention(GatedHalf):
+    """After attention: sigmoid(gate) times its output."""
 
     after: AfterAttention
 
-    @property
-    def attn_size(self) -> int:
-        return self.after.attn_size
-
-    def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
-        """attn_out [n, attn_size], residual [n, hidden] -> the layer's residual."""
-        return self.after.forward(operations, operations.apply_gate(attn_out), residual)
+    def gate(self, operations: Operations, attn_out: torch.Tensor) -> torch.Tensor:
+        return operations.apply_gate(attn_out)
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDeltaOutput:
-    """The half of a layer after a recurrence: SiLU(gate) times the norm of each value head, then as in other layers."""
+class GatedDeltaOutput(GatedHalf):
+    """After a recurrence: SiLU(gate) times the norm of each value head."""
 
     norm: RmsNorm  # [value_dim]
     after: AfterAttention
 
-    @property
-    def attn_size(self) -> int:
-        return self.after.attn_size
-
-    def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
-        """attn_out [n, num_value_heads * value_dim], residual [n, hidden] -> the layer's residual."""
-        return self.after.forward(operations, operations.apply_gate(attn_out, self.norm), residual)
+    def gate(self, operations: Operations, attn_out: torch.Tensor) -> torch.Tensor:
+        return operations.apply_gate(attn_out, self.norm)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from services.channel import rows_of_layer
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.norm.norm import RmsNorm, UnweightedRmsNorm
-from services.dense_worker.model.layer import AfterAttention
+from services.dense_worker.model.layer import AfterAttention, GatedHalf
 from services.dense_worker.model.operations import Operations, Residual
 
 
@@ -62,16 +62,10 @@ class ScanRows:
 
 
 @dataclass(frozen=True, slots=True)
-class ScanOutput:
-    """The half of a layer after the scan: its output times SiLU of the gate, then as in any other layer."""
+class ScanOutput(GatedHalf):
+    """After the scan: its output times SiLU of the gate."""
 
     after: AfterAttention
 
-    @property
-    def attn_size(self) -> int:
-        return self.after.attn_size
-
-    def forward(self, operations: Operations, attn_out: torch.Tensor, residual: Residual) -> Residual:
-        """attn_out [n, attn_size], residual [n, hidden] -> the layer's residual."""
-        gate = operations.kept_gate()[:, : self.attn_size]
-        return self.after.forward(operations, attn_out * F.silu(gate), residual)
+    def gate(self, operations: Operations, attn_out: torch.Tensor) -> torch.Tensor:
+        return attn_out * F.silu(operations.kept_gate()[:, : self.attn_size])
