@@ -12,6 +12,11 @@ def shorten(text: str, most: int = MAX_TEXT_CHARACTERS) -> str:
     return text if len(text) <= most else text[: most - 1] + MARK
 
 
+def one_line(error: BaseException) -> str:
+    """The message of a library's error, which may have several paragraphs, in one line."""
+    return shorten(" ".join(str(error).split()))
+
+
 def quote(text: str) -> str:
     """The first `MAX_QUOTED_CHARACTERS` in quotation marks, with unprintable characters escaped."""
     return repr(shorten(text, MAX_QUOTED_CHARACTERS))

@@ -12,7 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from services.common.errors import CapacityError, ConfigError, PeerError
-from services.common.shorten import shorten
+from services.common.shorten import one_line
 from services.launch.gguf import is_gguf
 from services.launch.modelscope import fetch_from_modelscope
 
@@ -96,7 +96,7 @@ def fetch_model(name: str, revision: str | None, cache_dir: Path | None, hub: st
             )
         )
     except HFValidationError as error:
-        raise ConfigError(f"{model} is no name of a model: {_short(error)}") from error
+        raise ConfigError(f"{model} is no name of a model: {one_line(error)}") from error
     except GatedRepoError as error:
         raise ConfigError(
             f"{model} is gated: accept its terms at {endpoint}/{name}, then set HF_TOKEN to a token that may read it"
@@ -108,16 +108,16 @@ def fetch_model(name: str, revision: str | None, cache_dir: Path | None, hub: st
             f"{model} is neither a directory here nor a public model at {endpoint}; for a private one set HF_TOKEN"
         ) from error
     except LocalEntryNotFoundError as error:
-        reason = _short(error.__cause__ or error)
+        reason = one_line(error.__cause__ or error)
         raise PeerError(f"{model} is not complete in the cache, and not to be had from {endpoint}: {reason}") from error
     except HfHubHTTPError as error:
-        raise PeerError(f"{model} cannot be downloaded from {endpoint}: {_short(error)}") from error
+        raise PeerError(f"{model} cannot be downloaded from {endpoint}: {one_line(error)}") from error
     except httpx2.HTTPError as error:
-        reason = _short(error) or type(error).__name__
+        reason = one_line(error) or type(error).__name__
         raise PeerError(f"{model} cannot be downloaded from {endpoint}: {reason}") from error
     except OSError as error:
         if error.errno is None:  # the library's own: a file whose size is not the one that the Hub has told
-            raise PeerError(f"{model} was not downloaded whole from {endpoint}: {_short(error)}") from error
+            raise PeerError(f"{model} was not downloaded whole from {endpoint}: {one_line(error)}") from error
         raise CapacityError(f"{model} cannot be written to the cache {error.filename}: {error.strerror}") from error
 
 
@@ -127,8 +127,3 @@ def _check_format(model: str, files: list[str]) -> None:
     others = sorted({Path(file).suffix for file in files} & {".bin", ".pt", ".pth", ".gguf", ".h5", ".onnx"})
     found = f"its weights are in {' and '.join(others)}" if others else "it has no weights"
     raise ConfigError(f"{model} has no safetensors, the only format that is read; {found}")
-
-
-def _short(error: BaseException) -> str:
-    """The library's message, which may have several paragraphs, in one line."""
-    return shorten(" ".join(str(error).split()))

@@ -9,7 +9,7 @@ import importlib.util
 from pathlib import Path
 
 from services.common.errors import CapacityError, ConfigError, PeerError
-from services.common.shorten import shorten
+from services.common.shorten import one_line
 
 _INSTALL = "pip install 'twostroke[modelscope]'"
 
@@ -28,7 +28,7 @@ def fetch_from_modelscope(
         from modelscope import snapshot_download
         from modelscope_hub.errors import HubError, NotExistError
     except ImportError as error:
-        said = f"the package modelscope cannot be used ({_short(error)}), perhaps it is old: {_INSTALL}"
+        said = f"the package modelscope cannot be used ({one_line(error)}), perhaps it is old: {_INSTALL}"
         raise ConfigError(said) from error
     try:
         path = Path(
@@ -38,14 +38,10 @@ def fetch_from_modelscope(
         )
     except (HubError, OSError) as error:  # the latter also of its HTTP client, which wraps the former
         if isinstance(error, NotExistError) or isinstance(error.__cause__, NotExistError):
-            raise ConfigError(f"model {name!r} is not at ModelScope, or not for you: {_short(error)}") from error
+            raise ConfigError(f"model {name!r} is not at ModelScope, or not for you: {one_line(error)}") from error
         if isinstance(error, OSError) and error.filename is not None:
             raise CapacityError(f"model {name!r} cannot be written to {error.filename}: {error.strerror}") from error
-        raise PeerError(f"model {name!r} cannot be downloaded from ModelScope: {_short(error)}") from error
+        raise PeerError(f"model {name!r} cannot be downloaded from ModelScope: {one_line(error)}") from error
     if not any(path.glob("*.safetensors")):
         raise ConfigError(f"model {name!r} at ModelScope has no safetensors, the only format that is read")
     return path
-
-
-def _short(error: Exception) -> str:
-    return shorten(" ".join(str(error).split()))

@@ -42,6 +42,15 @@ def close_process(process: subprocess.Popen[bytes]) -> int:
     return process.wait()
 
 
+def write_and_read(process: subprocess.Popen[bytes], message: bytes, most: int) -> bytes:
+    """Writes a message and reads a line of at most so many bytes. It has no end if the process has ended."""
+    assert process.stdin is not None and process.stdout is not None, "they are pipes"
+    with contextlib.suppress(BrokenPipeError):  # then there is no answer either
+        process.stdin.write(message)
+        process.stdin.flush()
+    return process.stdout.readline(most)
+
+
 def end_of(process: subprocess.Popen[bytes], task: str) -> int:
     """The exit status of a process that has ended in its `task`. Raises `KilledError` if that was done from outside."""
     status = close_process(process)

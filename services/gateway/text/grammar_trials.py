@@ -9,7 +9,6 @@ took too long is kept for a minute only, because on a less busy machine it may t
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import signal
 import subprocess
@@ -22,7 +21,7 @@ from typing import Any
 from services.common.errors import CapacityError, TwostrokeError
 from services.common.fairness.client_turns import Client, ClientTurns
 from services.common.structured_output import Constraint, StructuredOutput
-from services.gateway.resources.piped_process import KilledError, close_process, end_of, start_process
+from services.gateway.resources.piped_process import KilledError, close_process, end_of, start_process, write_and_read
 from services.grammar.grammar_error import GrammarError, SlowGrammarError
 from services.grammar.trial import MAX_CPU_S
 
@@ -153,7 +152,8 @@ class GrammarTrials:
         return await self._exchange(process, json.dumps(message).encode() + b"\n")
 
     async def _exchange(self, process: subprocess.Popen[bytes], message: bytes) -> dict[str, Any]:
-        line = await asyncio.to_thread(_write_and_read, process, message)  # the process's end ends the thread's wait
+        # The process's end ends the thread's wait.
+        line = await asyncio.to_thread(write_and_read, process, message, _MAX_LINE_BYTES)
         if line.endswith(b"\n"):
             return json.loads(line)
         if len(line) == _MAX_LINE_BYTES:
@@ -186,12 +186,3 @@ class GrammarTrials:
 def _num_bytes(structure: StructuredOutput, kept: _Kept) -> int:
     result = kept.result
     return structure.num_bytes + (len(str(result)) if isinstance(result, GrammarError) else result.num_bytes)
-
-
-def _write_and_read(process: subprocess.Popen[bytes], message: bytes) -> bytes:
-    """Writes a line and reads one, at most `_MAX_LINE_BYTES`. It has no end if the process has ended."""
-    assert process.stdin is not None and process.stdout is not None, "they are pipes"
-    with contextlib.suppress(BrokenPipeError):  # then there is no answer either
-        process.stdin.write(message)
-        process.stdin.flush()
-    return process.stdout.readline(_MAX_LINE_BYTES)

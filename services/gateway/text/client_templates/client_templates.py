@@ -7,7 +7,6 @@ wait.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import signal
 import subprocess
@@ -20,7 +19,7 @@ from pydantic_core import to_json
 from services.common.errors import CapacityError, InvalidRequest, TwostrokeError
 from services.common.fairness.client_turns import ClientTurns
 from services.gateway.resources.heavy_work import current_client
-from services.gateway.resources.piped_process import close_process, start_process
+from services.gateway.resources.piped_process import close_process, start_process, write_and_read
 from services.gateway.text.chat_template import Chat
 from services.gateway.text.client_templates.renderer import MAX_CPU_S, MAX_MEMORY_BYTES, MAX_RENDERED_CHARACTERS
 
@@ -101,10 +100,6 @@ class ClientTemplates:
 
 
 def _exchange(process: subprocess.Popen[bytes], message: Mapping[str, Any]) -> dict[str, str] | None:
-    """Writes a line and reads one; None if the process has ended."""
-    assert process.stdin is not None and process.stdout is not None, "they are pipes"
-    with contextlib.suppress(BrokenPipeError):  # then there is no answer either
-        process.stdin.write(to_json(message) + b"\n")
-        process.stdin.flush()
-    line = process.stdout.readline(_MAX_LINE_BYTES)
+    """The answer to a message; None if the process has ended."""
+    line = write_and_read(process, to_json(message) + b"\n", _MAX_LINE_BYTES)
     return json.loads(line) if line.endswith(b"\n") else None

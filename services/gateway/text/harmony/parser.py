@@ -13,7 +13,8 @@ from enum import Enum, auto
 from services.gateway.text.deltas import Delta, ReasoningDelta
 from services.gateway.text.harmony.markers import CHANNEL, CONSTRAIN, MESSAGE, START
 from services.gateway.text.tools.call_writer import CallWriter
-from services.gateway.text.tools.json_call import NAME, JsonArguments, MalformedCall
+from services.gateway.text.tools.json_call import JsonArguments, MalformedCall
+from services.gateway.text.tools.tool import NAME
 
 MAX_HEADER_CHARACTERS = 512  # with markers; text that is longer is no header
 TOOL_PREFIX = "functions."

@@ -14,12 +14,12 @@ from services.gateway.text.harmony.markers import CHANNEL, CONSTRAIN, MESSAGE
 from services.gateway.text.tools.parameter_forms import (
     ANY_PYTHON_ARGUMENTS,
     ANY_TAGGED_ARGUMENTS,
+    TagFormat,
     python_arguments,
     tagged_arguments,
 )
 from services.gateway.text.tools.tool import Tool, ToolChoice, Tools
 
-TagFormat = dict[str, Any]  # a format of a structural tag
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_OBJECT: TagFormat = {"type": "json_schema", "json_schema": {"type": "object"}}
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Container
 
 from services.gateway.text.tools.call_writer import CallWriter
-from services.gateway.text.tools.json_scanner import JsonScanner, MalformedJson, State
+from services.gateway.text.tools.json_scanner import WHITESPACE, JsonScanner, MalformedJson, State
+from services.gateway.text.tools.tool import NAME
 from services.gateway.text.tools.unfinished_value import unfinished_string
 
-NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # OpenAI's rule for names of tools
 MAX_MEMBER_CHARACTERS = 256  # of the object's keys, and of its values other than the arguments
 NAME_KEYS = ("name", "function")
 ARGUMENT_KEYS = ("arguments", "parameters")
 OTHER_KEYS = ("type", "id")  # written by some models, ignored here
-_WHITESPACE = " \t\n\r"
 
 
 class MalformedCall(ValueError):
@@ -57,11 +55,11 @@ class JsonArguments:
         try:
             while index < len(text) and not self.is_complete:
                 character = text[index]
-                if not self._num_seen and character != "{" and character not in _WHITESPACE:
+                if not self._num_seen and character != "{" and character not in WHITESPACE:
                     raise MalformedJson("the arguments are not an object")
-                if self._num_seen or character not in _WHITESPACE:  # not before the object
+                if self._num_seen or character not in WHITESPACE:  # not before the object
                     shown.append(feed(character))
-                    self._num_seen += self._num_seen < 2 and character not in _WHITESPACE
+                    self._num_seen += self._num_seen < 2 and character not in WHITESPACE
                 index += 1
         except MalformedJson as error:
             self._write("".join(shown))
@@ -151,7 +149,7 @@ class JsonCall:
             scanner.feed('"')  # an empty string stands for the whole object
             return 0
         shown = scanner.feed(character)
-        if depth == 1 and state in (State.FIRST_KEY, State.KEY, State.VALUE) and character not in _WHITESPACE + "}":
+        if depth == 1 and state in (State.FIRST_KEY, State.KEY, State.VALUE) and character not in WHITESPACE + "}":
             self._member = []
         if self._member is not None:
             self._add(shown, is_key=depth == 1 and state in (State.FIRST_KEY, State.KEY, State.KEY_STRING))
@@ -201,7 +199,7 @@ class JsonCall:
             text.encode()
         except UnicodeEncodeError as error:
             raise MalformedJson("the arguments have half a character") from error
-        if arguments.feed(text) < len(text.rstrip(_WHITESPACE)) or (is_whole and not arguments.is_complete):
+        if arguments.feed(text) < len(text.rstrip(WHITESPACE)) or (is_whole and not arguments.is_complete):
             raise MalformedJson("the arguments are not one object")
 
     def _end(self) -> None:

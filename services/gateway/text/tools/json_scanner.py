@@ -6,7 +6,7 @@ import re
 from enum import Enum, auto
 
 MAX_DEPTH = 64
-_WHITESPACE = " \t\n\r"
+WHITESPACE = " \t\n\r"
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _LITERALS = ("true", "false", "null")
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
@@ -63,7 +63,7 @@ class JsonScanner:
             return self.feed(character)
         if state is State.LITERAL:
             self._feed_literal(character)
-        elif character not in _WHITESPACE:
+        elif character not in WHITESPACE:
             self._feed_structure(state, character)
         return character
 

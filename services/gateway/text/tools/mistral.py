@@ -9,8 +9,9 @@ from collections.abc import Callable
 from enum import Enum, auto
 
 from services.gateway.text.markers import find_marker
-from services.gateway.text.tools.json_call import NAME, JsonArguments, JsonCall, MalformedCall
+from services.gateway.text.tools.json_call import JsonArguments, JsonCall, MalformedCall
 from services.gateway.text.tools.marked_parser import MarkedParser
+from services.gateway.text.tools.tool import NAME
 
 BEGIN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 MAX_HEAD_CHARACTERS = 64  # of a name, and of an id

@@ -9,7 +9,7 @@ from services.common.errors import InvalidRequest
 from services.gateway.text.tools.parameter_types import is_written_as_text
 from services.gateway.text.tools.pythonic import PARAMETER_NAME
 
-TagFormat = dict[str, Any]
+TagFormat = dict[str, Any]  # a format of a structural tag
 MAX_PARAMETERS = 64
 # What may stand beside the parameters of an object without changing which arguments are valid.
 _KNOWN_KEYS = {

@@ -13,10 +13,11 @@ from typing import Any
 
 from services.gateway.text.deltas import Delta
 from services.gateway.text.markers import find_marker
-from services.gateway.text.tools.json_call import NAME, MalformedCall
+from services.gateway.text.tools.json_call import MalformedCall
 from services.gateway.text.tools.marked_parser import MarkedParser
 from services.gateway.text.tools.parameter_types import is_written_as_text, json_types, type_of
 from services.gateway.text.tools.python_literal import literal_to_json
+from services.gateway.text.tools.tool import NAME
 from services.gateway.text.tools.unfinished_value import unfinished_to_json
 
 BEGIN, END = "<tool_call>", "</tool_call>"

@@ -17,7 +17,7 @@ MAX_TOOLS = 128  # as with OpenAI
 MAX_TOOLS_BYTES = 256 * 2**10  # of all tools, as JSON
 MAX_TOOLS_DEPTH = 64
 MAX_DESCRIPTION_CHARACTERS = 32 * 2**10  # of one tool
-NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # OpenAI's rule
 FUNCTION_PREFIX = "function:"  # of a choice that names a tool
 
 

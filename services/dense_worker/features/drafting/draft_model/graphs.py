@@ -12,7 +12,7 @@ import torch
 from services.common.batch_buckets import bucket_for
 from services.common.cuda_graphs import StepGraphs
 from services.dense_worker.features.drafting.draft_model.model import DraftModel
-from services.dense_worker.features.drafting.kv_cache.draft_blocks import BLOCK_SIZE
+from services.dense_worker.features.drafting.kv_cache.draft_blocks import block_buckets
 
 _ROWS = [1, 8]  # numbers of rows: a draft, and the tokens of a step with drafts
 
@@ -30,9 +30,7 @@ class DraftGraphs:
     def __init__(self, model: DraftModel) -> None:
         """Captures all graphs, and waits for the device."""
         self._model = model
-        self._num_blocks = [1]
-        while self._num_blocks[-1] * BLOCK_SIZE < model.max_len:
-            self._num_blocks.append(2 * self._num_blocks[-1])
+        self._num_blocks = block_buckets(model.max_len)
         # The inputs of all graphs. Padding has position -1, so that captures write to the spare block only.
         self._token_ids = torch.zeros(1, _ROWS[-1], dtype=torch.int64, device=model.device)
         self._positions = torch.full((1, _ROWS[-1]), -1, dtype=torch.int64, device=model.device)

@@ -10,7 +10,7 @@ import torch
 from services.common.batch_buckets import bucket_for
 from services.common.cuda_graphs import StepGraphs
 from services.dense_worker.features.drafting.eagle.eagle_model import EagleModel
-from services.dense_worker.features.drafting.kv_cache.draft_blocks import BLOCK_SIZE
+from services.dense_worker.features.drafting.kv_cache.draft_blocks import block_buckets
 
 
 class EagleGraphs:
@@ -19,9 +19,7 @@ class EagleGraphs:
     def __init__(self, model: EagleModel) -> None:
         """Captures all graphs, and waits for the device."""
         self._model = model
-        self._num_blocks = [1]
-        while self._num_blocks[-1] * BLOCK_SIZE < model.max_len:
-            self._num_blocks.append(2 * self._num_blocks[-1])
+        self._num_blocks = block_buckets(model.max_len)
         # The inputs of all graphs. Padding has position -1, so that captures write to the spare block only.
         integers = torch.zeros(3, 1, dtype=torch.int64, device=model.device)
         self._token_ids, self._positions, self._starts = integers

@@ -69,6 +69,14 @@ class DraftBlocks(Generic[Key]):
             self.forget(key)
 
 
+def block_buckets(max_len: int) -> list[int]:
+    """The numbers of blocks that graphs are captured for: powers of two, up to a sequence of so many tokens."""
+    buckets = [1]
+    while buckets[-1] * BLOCK_SIZE < max_len:
+        buckets.append(2 * buckets[-1])
+    return buckets
+
+
 class HasBlocks(Protocol):
     """A sequence with what the cache holds of it."""
 
