@@ -32,6 +32,13 @@ def model_routes(service: RequestService) -> APIRouter:
             "parent": None if adapter is None else names.first,
             "max_model_len": service.model.max_model_len,
             "vocab_size": service.model.vocab_size,
+            "type": "base",
+            "capabilities": {
+                "completion_chat": service.generates,
+                "completion_fim": False,
+                "function_calling": service.tokenizer.chat_formats.tools is not None,
+                "vision": service.pictures is not None,
+            },
         }
 
     def capable_model(name: str) -> CapableModel:

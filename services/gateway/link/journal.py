@@ -55,7 +55,10 @@ class Journal:
         self.turns.note_arrival()
         name = (request.owner, request.spec.request_id)
         if name in self._by_request_id:
-            raise InvalidRequest(f"request_id {request.spec.request_id!r} is in use by a running request", "request_id")
+            raise InvalidRequest(
+                f"Duplicate request ID: request_id {request.spec.request_id!r} is in use by a running request",
+                "request_id",
+            )
         entries = []
         first = self._take_seq_ids(request.best_of)
         new_entry = StepwiseEntry if request.is_stepwise else JournalEntry

@@ -9,6 +9,9 @@ from services.common.config import MAX_MODEL_NAME_CHARACTERS
 from services.common.errors import InvalidRequest, UnknownModel
 from services.lora.adapter import Adapter
 
+# Hugging Face's clients send them to a server without knowing the model: Text Generation Inference takes any name.
+PLACEHOLDERS = frozenset({"dummy", "tgi"})
+
 
 @dataclass(frozen=True, slots=True)
 class ModelNames:
@@ -26,11 +29,13 @@ class ModelNames:
 
     def check(self, name: str) -> None:
         """Accepts a name; empty means the first. Raises `UnknownModel`, or `InvalidRequest` if the name is too long."""
-        if not name or name in self.names or name in self.adapters:
+        if not name or name in self.names or name in self.adapters or name in PLACEHOLDERS:
             return
         if len(name) > MAX_MODEL_NAME_CHARACTERS:
             raise InvalidRequest(
                 f"model has {len(name)} characters, at most {MAX_MODEL_NAME_CHARACTERS} allowed", "model"
             )
         if not self.accepts_any:
-            raise UnknownModel(f"model {name!r} is not served here, {self.first!r} is", "model")
+            raise UnknownModel(
+                f"The model `{name}` does not exist: {name!r} is not served here, {self.first!r} is", "model"
+            )

@@ -39,7 +39,8 @@ LINES = {LINE_CONTENT_TYPE: {"schema": {"type": "string", "description": "Unless
 
 def ollama_routes(service: RequestService, section: GatewaySection) -> APIRouter:
     """The routes of one gateway."""
-    route_class = json_route(section.max_body_values, service.heavy_work)
+    # Ollama reads any body as JSON, and its clients send other content types or none.
+    route_class = json_route(section.max_body_values, service.heavy_work, needs_json_type=False)
     router = APIRouter(route_class=route_class, tags=["Generation"], responses=ERROR_RESPONSES)
     start = datetime.fromtimestamp(int(time.time()), UTC)
 

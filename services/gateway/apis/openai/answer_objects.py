@@ -58,6 +58,15 @@ class PromptLogprob(TypedDict):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
+class ModelCapabilities(TypedDict):
+    """What a served model can do, in Mistral's words."""
+
+    completion_chat: bool
+    completion_fim: bool
+    function_calling: bool
+    vision: bool
+
+
 class ModelObject(TypedDict):
     """The served model under one of its names, or an adapter; `vocab_size` is the number of token ids.
 
@@ -72,6 +81,8 @@ class ModelObject(TypedDict):
     parent: str | None
     max_model_len: int
     vocab_size: int
+    type: Literal["base"]  # as with Mistral
+    capabilities: ModelCapabilities
 
 
 class CapableModel(TypedDict):

@@ -129,6 +129,8 @@ class ChatFormat(OpenAIFormat):
             choice["logprobs"] = self._logprobs(completion.token_ids, completion.logprobs)
         if self._body.return_token_ids:
             choice["token_ids"] = completion.token_ids
+        if self._body.return_prompt_token_ids:
+            choice["prompt_token_ids"] = self._prompts[0]
         return choice
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:

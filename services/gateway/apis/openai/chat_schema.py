@@ -249,6 +249,9 @@ class ChatRequest(OpenAIFields):
         None, description="Start every answer with the text of the last message, if that is the assistant's"
     )
     logprobs: bool | None = Field(None, description="Give the log-probability of each token")
+    return_prompt_token_ids: bool | None = Field(
+        None, description="Give the prompt's token ids in each choice, as with SGLang; not of a stream"
+    )
     return_progress: bool | None = Field(
         None, description="Send events with llama.cpp's prompt_progress while the prompt of a stream is computed"
     )
@@ -282,6 +285,9 @@ class ChatRequest(OpenAIFields):
                 "max_tokens is {old} and max_completion_tokens {new}: they mean the same",
                 {"old": self.max_tokens, "new": self.max_completion_tokens, "field": "max_completion_tokens"},
             )
+        if self.return_prompt_token_ids and self.stream:
+            context = {"field": "return_prompt_token_ids"}
+            raise PydanticCustomError("stream", "cannot be used with stream: return_token_ids can", context)
         budget = self.thinking_token_budget
         if None not in (budget, self.max_reasoning_tokens) and budget != self.max_reasoning_tokens:
             raise PydanticCustomError(
@@ -324,6 +330,7 @@ class ChatChoice(TypedDict):
     matched_stop: str | int | None
     beam_score: NotRequired[float]  # with use_beam_search
     token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]  # with return_prompt_token_ids
     timings: NotRequired[TimingsObject]  # where there are several
 
 

@@ -83,7 +83,9 @@ def tokenize_messages(body: TokenizeBody) -> list[gateway_pb2.TokenizeRequest]:
         adds = next((given for given in (body.add_special, body.add_special_tokens) if given is not None), False)
         return [gateway_pb2.TokenizeRequest(text=body.content, add_special_tokens=adds)]
     if body.prompt is None:
-        return [gateway_pb2.TokenizeRequest(chat=chat_of(body), add_special_tokens=body.add_special_tokens)]
+        chat = chat_of(body)
+        chat.tool_choice = _choice_text(body.tool_choice) if body.tools else ""
+        return [gateway_pb2.TokenizeRequest(chat=chat, add_special_tokens=body.add_special_tokens)]
     return text_messages(body.prompt, body.add_special_tokens)
 
 
@@ -133,7 +135,9 @@ def _message_of(each: ChatMessageObject) -> gateway_pb2.ChatMessage:
 
 def _choice_text(choice: str | NamedToolChoice | None) -> str:
     """The choice as in `Chat.tool_choice` of gRPC."""
-    return FUNCTION_PREFIX + choice.function.name if isinstance(choice, NamedToolChoice) else choice or ""
+    if isinstance(choice, NamedToolChoice):
+        return FUNCTION_PREFIX + choice.function.name
+    return "required" if choice == "any" else choice or ""  # the former is Mistral's word
 
 
 def _count(num_logprobs: int, body: OpenAIFields, limits: ModelLimits) -> int:

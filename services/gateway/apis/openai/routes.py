@@ -37,7 +37,7 @@ def completion_routes(service: RequestService, section: GatewaySection) -> APIRo
         request_id: str = request.state.request_id
         limits = service.limits
         if body.prompt is None and not body.embeds:
-            raise InvalidRequest("prompt is required, or prompt_embeds", "prompt")
+            raise InvalidRequest("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
         check_prompts(
             body.prompts,
             section.max_prompts,

@@ -18,7 +18,7 @@ from services.gateway.apis.openai.chat_schema import (
     TemplateKwargs,
     TemplateText,
 )
-from services.gateway.apis.openai.tool_schema import ToolObjects
+from services.gateway.apis.openai.tool_schema import ToolChoiceObject, ToolObjects
 from services.gateway.apis.shared.parts import by_shape
 from services.gateway.apis.shared.request_model import RequestModel, TokenLists, at_most
 
@@ -38,6 +38,7 @@ class TokenizeBody(RequestModel):
     prompt: Texts | None = Field(None, description="A text, or a list of them")
     messages: Messages | None = None
     tools: ToolObjects = None
+    tool_choice: ToolChoiceObject | None = None
     add_generation_prompt: AddGenerationPrompt = None
     continue_final_message: ContinueFinalMessage = None
     chat_template: TemplateText = None

@@ -26,9 +26,9 @@ class NamedToolChoice(RequestModel):
 
 
 ToolChoiceObject = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<mode>")] | Annotated[NamedToolChoice, Tag("<tool>")],
+    Annotated[Literal["none", "auto", "required", "any"], Tag("<mode>")] | Annotated[NamedToolChoice, Tag("<tool>")],
     Discriminator(lambda value: "<mode>" if isinstance(value, str) else "<tool>"),
-    Field(description="none: the model sees no tools; auto: it decides; required: at least one call; or one tool"),
+    Field(description="none: the model sees no tools; auto: it decides; required, any: at least one call; or one tool"),
 ]
 ToolObjects = Annotated[
     list[Any] | None,

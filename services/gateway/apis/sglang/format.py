@@ -39,6 +39,7 @@ class GenerateFormat(Format):
         prompt = "text" if body.input_ids is None else "input_ids"
         self.param_names: Mapping[str, str] = {"prompt": prompt, "prompt_token_ids": prompt, **PARAM_NAMES}
         self._tokenizer = service.tokenizer
+        self._weight_version = service.model.weights_hash
         self._body = body
         self._request_id = request_id
         self._num_answers = body.num_answers  # to each prompt
@@ -90,7 +91,11 @@ class GenerateFormat(Format):
             "completion_tokens": len(answer.token_ids),
         }
         if finish is not None:
-            about |= {"cached_tokens": finish.num_cached_tokens, "e2e_latency": finish.timings.total_s}
+            about |= {
+                "cached_tokens": finish.num_cached_tokens,
+                "e2e_latency": finish.timings.total_s,
+                "weight_version": self._weight_version,
+            }
         if self._body.return_logprob:
             start = self._body.logprob_start_len
             named = self._body.named_tokens(prompt_index)
@@ -105,7 +110,10 @@ class GenerateFormat(Format):
         if finish is not None:
             about |= report_objects(self._body, answer, finish.num_prompt_tokens)
         text = "" if self._body.each_sampling[prompt_index].hides_prompt else answer.text
-        return {"text": text, "output_ids": answer.token_ids, "meta_info": about}
+        described: GenerateObject = {"text": text, "output_ids": answer.token_ids, "meta_info": about}
+        if self._body.return_prompt_token_ids:
+            described["prompt_token_ids"] = self._prompts[prompt_index]
+        return described
 
     def _name(self, prompt_index: int, index: int) -> str:
         if isinstance(self._body.rid, list):

@@ -138,7 +138,7 @@ def generate_routes(
     @router.get("/get_server_info", include_in_schema=False)
     async def server_info() -> ServerDetails:
         """Version, limits and load, by SGLang's names."""
-        model = service.model
+        model, cache = service.model, (await worker_load.read()).kv_cache
         return {
             "version": __version__,
             "model_path": service.names.root,
@@ -148,6 +148,8 @@ def generate_routes(
             "context_length": model.max_model_len,
             "max_running_requests": model.max_num_seqs,
             "max_req_input_len": service.max_input_tokens,
+            "max_total_num_tokens": None if cache is None else cache.num_blocks * cache.block_size,
+            "page_size": None if cache is None else cache.block_size,
             "num_open_requests": service.num_open_requests,
             "internal_states": [{"num_open_requests": service.num_open_requests}],
         }

@@ -96,7 +96,6 @@ class GenerateBody(FeatureFields):
         "return_flat_raw_top_logprobs": (False,),
         "return_flat_raw_top_logprobs_b64": (False,),
         "return_indexer_topk": (False,),
-        "return_prompt_token_ids": (False,),
         "return_routed_experts": (False,),
         "return_sampling_mask": (False,),
         "parameters": (),  # of TGI's route of this name
@@ -121,6 +120,7 @@ class GenerateBody(FeatureFields):
         None, description="Give the log-probabilities of the prompt's tokens from this one on; -1, the default: of none"
     )
     return_text_in_logprobs: bool | None = None
+    return_prompt_token_ids: bool | None = Field(None, description="Give the prompt's token ids; not of a stream")
     rid: SeveralNames = Field(None, description="The request's name, for logs and meta_info.id; or of each prompt's")
     lora_path: Annotated[str | list[str | None] | None, at_most(MAX_PROMPTS)] = Field(
         None, description="The name of an adapter; or of one for each prompt, null: none"
@@ -164,7 +164,8 @@ class GenerateBody(FeatureFields):
             raise PydanticCustomError("ids", "must be token ids, or lists of them", {"field": "input_ids"})
         if self.token_ids_logprob:
             self._check_named_tokens(self.token_ids_logprob)
-        for field in asked_reports(self):
+        asked = [*asked_reports(self), *(["return_prompt_token_ids"] if self.return_prompt_token_ids else [])]
+        for field in asked:
             if self.stream:
                 raise PydanticCustomError("stream", "cannot be used with stream", {"field": field})
         self._check_lists()
@@ -259,6 +260,7 @@ class MetaInfo(ReportObjects):
     completion_tokens: int
     cached_tokens: NotRequired[int]  # once the answer is whole
     e2e_latency: NotRequired[float]  # seconds
+    weight_version: NotRequired[str]  # hash of the weights
     output_token_logprobs: NotRequired[list[LogprobTriple]]
     output_top_logprobs: NotRequired[list[list[LogprobTriple] | None]]
     input_token_logprobs: NotRequired[list[LogprobTriple]]
@@ -272,6 +274,7 @@ class GenerateObject(TypedDict):
 
     text: str
     output_ids: list[int]
+    prompt_token_ids: NotRequired[list[int]]
     meta_info: MetaInfo
     index: NotRequired[int]  # of events where there are several answers
 
@@ -326,5 +329,7 @@ class ServerDetails(TypedDict):
     context_length: int
     max_running_requests: int
     max_req_input_len: int  # tokens
+    max_total_num_tokens: int | None  # that the KV cache has room for; null: the attention worker does not answer
+    page_size: int | None  # tokens of a block
     num_open_requests: int  # those that wait included
     internal_states: list[dict[str, int]]  # of all replicas together: open requests

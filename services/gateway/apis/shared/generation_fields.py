@@ -108,7 +108,7 @@ class SamplingFields(_NumberFields):
         None, description="With truncate_prompt_tokens, where tokens are left out: left, the default, or right"
     )
     priority: Int32 | None = Field(None, description="Requests with a lower number are served earlier")
-    cache_salt: str | None = Field(
+    cache_salt: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="Only requests with the same salt share prompt prefixes; at most 256 characters"
     )
     user: str | None = Field(None, description="Name of the end user, for logs only")

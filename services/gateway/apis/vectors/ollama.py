@@ -71,7 +71,8 @@ class OllamaEmbedding(TypedDict):
 def ollama_vector_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
     """The routes of one gateway."""
     service = vectors.service
-    route_class = json_route(section.max_body_values, service.heavy_work)
+    # Ollama reads any body as JSON, and its clients send other content types or none.
+    route_class = json_route(section.max_body_values, service.heavy_work, needs_json_type=False)
     router = APIRouter(route_class=route_class, tags=["Vectors"], responses=ERROR_RESPONSES)
 
     def options(body: OllamaInputFields, request: Request, *, is_cut: bool) -> InputOptions:

@@ -48,7 +48,9 @@ class InputFields(RequestModel):
     model: str | None = None
     user: str | None = Field(None, description="Name of the end user, for logs only")
     priority: Int32 | None = Field(None, description="A lower number is served earlier")
-    cache_salt: str | None = Field(None, description="Only requests with the same salt share prefixes of inputs")
+    cache_salt: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="Only requests with the same salt share prefixes of inputs"
+    )
     truncate_prompt_tokens: CountOrAll | None = Field(
         None,
         description="Cut longer inputs behind so many tokens; -1: as many as the model takes. Default: refuse them",

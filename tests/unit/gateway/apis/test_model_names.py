@@ -98,6 +98,33 @@ def test_any_name_is_accepted_if_configured(tmp_path: Path) -> None:
     with_gateway(tmp_path, test, accept_any_model_name=True)
 
 
+def test_the_names_that_hugging_face_clients_send_mean_the_model(tmp_path: Path) -> None:
+    """`InferenceClient(URL).chat_completion(...)` sends "dummy", examples for Text Generation Inference "tgi"."""
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for name in ("dummy", "tgi"):
+            assert await names_in_answers(client, CHATS, name) == {name}
+        other = await client.post(CHATS, json=BODIES[CHATS] | {"model": "other"})
+        assert other.status_code == 404
+        assert "The model `other` does not exist" in other.json()["error"]["message"]
+
+    with_gateway(tmp_path, test)
+
+
+def test_models_are_described_as_mistrals_client_needs_it(tmp_path: Path) -> None:
+    """It raises an error for a model without `type` and `capabilities`."""
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        [listed] = (await client.get("/v1/models")).json()["data"]
+        one = (await client.get(f"/v1/models/{EMBEDDED_MODEL.name}")).json()
+        assert listed == one and one["type"] == "base"
+        assert one["capabilities"] == {
+            "completion_chat": True, "completion_fim": False, "function_calling": True, "vision": False,
+        }
+
+    with_gateway(tmp_path, test)
+
+
 @pytest.mark.parametrize("accepts_any", [False, True])
 def test_a_very_long_name_is_refused_and_not_repeated(accepts_any: bool, tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:

@@ -210,6 +210,24 @@ def test_names_may_have_ollamas_tag_and_errors_are_texts(tmp_path: Path) -> None
     with_client(tmp_path, until_eos(), test, resume=True)
 
 
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain"])
+def test_bodies_need_not_say_that_they_are_json(kind: str | None, tmp_path: Path) -> None:
+    """LiteLLM sends no content type, and curl -d that of a form. At routes of others it is an error."""
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        headers = {} if kind is None else {"content-type": kind}
+        for path, body, status in ((CHAT, ASK | WHOLE, 200), ("/api/show", {"model": MODEL}, 200), (CHATS, ASK, 415)):
+            answer = await client.post(path, content=json.dumps(body).encode(), headers=headers)
+            assert answer.status_code == status, answer.text
+        wrong = await client.post(CHAT, content=b"model=a", headers=headers)
+        assert wrong.status_code == 400 and "not JSON" in wrong.json()["error"]
+        foreign = headers | {"origin": "https://elsewhere.example"}
+        refused = await client.post(CHAT, content=json.dumps(ASK).encode(), headers=foreign)
+        assert refused.status_code == 403, "no other page may send it from a browser"
+
+    with_client(tmp_path, until_eos(), test)
+
+
 def test_a_stream_that_fails_ends_with_a_line_of_the_error(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         async with client.stream("POST", CHAT, json=ASK) as stream:

@@ -37,9 +37,12 @@ def test_a_demanded_call_has_a_grammar(tmp_path: Path) -> None:
         chat = gateway_pb2.Chat(messages=USER, tools=json.dumps(TOOLS), tool_choice="function:get_weather")
         [answer] = (await gateway.stub.Generate(gateway_pb2.GenerateRequest(chat=chat))).completions
         assert answer.tool_calls[0].name == "get_weather"
+        any_call: Any = "any"  # Mistral's word for required
+        await api.chat.completions.create(model="model", messages=USER, tools=TOOLS, tool_choice=any_call)
 
     dense = with_chat_model(tmp_path, "hermes", [CALL], test)
-    required, _, named, _, strict, _, free, _, over_grpc = [submit.spec.sampling for submit in dense.submits]
+    required, _, named, _, strict, _, free, _, over_grpc, mistral = [submit.spec.sampling for submit in dense.submits]
+    assert mistral.structured_output == required.structured_output
     assert "get_time" in required.structured_output.grammar
     assert "get_weather" in named.structured_output.grammar and "get_time" not in named.structured_output.grammar
     assert '"city"' in strict.structured_output.grammar

@@ -13,8 +13,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2
+from tests.support.clients import http_gateway
 from tests.support.clients.gateway_calls import with_gateway
 from tests.support.clients.http_clients import async_client
+from tests.support.clients.http_gateway import CHATS, USER, say
 from tests.support.running_gateway import RunningGateway
 from tests.support.workers.fake_dense import FakeDense
 
@@ -148,6 +150,25 @@ def test_a_chat_with_content_parts_is_tokenized(tmp_path: Path) -> None:
             assert (await client.post("/tokenize", json=body)).json()["tokens"] == expected, (begins, adds)
 
     with_client(tmp_path, test)
+
+
+def test_a_chat_is_tokenized_without_tools_that_the_model_may_not_call(tmp_path: Path) -> None:
+    """As the prompt of the same chat has them."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        found = {}
+        for choice in ("none", "auto", None):
+            body = {"messages": USER, "tools": tools, "tool_choice": choice}
+            tokens = (await client.post("/tokenize", json=body)).json()["tokens"]
+            assert (await client.post(CHATS, json=body | {"max_tokens": 1})).status_code == 200
+            assert tokens == list(dense.submits[-1].spec.prompt_token_ids)
+            found[choice] = tokens
+        bare = (await client.post("/tokenize", json={"messages": USER, "tool_choice": "auto"})).json()["tokens"]
+        assert found["none"] == bare != found["auto"] == found[None]
+
+    dense = FakeDense(say(" one"))
+    http_gateway.with_client(tmp_path, dense, test)
 
 
 def test_wrong_lists_are_a_400(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from services.common.fairness.client_turns import Client
 from services.gateway.resources.memory_budget import MemoryBudget
-from tests.support.clients.gateway_calls import EOS, ids
+from tests.support.clients.gateway_calls import EOS, REFERENCE, ids
 from tests.support.clients.http_clients import events
 from tests.support.clients.http_gateway import CHATS, COMPLETIONS, answers_to, check_error, say, with_client
 from tests.support.running_gateway import RunningGateway, until
@@ -486,6 +486,25 @@ def test_each_prompt_may_have_its_own_options(tmp_path: Path) -> None:
     with_client(tmp_path, dense, test)
 
 
+def test_prompts_are_given_as_token_ids_if_asked_for(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"text": ["a", "b c"], "sampling_params": {"max_new_tokens": 1}}
+        asked = {"return_prompt_token_ids": True}
+        found = (await client.post(URL, json=body | asked)).json()
+        assert [each["prompt_token_ids"] for each in found] == [REFERENCE(text)["input_ids"] for text in body["text"]]
+        assert [each["meta_info"]["weight_version"] for each in found] == ["c0ffee"] * 2
+        assert "prompt_token_ids" not in (await client.post(URL, json=body)).json()[0]
+        chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+        [choice] = (await client.post("/v1/chat/completions", json=chat | asked)).json()["choices"]
+        assert choice["prompt_token_ids"] == list(dense.submits[-1].spec.prompt_token_ids)
+        for path, given in ((URL, body), ("/v1/chat/completions", chat)):
+            refused = await client.post(path, json=given | asked | {"stream": True})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "return_prompt_token_ids"
+
+    dense = FakeDense(say(" one"))
+    with_client(tmp_path, dense, test)
+
+
 def test_the_server_tells_its_model_and_its_limits(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         model = (await client.get("/get_model_info")).json()
@@ -494,6 +513,7 @@ def test_the_server_tells_its_model_and_its_limits(tmp_path: Path) -> None:
         server = (await client.get("/get_server_info")).json()
         assert server["model_path"] == model["model_path"] and server["status"] == "ready"
         assert server["context_length"] == dense.info.max_model_len and server["num_open_requests"] == 0
+        assert server["max_total_num_tokens"] is server["page_size"] is None  # no attention worker runs here
         assert (await client.get("/health_generate")).status_code == 200
         for path in ("/weight_version", "/get_weight_version"):
             assert (await client.get(path)).json() == {"weight_version": model["weight_version"]}
