@@ -24,7 +24,9 @@ PINS = Path(__file__).parent
 INSTALL_TIMEOUT_S = 600.0
 INSTALLED = "installed"  # name of the file that marks a complete installation
 # litellm and openai-agents need an older openai each; guidellm installs torch
-PYTHON_GROUPS = ["agents", "anthropic", "litellm", "guidellm", "ollama", "openai-agents", "triton", "vectors"]
+PYTHON_GROUPS = [
+    *("agents", "anthropic", "litellm", "guidellm", "mistral", "ollama", "openai-agents", "triton", "vectors"),
+]
 NODE = "node"
 
 

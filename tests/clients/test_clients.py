@@ -71,6 +71,8 @@ CLIENTS = [
         frozenset(COMPLETIONS | CHAT | {"completion_pieces", "models", "several"}),
         "400",
     ),
+    Program("with_cohere.py", "vectors", frozenset(CHAT | {"models"}), "BadRequestError"),
+    Program("with_mistral.py", "mistral", frozenset(CHAT | {"models", "called"}), CODE),
     Program("with_openai.mjs", NODE, frozenset(COMPLETIONS | CHAT | {"completion_pieces", "models"}), CODE),
     Program("with_ai.mjs", NODE, frozenset(CHAT), CODE),
 ]
@@ -167,6 +169,7 @@ def test_a_client_gets_the_answers_of_grpc(program: Program, cluster: Cluster, c
     assert got.get("from_logprobs", chat.text).removesuffix("</s>") == chat.text, "the tokens differ from the text"
     assert got.get("models", [MODEL]) == [MODEL]
     assert got.get("count", chat.usage[0]) == chat.usage[0]
+    assert got.get("called", ["get_weather"]) == ["get_weather"]
     assert got.get("speakers", ["user", "first", "second"]) == ["user", "first", "second"]
 
 

@@ -17,6 +17,7 @@ from services.gateway.access.weight_updates import WeightUpdates
 from services.gateway.apis.anthropic.errors import ANTHROPIC
 from services.gateway.apis.anthropic.routes import messages_routes
 from services.gateway.apis.audio.routes import Speech, audio_routes
+from services.gateway.apis.cohere.routes import cohere_chat_routes
 from services.gateway.apis.invocations import invocation_routes
 from services.gateway.apis.llama_cpp.routes import llama_cpp_routes
 from services.gateway.apis.models import model_routes
@@ -31,6 +32,7 @@ from services.gateway.apis.server.page_routes import page_routes
 from services.gateway.apis.server.routes import server_routes
 from services.gateway.apis.server.weight_routes import weight_routes
 from services.gateway.apis.sglang.routes import generate_routes
+from services.gateway.apis.shared.cohere_errors import COHERE
 from services.gateway.apis.shared.llama_cpp_errors import LLAMA_CPP
 from services.gateway.apis.shared.ollama_errors import OLLAMA
 from services.gateway.apis.tgi.errors import TGI
@@ -38,7 +40,7 @@ from services.gateway.apis.tgi.routes import TextGeneration, text_generation_rou
 from services.gateway.apis.triton.errors import TRITON
 from services.gateway.apis.triton.inference import Triton
 from services.gateway.apis.triton.routes import triton_routes
-from services.gateway.apis.vectors.cohere import COHERE, cohere_routes
+from services.gateway.apis.vectors.cohere import cohere_routes
 from services.gateway.apis.vectors.ollama import ollama_vector_routes
 from services.gateway.apis.vectors.routes import vector_routes
 from services.gateway.apis.vectors.score_routes import score_routes
@@ -96,6 +98,7 @@ def build_app(
         text_generation_routes(texts, service, section),
         llama_cpp_routes(service, section),
         ollama_routes(service, section),
+        cohere_chat_routes(service, section),
         messages_routes(service, section),
         responses_routes(service, section, store),
         stored_response_routes(service, section, store),

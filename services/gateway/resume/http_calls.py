@@ -27,6 +27,7 @@ KIND = "http"
 PATHS = frozenset(
     {
         "/chat/completions",
+        "/cohere/v2/chat",
         "/completion",
         "/completions",
         "/generate",
@@ -38,6 +39,7 @@ PATHS = frozenset(
         "/v1/messages",
         "/responses",
         "/v1/responses",
+        "/v2/chat",
     }
 )
 # Of Triton's protocol, whose requests have an id of their own, and Ollama's, whose streams are no events; other routes

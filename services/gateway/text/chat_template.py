@@ -69,7 +69,7 @@ class ChatTemplate:
         self._hf_tokenizer = hf_tokenizer
         parameters = inspect.signature(hf_tokenizer.apply_chat_template).parameters
         # Variables that the server passes itself, and special tokens: arguments of these names would replace them.
-        self._taken_names = {"messages", *parameters, *hf_tokenizer.special_tokens_map} - {"kwargs"}
+        self._taken_names = {"messages", *parameters, *hf_tokenizer.special_tokens_map} - {"documents", "kwargs"}
 
     def compile(self, source: str) -> None:
         """Has transformers compile and keep it now: when the first chat is rendered, tracing makes that far slower.

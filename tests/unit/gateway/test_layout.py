@@ -18,7 +18,7 @@ FLOORS = [
     {"apis"},
 ]
 DIALECTS = {
-    "anthropic", "audio", "llama_cpp", "ollama", "openai", "responses", "server", "sglang", "tgi", "triton",
+    "anthropic", "audio", "cohere", "llama_cpp", "ollama", "openai", "responses", "server", "sglang", "tgi", "triton",
     "twostroke", "vectors",
 }
 GATEWAY, APIS = "services.gateway.", "services.gateway.apis."

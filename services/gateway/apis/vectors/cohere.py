@@ -1,4 +1,4 @@
-"""POST /v2/embed, as in Cohere's reference and in vLLM, and how errors look at Cohere's paths."""
+"""POST /v2/embed, as in Cohere's reference and in vLLM."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing_extensions import TypedDict
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
 from services.common.shorten import quote
+from services.gateway.apis.shared.cohere_errors import ERROR_RESPONSES
 from services.gateway.apis.shared.json_pieces import list_pieces
 from services.gateway.apis.shared.request_model import Int32, RequestModel, at_most
 from services.gateway.apis.vectors.pooled_answer import PooledAnswer, number_pieces
 from services.gateway.apis.vectors.schema import Texts
-from services.gateway.http.errors import Dialect, describe, error_responses
 from services.gateway.http.json_route import json_route
 from services.gateway.vectors.vectors import InputOptions, PooledInput, VectorInput, Vectors, shaped
 
@@ -57,13 +57,6 @@ class CohereEmbedRequest(RequestModel):
     priority: Int32 | None = Field(None, description="A lower number is served earlier")
 
 
-class CohereErrorBody(TypedDict):
-    """Cohere's error body. `id` is that of the request."""
-
-    id: str
-    message: str
-
-
 class CohereEmbeddings(TypedDict, total=False):
     """A list for each form that was asked for, in the order of the texts."""
 
@@ -87,7 +80,7 @@ def cohere_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
     """The route for embeddings of one gateway."""
     service = vectors.service
     route_class = json_route(section.max_body_values, service.heavy_work)
-    router = APIRouter(route_class=route_class, tags=["Vectors"], responses=error_responses(CohereErrorBody))
+    router = APIRouter(route_class=route_class, tags=["Vectors"], responses=ERROR_RESPONSES)
 
     @router.post("/v2/embed", response_class=Response, responses={200: {"model": CohereEmbedAnswer}})
     async def embed(body: CohereEmbedRequest, request: Request) -> Response:
@@ -152,16 +145,3 @@ def _pieces(values: np.ndarray, kind: Kind) -> Iterator[bytes]:
         case "binary" | "ubinary":
             bits = np.packbits(values > 0).astype(np.int16)
             yield to_json((bits - 128 if kind == "binary" else bits).tolist())
-
-
-def _write_error(error: Exception, request_id: str) -> CohereErrorBody:
-    """The error's text, see "Errors" in Cohere's reference."""
-    _, body = describe(error)
-    return {"id": request_id, "message": body["error"]["message"]}
-
-
-COHERE = Dialect(
-    lambda scope: scope["path"] in ("/v2/rerank", "/v2/embed"),
-    CohereErrorBody,
-    lambda error, scope: _write_error(error, scope["state"]["request_id"]),
-)

@@ -47,7 +47,7 @@ def test_another_route_gives_the_same_answers(tmp_path: Path, path: str, other: 
 
 def test_an_invocation_without_a_prompt_or_messages_is_a_400(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
-        check_error(await client.post("/invocations", json={}), 400, "prompt", "required")
+        check_error(await client.post("/invocations", json={}), 400, "prompt", "must be provided")
         check_error(await client.post("/invocations", json=[1]), 400, None)
         check_error(await client.post("/invocations", json={"messages": []}), 400, "messages")
 

@@ -31,6 +31,7 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "completions": ("/v1/completions", {**COMPLETION, "n": 3, "logprobs": 1}),
     "responses": ("/v1/responses", {"input": "Where?", "max_output_tokens": 30}),
     "messages": ("/v1/messages", {"model": "tiny-llama", **CHAT}),
+    "cohere": ("/v2/chat", {"model": "tiny-llama", **CHAT}),
     "sglang": ("/generate", {"text": "Where?", "sampling_params": {"max_new_tokens": 30}}),
     "text generation": ("/generate_stream", {"inputs": "Where?", "parameters": {"max_new_tokens": 30}}),
     "llama.cpp": ("/completion", {"prompt": "Where?", "n_predict": 30, "n_probs": 1}),

@@ -23,7 +23,7 @@ from tests.support.running_gateway import RunningGateway, until
 from tests.support.workers.fake_dense import FakeDense
 
 WRONG_BODIES: list[tuple[str, Any, str | None, tuple[str, ...]]] = [
-    (COMPLETIONS, {}, "prompt", ("required",)),
+    (COMPLETIONS, {}, "prompt", ("must be provided",)),
     (COMPLETIONS, [], None, ("[]",)),
     (COMPLETIONS, {"prompt": ""}, "prompt", ("empty",)),
     (COMPLETIONS, {"prompt": []}, "prompt", ("0 prompts", "64")),

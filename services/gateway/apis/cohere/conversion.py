@@ -1,0 +1,123 @@
+"""Converts bodies of Cohere's chats to gRPC messages, where all limits are checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic_core import to_json
+
+from services.gateway.apis.cohere.schema import (
+    CohereChatRequest,
+    CohereMessage,
+    CohereResponseFormat,
+    Document,
+    DocumentContent,
+    ImageContent,
+    TextContent,
+    ThinkingContent,
+)
+from services.gateway.apis.shared.generation_fields import SamplingFields
+from services.gateway.apis.shared.to_message import sampling_message
+from services.gateway.http.request_id import REQUEST_ID_HEADER
+from services.pb import gateway_pb2
+
+PARAM_NAMES = {
+    "chat": "messages",
+    "chat_template_kwargs": "documents",
+    "max_reasoning_tokens": "thinking.token_budget",
+    "prompt": "messages",
+    "request_id": REQUEST_ID_HEADER,
+    "stop": "stop_sequences",
+    "structured_output": "response_format",
+    "top_k": "k",
+    "top_p": "p",
+}
+CHOICES = {"REQUIRED": "required", "NONE": "none"}
+
+
+def cohere_message(body: CohereChatRequest, request_id: str, *, reasons: bool) -> gateway_pb2.GenerateRequest:
+    """The message of a chat. `reasons`: whether the model does."""
+    fields = SamplingFields.model_construct(
+        temperature=body.temperature,
+        top_k=body.k,
+        top_p=body.p,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        seed=body.seed,
+        stop=body.stop_sequences,
+        priority=body.priority,
+    )
+    message = sampling_message(fields)
+    message.request_id = request_id
+    message.model = body.model
+    message.chat.CopyFrom(_chat_of(body))
+    if body.max_tokens is not None:
+        message.max_tokens = body.max_tokens
+    if body.response_format is not None and body.response_format.type == "json_object":
+        _add_form(message, body.response_format)
+    if body.logprobs:
+        message.logprobs = 0
+    if reasons and body.thinking is not None and body.thinking.token_budget is not None:
+        message.chat.max_reasoning_tokens = body.thinking.token_budget
+    return message
+
+
+def _add_form(message: gateway_pb2.GenerateRequest, given: CohereResponseFormat) -> None:
+    form = message.sampling.structured_output
+    form.field_name = "response_format"
+    schema = given.schema_ if given.json_schema is None else given.json_schema
+    if schema is None:
+        form.json_object = True
+    else:
+        form.json_schema = schema if isinstance(schema, str) else to_json(schema).decode()
+
+
+def _chat_of(body: CohereChatRequest) -> gateway_pb2.Chat:
+    kwargs: dict[str, Any] = {}
+    if body.thinking is not None:  # templates of reasoning models know one of these variables
+        is_on = body.thinking.type == "enabled"
+        kwargs |= {"enable_thinking": is_on, "thinking": is_on}
+    if body.documents:
+        kwargs["documents"] = [_document(each) for each in body.documents]
+    return gateway_pb2.Chat(
+        messages=[_message_of(each) for each in body.messages],
+        add_generation_prompt=True,
+        tools=to_json([_tool(each, body) for each in body.tools]).decode() if body.tools else "",
+        tool_choice=CHOICES[body.tool_choice] if body.tool_choice is not None else "",
+        chat_template_kwargs=to_json(kwargs).decode() if kwargs else "",
+    )
+
+
+def _tool(tool: Any, body: CohereChatRequest) -> Any:
+    """What is no tool is refused where tools are read."""
+    if not body.strict_tools or not isinstance(tool, dict) or not isinstance(tool.get("function"), dict):
+        return tool
+    return {**tool, "function": {**tool["function"], "strict": True}}
+
+
+def _document(given: str | Document) -> dict[str, Any]:
+    if isinstance(given, str):
+        return {"text": given}
+    return {"text": given.data} if isinstance(given.data, str) else given.data
+
+
+def _message_of(each: CohereMessage) -> gateway_pb2.ChatMessage:
+    message = gateway_pb2.ChatMessage(role=each.role, tool_call_id=each.tool_call_id or "")
+    texts = [each.tool_plan or ""]
+    for part in [each.content] if isinstance(each.content, str) else each.content or ():
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part, TextContent):
+            texts.append(part.text)
+        elif isinstance(part, ThinkingContent):
+            message.reasoning += part.thinking
+        elif isinstance(part, DocumentContent):
+            data = part.document.data
+            texts.append(data if isinstance(data, str) else to_json(data).decode())
+        elif isinstance(part, ImageContent):
+            image = part.image_url
+            message.pictures.add(position=len("".join(texts)), url=image.url, detail=image.detail or "")
+    message.content = "".join(texts)
+    for call in each.tool_calls or ():
+        message.tool_calls.add(id=call.id, name=call.function.name, arguments=call.function.arguments or "")
+    return message

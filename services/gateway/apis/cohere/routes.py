@@ -1,0 +1,45 @@
+"""Cohere's POST /v2/chat, which vLLM has at /cohere/v2/chat."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from services.common.config import GatewaySection
+from services.gateway.apis.cohere.conversion import cohere_message
+from services.gateway.apis.cohere.format import CohereFormat
+from services.gateway.apis.cohere.schema import CohereAnswer, CohereChatRequest
+from services.gateway.apis.shared.answer import Answer
+from services.gateway.apis.shared.cohere_errors import CHAT_PATHS, ERROR_RESPONSES
+from services.gateway.apis.shared.streams import NAMED_STREAM_CONTENT, traced
+from services.gateway.core.request_service import RequestService
+from services.gateway.http.json_route import json_route
+
+
+def cohere_chat_routes(service: RequestService, section: GatewaySection) -> APIRouter:
+    """The routes of one gateway."""
+    route_class = json_route(section.max_body_values, service.heavy_work)
+    router = APIRouter(route_class=route_class, tags=["Messages"], responses=ERROR_RESPONSES)
+
+    async def cohere_chat(body: CohereChatRequest, request: Request) -> Response:
+        """Answers a chat as Cohere does."""
+        request_id: str = request.state.request_id
+        message = cohere_message(body, request_id, reasons=service.tokenizer.chat_formats.reasoning is not None)
+        return Answer(
+            service,
+            traced([message], request),
+            CohereFormat(service, body, request_id),
+            is_stream=bool(body.stream),
+            first_token_timeout_s=section.first_token_timeout_s,
+        )
+
+    for path in CHAT_PATHS:
+        router.add_api_route(
+            path,
+            cohere_chat,
+            methods=["POST"],
+            response_class=Response,
+            responses={200: {"model": CohereAnswer, "content": NAMED_STREAM_CONTENT, "description": "The answer"}},
+            include_in_schema=path == CHAT_PATHS[0],
+        )
+    return router
