@@ -25,7 +25,7 @@ INSTALL_TIMEOUT_S = 600.0
 INSTALLED = "installed"  # name of the file that marks a complete installation
 # litellm and openai-agents need an older openai each; guidellm installs torch
 PYTHON_GROUPS = [
-    *("agents", "anthropic", "litellm", "guidellm", "mistral", "ollama", "openai-agents", "triton", "vectors"),
+    "agents", "anthropic", "litellm", "guidellm", "mistral", "ollama", "openai-agents", "triton", "vectors",
 ]
 NODE = "node"
 
