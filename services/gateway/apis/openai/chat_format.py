@@ -149,6 +149,22 @@ class ChatFormat(OpenAIFormat):
         return whole
 
 
+class BatchChatFormat(ChatFormat):
+    """The `Format` of several chats with one answer each: the index of a choice is that of its conversation."""
+
+    def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> ChatObject:
+        choices = []
+        for index, ([completion], _) in enumerate(answers):
+            assert completion.finish is not None
+            self._usage.add(index, completion.finish)
+            choice = self._choice(completion)
+            choice["index"] = index
+            if self._body.return_token_ids or self._body.return_prompt_token_ids:
+                choice["prompt_token_ids"] = self._prompts[index]
+            choices.append(choice)
+        return {**self.head, "choices": choices, "usage": self._usage.usage()}
+
+
 def _piece(index: int, delta: Delta) -> ChunkChoice:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 

@@ -10,6 +10,7 @@ from pydantic import Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
+from services.common.config import MAX_PROMPTS
 from services.gateway.apis.openai.answer_objects import AnswerObject, FinishReasonName, PromptLogprobs, UsageObject
 from services.gateway.apis.openai.fields import OpenAIFields
 from services.gateway.apis.openai.tool_schema import (
@@ -296,6 +297,27 @@ class ChatRequest(OpenAIFields):
                 {"one": self.max_reasoning_tokens, "other": budget, "field": "thinking_token_budget"},
             )
         return self
+
+
+class BatchChatRequest(ChatRequest):
+    """Several conversations, each of which gets one answer with the same options, as in vLLM."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **ChatRequest.unsupported,
+        "best_of": (1,),
+        "echo": (False,),
+        "n": (1,),
+        "prompt_logprobs": (),
+        "stream": (False,),
+        "use_beam_search": (False,),
+    }
+
+    messages: Annotated[list[Messages], Field(min_length=1, fail_fast=True), at_most(MAX_PROMPTS)]  # type: ignore[assignment]
+
+    @property
+    def chats(self) -> list[ChatRequest]:
+        """The same with one conversation each."""
+        return [self.model_copy(update={"messages": each}) for each in self.messages]
 
 
 class AnswerMessage(TypedDict):

@@ -7,8 +7,8 @@ from fastapi.responses import Response
 
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
-from services.gateway.apis.openai.chat_format import ChatFormat
-from services.gateway.apis.openai.chat_schema import ChatObject, ChatRequest
+from services.gateway.apis.openai.chat_format import BatchChatFormat, ChatFormat
+from services.gateway.apis.openai.chat_schema import BatchChatRequest, ChatObject, ChatRequest
 from services.gateway.apis.openai.completion_format import CompletionFormat
 from services.gateway.apis.openai.completion_schema import CompletionObject, CompletionRequest
 from services.gateway.apis.openai.conversion import chat_message, completion_messages
@@ -73,6 +73,29 @@ def completion_routes(service: RequestService, section: GatewaySection) -> APIRo
             traced([message], request),
             measured(ChatFormat(service, kept, request_id), kept, has_metrics=section.request_metrics),
             is_stream=bool(body.stream),
+            first_token_timeout_s=section.first_token_timeout_s,
+        )
+
+    @router.post(
+        "/v1/chat/completions/batch",
+        response_class=Response,
+        responses={200: {"model": ChatObject, "description": "An answer to each conversation"}},
+    )
+    async def create_batch_chat_completion(body: BatchChatRequest, request: Request) -> Response:
+        """Answers several chats, as vLLM does."""
+        request_id: str = request.state.request_id
+        limits, chats = service.limits, body.chats
+        if len(chats) > section.max_prompts:
+            raise InvalidRequest(f"there are {len(chats)} chats, must be 1 to {section.max_prompts}", "messages")
+        messages = [chat_message(each, f"{request_id}-{i}", limits) for i, each in enumerate(chats)]
+        for each, message in zip(chats, messages, strict=True):
+            await read_chat_embeds(each, message, service.prompt_embeds, limits.max_model_len)
+        kept = chats[0].without_messages()
+        return Answer(
+            service,
+            traced(messages, request),
+            measured(BatchChatFormat(service, kept, request_id), kept, has_metrics=section.request_metrics),
+            is_stream=False,
             first_token_timeout_s=section.first_token_timeout_s,
         )
 
