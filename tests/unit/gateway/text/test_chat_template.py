@@ -187,7 +187,7 @@ def test_contradicting_options_are_refused(hf_tokenizer: PreTrainedTokenizerFast
 
 
 @pytest.mark.parametrize(
-    "name", ["messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize", "bos_token"]
+    "name", ["messages", "tools", "add_generation_prompt", "chat_template", "tokenize", "bos_token"]
 )
 def test_variables_of_the_server_cannot_be_replaced(hf_tokenizer: PreTrainedTokenizerFast, name: str) -> None:
     with pytest.raises(InvalidRequest, match=f"chat_template_kwargs has '{name}'") as refused:
