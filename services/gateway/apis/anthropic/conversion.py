@@ -140,11 +140,13 @@ def _add_assistant(conversation: Conversation, message: AssistantMessage, path: 
 
 
 def _template_kwargs(body: CountTokensRequest) -> str:
-    """Templates of reasoning models know one of these variables."""
-    if body.thinking is None:
-        return ""
-    is_on = body.thinking.type != "disabled"
-    return to_json({"enable_thinking": is_on, "thinking": is_on}).decode()
+    """Templates of reasoning models know one of the variables for `thinking`."""
+    kwargs: dict[str, Any] = {}
+    if body.thinking is not None:
+        is_on = body.thinking.type != "disabled"
+        kwargs = {"enable_thinking": is_on, "thinking": is_on}
+    kwargs |= body.chat_template_kwargs or {}
+    return to_json(kwargs).decode() if kwargs else ""
 
 
 def _functions(body: CountTokensRequest) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from pydantic import Field
 from pydantic_core import PydanticCustomError
 
 from services.gateway.apis.anthropic.blocks import Messages, Texts
-from services.gateway.apis.shared.generation_fields import IGNORED
+from services.gateway.apis.shared.generation_fields import IGNORED, TemplateKwargs
 from services.gateway.apis.shared.other_servers import VLLM_MESSAGES
 from services.gateway.apis.shared.parts import Description, ToolName
 from services.gateway.apis.shared.request_model import Int32, Int64, RequestModel, UInt32, at_most
@@ -105,6 +105,7 @@ class CountTokensRequest(RequestModel):
     tools: Annotated[list[ToolObject] | None, Field(fail_fast=True), at_most(MAX_TOOLS)] = None
     tool_choice: ToolChoiceObject | None = None
     thinking: ThinkingObject | None = None
+    chat_template_kwargs: TemplateKwargs = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(None, description="The older name of output_config.format")
     thread: Annotated[Any, pydantic.AfterValidator(_refuse_thread)] = Field(

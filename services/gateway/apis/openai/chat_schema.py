@@ -20,6 +20,7 @@ from services.gateway.apis.openai.tool_schema import (
     ToolChoiceObject,
     ToolObjects,
 )
+from services.gateway.apis.shared.generation_fields import TemplateKwargs
 from services.gateway.apis.shared.logprobs import ChatLogprobs
 from services.gateway.apis.shared.parts import MAX_CHAT_PARTS, MAX_PARTS, by_field, readable
 from services.gateway.apis.shared.request_model import CountOrAll, Int64, RequestModel, UInt32, at_most
@@ -27,7 +28,6 @@ from services.gateway.apis.shared.timings import ProgressObject, TimingsObject
 from services.gateway.request.generation_request import MAX_MESSAGES
 from services.gateway.text.read_chat import MAX_NAME_CHARACTERS
 
-MAX_TEMPLATE_KWARGS = 64
 MAX_KEPT_MESSAGES = 256  # while a request waits and is answered
 
 
@@ -100,11 +100,6 @@ AddGenerationPrompt = Annotated[
 ]
 ContinueFinalMessage = Annotated[
     bool | None, Field(description="Leave the last message open, so that the answer continues it")
-]
-TemplateKwargs = Annotated[
-    dict[str, Any] | None,
-    at_most(MAX_TEMPLATE_KWARGS),
-    Field(description="Further variables of the chat template; at most 16384 bytes, nested at most 8 deep"),
 ]
 
 

@@ -15,10 +15,10 @@ from services.gateway.apis.openai.chat_schema import (
     AddGenerationPrompt,
     ContinueFinalMessage,
     Messages,
-    TemplateKwargs,
     TemplateText,
 )
 from services.gateway.apis.openai.tool_schema import ToolChoiceObject, ToolObjects
+from services.gateway.apis.shared.generation_fields import TemplateKwargs
 from services.gateway.apis.shared.parts import by_shape
 from services.gateway.apis.shared.request_model import RequestModel, TokenLists, at_most
 

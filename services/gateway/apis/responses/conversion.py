@@ -83,9 +83,11 @@ def _chat_of(
         raise InvalidRequest("input has no text, at least one message is required", "input")
     reasoning = body.reasoning
     effort = (reasoning and reasoning.effort) or ""
+    kwargs = {"enable_thinking": False, "thinking": False} if effort == "none" else {}
+    kwargs |= body.chat_template_kwargs or {}
     return gateway_pb2.Chat(
         messages=conversation.messages(),
-        chat_template_kwargs='{"enable_thinking": false, "thinking": false}' if effort == "none" else "",
+        chat_template_kwargs=to_json(kwargs).decode() if kwargs else "",
         tools=to_json([tool.definition() for tool in offered.values()]).decode() if offered else "",
         tool_choice=choice_text(body, offered),
         parallel_tool_calls=body.parallel_tool_calls,

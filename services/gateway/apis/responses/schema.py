@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from services.gateway.apis.responses.items import Input
 from services.gateway.apis.responses.tool_schema import ToolChoice, ToolObjects
-from services.gateway.apis.shared.generation_fields import IGNORED, MAX_METADATA, Label, LogitBias
+from services.gateway.apis.shared.generation_fields import IGNORED, MAX_METADATA, Label, LogitBias, TemplateKwargs
 from services.gateway.apis.shared.other_servers import VLLM_RESPONSES
 from services.gateway.apis.shared.request_model import Int32, Int64, RequestModel, at_most
 from services.gateway.apis.shared.structured_output import StructuredOutputs, of_structured_outputs
@@ -108,6 +108,7 @@ class ResponsesRequest(RequestModel):
     text: TextOptions | None = None
     structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's field, in place of text.format")
     reasoning: ReasoningOptions | None = None
+    chat_template_kwargs: TemplateKwargs = None
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto: keep as many of the prompt's last tokens as leave room for max_output_tokens"
     )

@@ -14,6 +14,7 @@ from services.gateway.request.generation_request import MAX_BAD_WORDS, MAX_STOP_
 
 MAX_METADATA = 16  # OpenAI's limit
 MAX_LABEL_CHARACTERS = 512
+MAX_TEMPLATE_KWARGS = 64
 IGNORED = "Accepted and ignored"
 
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
@@ -47,6 +48,11 @@ NumLogprobs = Annotated[
     ),
 ]
 Echo = Annotated[bool | None, Field(description="Start every text with its prompt")]
+TemplateKwargs = Annotated[
+    dict[str, Any] | None,
+    at_most(MAX_TEMPLATE_KWARGS),
+    Field(description="Further variables of the chat template; at most 16384 bytes, nested at most 8 deep"),
+]
 Suffix = Annotated[
     str | None,
     Field(

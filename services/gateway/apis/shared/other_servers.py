@@ -50,7 +50,6 @@ VLLM: Mapping[str, tuple[Any, ...]] = {
 # What vLLM adds to OpenAI's Responses and to Anthropic's Messages.
 VLLM_MESSAGES: Mapping[str, tuple[Any, ...]] = {
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "kv_transfer_params": (),
 }
 VLLM_RESPONSES: Mapping[str, tuple[Any, ...]] = {

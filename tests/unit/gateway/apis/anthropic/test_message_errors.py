@@ -62,7 +62,7 @@ WRONG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     (user({"type": "video", "source": {}}), ("messages[0].content[0]", "no films in chats")),
     (user({**RESULT, "content": [{"type": "audio"}]}), ("messages[0].content[0].content[0]", "no sound in chats")),
     ({"max_tokens": 0}, ("max_tokens is 0",)),
-    ({"chat_template_kwargs": {"a": 1}}, ("chat_template_kwargs", "not supported")),
+    ({"chat_template_kwargs": {"tools": 1}}, ("chat_template_kwargs", "'tools'")),
     ({"max_tokens": "5"}, ("max_tokens is '5'",)),
     ({"messages": []}, ("messages",)),
     ({"messages": "Hi"}, ("messages is 'Hi'",)),

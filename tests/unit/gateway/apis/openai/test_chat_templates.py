@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import openai
 from transformers import AutoTokenizer
 
 from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2
+from tests.support.chats.chat_models import prompt_text, with_chat_model
 from tests.support.clients.http_clients import async_client
 from tests.support.running_gateway import RunningGateway, run, running_gateway
 from tests.support.workers.fake_dense import FakeDense
@@ -207,3 +209,27 @@ def test_the_chat_template_decides_about_other_roles(tmp_path: Path) -> None:
     token_ids = list(submit.spec.prompt_token_ids)
     assert REFERENCE.decode(token_ids) == "<|</s>|>Hi</s><|assistant|>"
     assert token_ids.count(REFERENCE.eos_token_id) == 1
+
+
+def test_all_chats_take_variables_of_the_template(tmp_path: Path) -> None:
+    """vLLM has the field in Responses and Messages, too."""
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    user = [{"role": "user", "content": "Hi"}]
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": user, "max_tokens": 1},
+        "/v1/responses": {"input": "Hi", "max_output_tokens": 1},
+        "/v1/messages": {"model": "model", "messages": user, "max_tokens": 1},
+    }
+
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        async with async_client(gateway.http_address) as client:
+            for path, body in bodies.items():
+                for given in (body, body | off):
+                    answer = await client.post(path, json=given)
+                    assert answer.status_code == 200, answer.text
+            wins = {"thinking": {"type": "enabled"}, **off}
+            assert (await client.post("/v1/messages", json=bodies["/v1/messages"] | wins)).status_code == 200
+
+    dense = with_chat_model(tmp_path, "qwen3", ["Hello."], test)
+    *pairs, last = [prompt_text(submit).endswith("<think>\n\n</think>\n\n") for submit in dense.submits]
+    assert pairs == [False, True] * len(bodies) and last

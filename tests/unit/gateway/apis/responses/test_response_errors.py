@@ -29,7 +29,7 @@ WRONG: list[tuple[dict[str, Any], str | None, tuple[str, ...]]] = [
     ({"previous_response_id": "r" * 257}, "previous_response_id", ("256",)),
     ({"conversation": "conv_1"}, "conversation", ("not supported",)),
     ({"background": True}, "background", ("not supported",)),
-    ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", ("not supported",)),
+    ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", ("'tools'",)),
     ({"prompt": {"id": "pmpt_1"}}, "prompt", ("not supported",)),
     ({"input": []}, "input", ()),
     ({"input": ""}, "input", ("empty",)),
