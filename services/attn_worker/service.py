@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,24 +34,23 @@ from services.common.split_context import check_split_context
 from services.pb import attn_pb2_grpc
 from services.rpc.client import open_blocking_channel, read_peer_tls
 from services.rpc.metrics import new_registry, serve_late_metrics, serving_metrics
-from services.rpc.server import GrpcServer, run_together
+from services.rpc.server import STOP_GRACE_S, Service, make_peer_server, run_together
 from services.rpc.tracing import tracing
 
 log = structlog.get_logger()
 
 SERVICE_NAME = "twostroke.attn.v1.AttentionWorker"
-STOP_GRACE_S = 1.0
 METRICS = "attention.metrics_address"
 
 
-class AttentionWorker:
-    """A `Service`."""
+class AttentionWorker(Service):
+    """Has a server for dense workers, and for the launcher."""
 
     def __init__(self, config: Config, options: ChildOptions) -> None:
+        super().__init__()
         self._config = config
         self._options = options
         self._registry = new_registry("attention")
-        self._opened = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
         """Starts serving dense workers. The KV cache is allocated when the first one attaches."""
@@ -60,14 +58,7 @@ class AttentionWorker:
         address = None if options.has_predecessor else section.metrics_address
         self._opened.enter_context(serving_metrics(address, self._registry, METRICS))
         tracer = self._opened.enter_context(tracing(config.tracing, "attention"))
-        tls = read_peer_tls(config.peers)
-        server = GrpcServer(
-            section.address,
-            [SERVICE_NAME],
-            config.peers.max_message_bytes,
-            tls and tls.files,
-            setting="attention.address",
-        )
+        server = make_peer_server(section.address, SERVICE_NAME, config.peers, setting="attention.address")
         shape = await read_decoder(options.shape_file, config.model)
         model = resolve_model(config.model, section.device, section, shape)
         rank = Rank.of(config.dense, options.rank)
@@ -91,7 +82,8 @@ class AttentionWorker:
             loading = asyncio.create_task(_run_ahead(partial(load_kernels_ahead, setup, limits)))
         if removed := remove_stale_regions():
             log.info("removed shared memory of dead processes", names=",".join(removed))
-        open_peer = partial(open_blocking_channel, max_message_bytes=config.peers.max_message_bytes, tls=tls)
+        tls, max_message_bytes = read_peer_tls(config.peers), config.peers.max_message_bytes
+        open_peer = partial(open_blocking_channel, max_message_bytes=max_message_bytes, tls=tls)
         peers = Peers(open_peer, config.channel.wait_timeout_s)
         self._servicer = servicer = AttentionServicer(
             replace(setup, kv_events=self._report_kv_events(section), peers=peers),
@@ -102,7 +94,7 @@ class AttentionWorker:
             config.watchdog.stall_timeout_s,
             server.set_stall,
             loading,
-            max_message_bytes=config.peers.max_message_bytes,
+            max_message_bytes=max_message_bytes,
         )
         attn_pb2_grpc.add_AttentionWorkerServicer_to_server(servicer, server.server)
         self._opened.push_async_callback(asyncio.to_thread, servicer.stop)
@@ -136,10 +128,6 @@ class AttentionWorker:
         self._opened.callback(publisher.close)
         publisher.start(has_predecessor=self._options.has_predecessor)
         return events
-
-    async def stop(self) -> None:
-        """Closes everything that `start` opened, in reverse order."""
-        await self._opened.aclose()
 
 
 async def _run_ahead(load: Callable[[], None]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
@@ -43,9 +42,8 @@ from services.dense_worker.readiness import Readiness
 from services.dense_worker.servicer import DenseServicer
 from services.dense_worker.standby import holds_weights
 from services.pb import dense_pb2, dense_pb2_grpc
-from services.rpc.client import read_peer_tls
 from services.rpc.metrics import new_registry, serve_late_metrics, serving_metrics
-from services.rpc.server import GrpcServer, run_together
+from services.rpc.server import STOP_GRACE_S, GrpcServer, Service, make_peer_server, run_together
 from services.rpc.spans import Tracer
 from services.rpc.tracing import tracing
 from services.rpc.watchdog import Watchdog
@@ -55,21 +53,20 @@ METRICS = "dense.metrics_address"
 log = structlog.get_logger()
 
 SERVICE_NAME = "twostroke.dense.v1.DenseWorker"
-STOP_GRACE_S = 1.0
 # After this time gateways reconnect and resolve the addresses of our name again; open streams stay.
 MAX_CONNECTION_AGE_MS = 60_000
 
 
-class DenseWorker:
-    """A `Service`."""
+class DenseWorker(Service):
+    """Has a server for gateways, and for the launcher, and is a client of the attention worker."""
 
     def __init__(self, config: Config, options: ChildOptions) -> None:
+        super().__init__()
         self._config = config
         if options.is_restarted:
             self._config = without_waiting_for_graphs(config)
         self._options = options
         self._lifeline = None if options.lifeline is None else Lifeline(options.lifeline)
-        self._opened = contextlib.AsyncExitStack()
         self._registry = new_registry("dense")
         self._metrics = DenseMetrics(self._registry)
 
@@ -121,10 +118,6 @@ class DenseWorker:
         except asyncio.CancelledError:  # the worker was asked to stop, which is no crash
             await servicer.stop_serving(STOP_GRACE_S)
             raise
-
-    async def stop(self) -> None:
-        """Closes everything that `start` opened, in reverse order."""
-        await self._opened.aclose()
 
     def drafting(self) -> Drafting:
         """What decides when steps have draft tokens. Overridden by workers of tests and benchmarks."""
@@ -238,14 +231,9 @@ class DenseWorker:
 
 def make_server(config: Config, servicer: DenseServicer) -> GrpcServer:
     """The server of a dense worker of any kind, which does not listen yet."""
-    tls = read_peer_tls(config.peers)
-    server = GrpcServer(
-        config.dense.address,
-        [SERVICE_NAME],
-        config.peers.max_message_bytes,
-        tls and tls.files,
-        options=[("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_MS)],
-        setting="dense.address",
+    options = [("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_MS)]
+    server = make_peer_server(
+        config.dense.address, SERVICE_NAME, config.peers, setting="dense.address", options=options
     )
     dense_pb2_grpc.add_DenseWorkerServicer_to_server(servicer, server.server)
     return server

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 
 import structlog
@@ -63,7 +62,7 @@ from services.gateway.vectors.vectors import Vectors
 from services.lora.shapes import adapted_shapes
 from services.pb import gateway_pb2_grpc, gateway_peers_pb2_grpc, stall_pb2, triton_pb2_grpc
 from services.rpc.metrics import new_registry, serving_metrics
-from services.rpc.server import GrpcServer, run_until
+from services.rpc.server import GrpcServer, Service, run_until
 from services.rpc.spans import Tracer
 from services.rpc.tls import TlsFiles, is_exposed, tls_files
 from services.rpc.tracing import tracing
@@ -79,14 +78,14 @@ STOP_GRACE_S = 1.0  # for clients to receive the error that ends their requests
 _LOOP_DELAY_INTERVAL_S = 0.02
 
 
-class Gateway:
-    """A `Service`. After `drain` is set, it refuses new requests and finishes running ones; then `run` returns."""
+class Gateway(Service):
+    """After `drain` is set, it refuses new requests and finishes running ones; then `run` returns."""
 
     def __init__(self, config: Config, drain: asyncio.Event, options: ChildOptions) -> None:
+        super().__init__()
         self._config = config
         self._options = options
         self._drain = drain
-        self._opened = contextlib.AsyncExitStack()
         self._registry = new_registry("gateway")
 
     async def start(self) -> None:
@@ -166,10 +165,6 @@ class Gateway:
             _measure_loop_delay(self._metrics),
             self._announce(),
         )
-
-    async def stop(self) -> None:
-        """Ends all requests with an error, and closes everything in reverse order."""
-        await self._opened.aclose()
 
     async def _listen_to_peers(self, address: str) -> None:
         """Before adapters are loaded, so that no change of them is missed."""

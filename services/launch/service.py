@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
@@ -53,14 +52,15 @@ from services.launch.shape_reader import reading_shape
 from services.launch.standby import Spares, Standby
 from services.launch.summary import print_summary
 from services.rpc.metrics import new_registry, serving_metrics
+from services.rpc.server import Service
 from services.rpc.start_deadline import StartDeadline
 from services.rpc.uninterrupted import uninterrupted
 
 log = structlog.get_logger()
 
 
-class Launcher:
-    """A `Service`. After `drain` is set, the gateways finish their requests, and `run` returns."""
+class Launcher(Service):
+    """After `drain` is set, the gateways finish their requests, and `run` returns."""
 
     def __init__(
         self,
@@ -74,12 +74,12 @@ class Launcher:
 
         It takes processes from `early`, and ends the others.
         """
+        super().__init__()
         self._config = config
         self._arguments = arguments
         self._drain = drain
         self._chat_command = chat_command
         self._early = early
-        self._opened = contextlib.AsyncExitStack()
         self._mps: MpsDaemon | None = None
         self._manager = ServiceManager(service_manager_of_environment())
         self._health: list[HealthWatch] = []  # of workers and gateways, but not of spares
@@ -188,7 +188,7 @@ class Launcher:
     async def stop(self) -> None:
         """Ends first the users of the services, then the services, within `launch.stop_grace_s`."""
         self._manager.stopping()
-        await self._opened.aclose()
+        await super().stop()
 
     async def _stop_services(self) -> None:
         """Stops services and spares at the same time, so that all of them have one grace period."""

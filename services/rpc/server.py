@@ -16,7 +16,7 @@ import stat
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 import structlog
@@ -25,9 +25,11 @@ from grpc._cython import cygrpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.common.addresses import BALANCED_SCHEMES
+from services.common.config import PeerSection
 from services.common.errors import ConfigError, RequestAborted, TwostrokeError
 from services.pb import stall_pb2
 from services.rpc.bindable import check_bindable
+from services.rpc.client import read_peer_tls
 from services.rpc.error_details import rich_status
 from services.rpc.health import HealthServicer
 from services.rpc.reflection import add_reflection
@@ -39,6 +41,7 @@ log = structlog.get_logger()
 MAX_SOCKET_PATH_BYTES = 107  # the limit of Linux
 MIN_PING_INTERVAL_MS = 5_000  # clients may not send keep-alive pings more often
 MAX_WAKEUPS = 2**16  # bytes; a socket pair holds fewer
+STOP_GRACE_S = 1.0  # for calls of the other services to end
 LIVENESS = "liveness"  # health name for the supervisor: SERVING as long as a restart would not help
 
 Request = TypeVar("Request")
@@ -241,17 +244,38 @@ def _status_of(error: Exception) -> grpc.Status:
     return rich_status(TwostrokeError(f"internal error: {type(error).__name__}"))
 
 
-class Service(Protocol):
-    """A service that a process runs: `start` opens its parts, `stop` closes them."""
+def make_peer_server(
+    address: str,
+    service_name: str,
+    peers: PeerSection,
+    *,
+    setting: str,
+    options: Sequence[tuple[str, object]] = (),
+) -> GrpcServer:
+    """The server of a worker for the other services, which does not listen yet. The arguments are as `GrpcServer`'s."""
+    tls = read_peer_tls(peers)
+    return GrpcServer(
+        address, [service_name], peers.max_message_bytes, tls and tls.files, options=options, setting=setting
+    )
+
+
+class Service:
+    """A service that a process runs."""
+
+    def __init__(self) -> None:
+        self._opened = contextlib.AsyncExitStack()  # what `stop` closes
 
     async def start(self) -> None:
         """Opens all parts in the order of their dependencies."""
+        raise NotImplementedError
 
     async def run(self) -> None:
         """Serves until cancelled. Raises the error of a part that fails."""
+        raise NotImplementedError
 
     async def stop(self) -> None:
         """Closes everything that `start` opened, in reverse order, also after a start that failed."""
+        await self._opened.aclose()
 
 
 async def serve(make_service: Callable[[], Service], on_started: Callable[[], None] = lambda: None) -> None:

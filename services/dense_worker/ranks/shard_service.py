@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from functools import partial
 
@@ -25,39 +24,30 @@ from services.dense_worker.ranks.shard_runner import ShardRunner
 from services.dense_worker.ranks.shard_servicer import ShardServicer
 from services.dense_worker.standby import holds_weights, weight_bytes
 from services.pb import shard_pb2_grpc
-from services.rpc.client import read_peer_tls
-from services.rpc.server import GrpcServer, run_together
+from services.rpc.server import STOP_GRACE_S, Service, make_peer_server, run_together
 
 log = structlog.get_logger()
 
 SERVICE_NAME = "twostroke.shard.v1.DenseShard"
-STOP_GRACE_S = 1.0
 
 
-class ShardService:
-    """A `Service`. A standby has its weights, too, and serves when its address leads to it."""
+class ShardService(Service):
+    """A standby has its weights, too, and serves when its address leads to it."""
 
     def __init__(self, config: Config, options: ChildOptions) -> None:
+        super().__init__()
         self._config = config
         self._is_standby = options.standby is not None
         self._shape_file = options.shape_file
         self._rank = Rank.of(config.dense, options.rank)
         self._lifeline = None if options.lifeline is None else Lifeline(options.lifeline)
-        self._opened = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
         """Begins to answer health checks, and loads the rank's part of the weights."""
         config, rank = self._config, self._rank
         model = resolve_dense_model(config, rank, await read_decoder(self._shape_file, config.model))
         use_device(model.device, config.dense.num_threads)
-        tls = read_peer_tls(config.peers)
-        server = GrpcServer(
-            config.dense.address,
-            [SERVICE_NAME],
-            config.peers.max_message_bytes,
-            tls and tls.files,
-            setting="dense.address",
-        )
+        server = make_peer_server(config.dense.address, SERVICE_NAME, config.peers, setting="dense.address")
         bounds_s = config.channel.wait_timeout_s, config.watchdog.stall_timeout_s
         self._servicer = ShardServicer(rank, channel_spec(config, model), model.device, *bounds_s)
         shard_pb2_grpc.add_DenseShardServicer_to_server(self._servicer, server.server)
@@ -89,10 +79,6 @@ class ShardService:
             return await loop.run_in_executor(thread, partial(load_shard, *arguments, True))
         finally:
             thread.shutdown(wait=False)  # if this worker was asked to stop, it still works
-
-    async def stop(self) -> None:
-        """Closes everything that `start` opened, in reverse order."""
-        await self._opened.aclose()
 
 
 def load_shard(

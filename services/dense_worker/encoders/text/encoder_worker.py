@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 
 import torch
@@ -29,22 +28,22 @@ from services.dense_worker.engine.tracing import SequenceTracer
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.model.weights import heads_hash
 from services.dense_worker.readiness import Readiness
-from services.dense_worker.service import METRICS, STOP_GRACE_S, make_server, scheduler_limits
+from services.dense_worker.service import METRICS, make_server, scheduler_limits
 from services.dense_worker.servicer import DenseServicer
 from services.pb import dense_pb2
 from services.rpc.metrics import new_registry, serve_late_metrics, serving_metrics
-from services.rpc.server import run_together
+from services.rpc.server import STOP_GRACE_S, Service, run_together
 from services.rpc.tracing import tracing
 from services.rpc.watchdog import Watchdog
 
 
-class EncoderWorker:
-    """A `Service`. Like `DenseWorker`, it may be a standby, and another one may take over from it."""
+class EncoderWorker(Service):
+    """Like `DenseWorker`, it may be a standby, and another one may take over from it."""
 
     def __init__(self, config: Config, options: ChildOptions) -> None:
+        super().__init__()
         self._config = config
         self._options = options
-        self._opened = contextlib.AsyncExitStack()
         self._registry = new_registry("dense")
         self._metrics = DenseMetrics(self._registry)
         self._has_left = asyncio.Event()
@@ -108,10 +107,6 @@ class EncoderWorker:
         except asyncio.CancelledError:  # the worker was asked to stop, which is no crash
             await self._servicer.stop_serving(STOP_GRACE_S)
             raise
-
-    async def stop(self) -> None:
-        """Closes everything that `start` opened, in reverse order."""
-        await self._opened.aclose()
 
     async def _serve(self, readiness: Readiness) -> None:
         """Serves gateways whenever it may, until another dense worker takes over."""
