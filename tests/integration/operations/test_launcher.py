@@ -20,7 +20,15 @@ import pytest
 
 from services.channel.shm_cleanup import SHM_DIR
 from services.launch.run_directory import live_directories, remove_stale_directories, run_directory
-from tests.support.cluster import NO_STANDBYS, REPOSITORY, START_TIMEOUT_S, STOP_TIMEOUT_S, children_of, wait_for_log
+from tests.support.cluster import (
+    NO_STANDBYS,
+    REPOSITORY,
+    START_TIMEOUT_S,
+    STOP_TIMEOUT_S,
+    children_of,
+    free_port,
+    wait_for_log,
+)
 from tests.support.warm_process import WarmProcess, run_warm, warm_server
 
 
@@ -179,7 +187,7 @@ def test_a_model_without_a_class_of_transformers_is_refused_in_one_line(tmp_path
 
 
 def test_a_start_that_fails_leaves_no_link_behind(tmp_path: Path) -> None:
-    command = ["services.launch", "--gateway-processes", "2"]
+    command = ["services.launch", "--gateway-processes", "2", "--port", str(free_port())]
     for name in ("gateway.address", "dense.address"):  # several gateways cannot share a Unix socket
         command += ["--set", f"{name}=unix:{tmp_path}/{name}.sock"]
     result = run_warm(*command)

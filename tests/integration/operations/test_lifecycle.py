@@ -227,12 +227,8 @@ def test_a_worker_killed_without_open_streams_is_replaced(tmp_path: Path) -> Non
 
 def write_config(directory: Path) -> Path:
     config = directory / "config.toml"
-    config.write_text(
-        "".join(
-            f'[{section}]\naddress = "unix:{directory}/{section}.sock"\n'
-            for section in ("gateway", "dense", "attention")
-        )
-    )
+    sections = (f'[{name}]\naddress = "unix:{directory}/{name}.sock"\n' for name in ("attention", "dense", "gateway"))
+    config.write_text("".join(sections) + f'http_address = "unix:{directory}/http.sock"\n')
     return config
 
 
