@@ -117,7 +117,7 @@ class GatewaySection(Section):
     # logits and hidden states; beyond it requests wait. docs/operations.md says what counts how much
     max_held_bytes: Count = 512 * 2**20
     max_held_wait_s: Seconds = 5.0  # how long a request waits for memory while none of its client gets any
-    max_held_waiting: Count = 1024  # requests that may wait for memory at the same time; further ones are refused
+    max_held_waiting: Count = 2048  # requests that may wait for memory at the same time; further ones are refused
     max_num_waiting: Count = 4_000  # answers that have not started yet; further requests are refused
     max_num_waiting_tokens: Count = 4_000_000  # the same limit in prompt tokens; each takes about 100 bytes
     queue_timeout_s: Seconds = 600.0  # longest time that a request waits for its first step

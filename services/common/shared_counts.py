@@ -21,7 +21,9 @@ from services.common.errors import CapacityError, ConfigError, PeerError
 
 GAUGES = (  # of all callers
     *("preparing", "waiting", "waiting_tokens"),
-    *("held_bytes", "held_waiting", "held_by_waiting", "held_small"),
+    *("held_bytes", "held_waiting", "held_small"),
+    *("held_bodies", "held_unsettled"),
+    *("held_last_bodies_any", "held_last_bodies_little", "held_last_features_any", "held_last_features_little"),
     "resumable",
 )
 MAX_KEYS = 4096  # API keys with counts of their own; those that are gone keep their place

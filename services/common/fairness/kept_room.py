@@ -11,8 +11,12 @@ SMALL_PARTS = 64  # little is at most one part in so many
 
 def may_wait(limit: int, num_waiting: int, num_own: int, num_more: int) -> bool:
     """Whether a client with `num_own` of the `num_waiting` in a queue may add `num_more`, if the queue has room."""
-    is_small = num_own == 0 or num_own + num_more <= limit // SMALL_PARTS
-    return is_small or num_waiting + num_more <= limit - limit // KEPT_PARTS
+    return is_little(limit, num_own, num_more) or num_waiting + num_more <= limit - limit // KEPT_PARTS
+
+
+def is_little(limit: int, num_own: int, num_more: int) -> bool:
+    """Whether a client with `num_own` that adds `num_more` may use all of the limit."""
+    return num_own == 0 or num_own + num_more <= limit // SMALL_PARTS
 
 
 def refusal(what: str, num_more: int, limit: int) -> str:

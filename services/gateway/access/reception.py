@@ -23,7 +23,7 @@ from services.common.errors import CapacityError, DeadlineExceeded, InvalidReque
 from services.common.fairness.client_turns import Client
 from services.gateway.access.access import Access, Caller
 from services.gateway.resources.heavy_work import MAX_INLINE_BYTES, HeavyWork, work_for
-from services.gateway.resources.memory_budget import BYTES_PER_BODY_BYTE, HeldMemory, MemoryBudget
+from services.gateway.resources.memory_budget import BYTES_PER_BODY_BYTE, HeldMemory, MemoryBudget, hold_body
 
 # Open calls that need no key, such as health watches. The connections with such calls share the maximum evenly, but
 # each may have at least the minimum. One call takes about 16 KiB.
@@ -103,6 +103,7 @@ class Reception(grpc.aio.ServerInterceptor):
 
         async def receive(context: grpc.aio.ServicerContext) -> Any:
             held = HeldMemory(self._memory, self._identify(context))
+            hold_body(held)
             context.add_done_callback(lambda _: held.release())
             return await self._receive_one(context, handler, held)
 

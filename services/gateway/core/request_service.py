@@ -44,7 +44,7 @@ from services.gateway.request.model_names import ModelNames
 from services.gateway.request.prompt_embeds_reader import PromptEmbedsReader
 from services.gateway.request.source_reader import SourceReader
 from services.gateway.resources.heavy_work import HeavyWork
-from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
+from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget, settle_body
 from services.gateway.resources.repeatable import current_run
 from services.gateway.text.answer_grammar import refusal
 from services.gateway.text.grammar_trials import GrammarTrials
@@ -194,6 +194,8 @@ class RequestService:
             ticket.at_close(held.release)
             async with nullcontext() if part.is_being_read else self.reading([message], caller):
                 request = await self._read(message, caller, part, ticket, held)
+            held.settle()
+            settle_body()
             ticket.admit(request)
             if request.is_stepwise:
                 check_repeatable(request)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import Unauthenticated
 from services.gateway.access.access import Access
 from services.gateway.access.client_address import FORWARDED_FOR
+from services.gateway.http.connection import Connection
 from services.gateway.http.errors import error_response
 from services.gateway.resources.heavy_work import work_for
-from services.gateway.resources.memory_budget import BYTES_PER_BODY_BYTE, HeldMemory, MemoryBudget
+from services.gateway.resources.memory_budget import BYTES_PER_BODY_BYTE, HeldMemory, MemoryBudget, hold_body
 
 # Paths for probes, scrapers and browsers, which need no key. Their answers reveal nothing about requests. A POST to /
 # is a request for vectors, though.
@@ -56,7 +60,10 @@ class Authorize:
                 await error_response(error, scope)(scope, receive, send)
                 return
             work_for(caller.number)
-            held = scope["state"]["held"] = HeldMemory(self._memory, caller.number)
+            connection: Connection | None = scope["state"].get("connection")  # in tests there may be none
+            waiting = nullcontext if connection is None else connection.reads_nothing
+            held = scope["state"]["held"] = HeldMemory(self._memory, caller.number, waiting)
+            hold_body(held)
             try:
                 await self._app(scope, _counted(receive, held), send)
             finally:
@@ -71,7 +78,10 @@ def _counted(receive: Receive, held: HeldMemory) -> Receive:
     async def receive_counted() -> Message:
         message = await receive()
         if body := message.get("body"):
-            await held.reserve_body(BYTES_PER_BODY_BYTE * len(body), "its body")
+            try:
+                await held.reserve_body(BYTES_PER_BODY_BYTE * len(body), "its body")
+            except ClientDisconnect:
+                return {"type": "http.disconnect"}
         return message
 
     return receive_counted

@@ -1,12 +1,19 @@
-"""Cancels work when its client disconnects, so that no step runs for a request that nobody waits for."""
+"""Cancels work when its client disconnects, so that no step runs for a request that nobody waits for.
+
+While the body of a request waits for memory nothing of its connection is read, so that its end is not seen there:
+`Hangups` watches it instead. All of this runs in the event loop.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import contextlib
+import select
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import structlog
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 
 log = structlog.get_logger()
@@ -40,3 +47,75 @@ async def while_connected(scope: Scope, receive: Receive, work: Coroutine[Any, A
 async def _wait_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class Hangups:
+    """Tells when the other end of a socket has gone, whose data nobody reads meanwhile."""
+
+    def __init__(self) -> None:
+        self._epoll: select.epoll | None = None  # from the first that is watched on
+        self._watched = dict[int, Callable[[], None]]()  # by descriptor
+
+    @contextlib.contextmanager
+    def watching(self, descriptor: int, on_hangup: Callable[[], None]) -> Iterator[None]:
+        """Calls `on_hangup` once within the context, after the other end is closed. One context a descriptor."""
+        if self._epoll is None:
+            self._epoll = select.epoll()
+            asyncio.get_running_loop().add_reader(self._epoll.fileno(), self._look)
+        self._watched[descriptor] = on_hangup
+        self._epoll.register(descriptor, select.EPOLLRDHUP | select.EPOLLONESHOT)
+        try:
+            yield
+        finally:
+            if self._watched.get(descriptor) is on_hangup:
+                del self._watched[descriptor]
+            with contextlib.suppress(OSError):  # it is closed, or of another connection by now
+                self._epoll.unregister(descriptor)
+
+    def close(self) -> None:
+        """Watches nothing any more."""
+        if self._epoll is not None:
+            asyncio.get_running_loop().remove_reader(self._epoll.fileno())
+            self._epoll.close()
+
+    def _look(self) -> None:
+        assert self._epoll is not None, "it is read"
+        for descriptor, _ in self._epoll.poll(0):
+            if (on_hangup := self._watched.pop(descriptor, None)) is not None:
+                on_hangup()
+
+
+class Connection:
+    """What a request can be told of the connection that it came by."""
+
+    def __init__(self, transport: asyncio.Transport, hangups: Hangups) -> None:
+        self._transport, self._hangups = transport, hangups
+        self._on_lost: Callable[[], None] | None = None
+
+    def note_lost(self) -> None:
+        """The connection has ended."""
+        if self._on_lost is not None:
+            self._on_lost()
+
+    @contextlib.contextmanager
+    def reads_nothing(self) -> Iterator[None]:
+        """A context in which nothing is read. Raises `ClientDisconnect` as soon as the client disconnects."""
+        task, has_gone = asyncio.current_task(), False
+        assert task is not None, "a request runs in a task"
+
+        def cancel() -> None:
+            nonlocal has_gone
+            if not has_gone:
+                has_gone = True
+                task.cancel()
+
+        self._on_lost = cancel
+        try:
+            with self._hangups.watching(self._transport.get_extra_info("socket").fileno(), self._transport.abort):
+                yield
+        except asyncio.CancelledError:
+            if not has_gone or task.uncancel():
+                raise
+            raise ClientDisconnect from None
+        finally:
+            self._on_lost = None

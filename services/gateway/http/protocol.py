@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from services.common.config import GatewaySection
 from services.gateway.http.body_writer import BodyWriter
+from services.gateway.http.connection import Connection, Hangups
 from services.gateway.http.cross_origin import answer_headers
 from services.gateway.http.errors import error_body
 from services.gateway.http.request_id import REQUEST_ID_HEADER, new_request_id
@@ -66,6 +67,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     section: GatewaySection
     announce: Callable[[], None] = staticmethod(lambda: None)  # a request with a body has begun to arrive
+    hangups: Hangups
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -89,6 +91,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow: _Flow = _Flow(transport, self.loop.time)
+        self._connection = Connection(transport, self.hangups)
         most = self.section.max_connections
         if len(self.connections) > most:
             self._refuse(503, f"there are {most} connections, the limit", "too_many_connections")
@@ -104,6 +107,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
+        self._connection.note_lost()
 
     def data_received(self, data: bytes) -> None:
         if self._rest:  # the next iteration of the event loop goes on with it
@@ -218,6 +222,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         cycle.scope["state"]["body_writer"] = BodyWriter(cycle)
+        cycle.scope["state"]["connection"] = self._connection
         super()._start_asgi_task(cycle, _WithoutChunks(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
 
     def _refuse_headers(self) -> None:

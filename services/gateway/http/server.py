@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from services.common.config import GatewaySection
 from services.gateway.http.arrivals import Arrivals
+from services.gateway.http.connection import Hangups
 from services.gateway.http.cross_origin import CrossOrigin
 from services.gateway.http.envelope import Envelope
 from services.gateway.http.errors import Dialect
@@ -54,9 +55,10 @@ class HttpServer:
         self._shares_port = shares_port
         self._task: asyncio.Task[None] | None = None
         self._socket: socket.socket | None = None
+        self._hangups = Hangups()
         config = uvicorn.Config(
             Arrivals(CrossOrigin(Envelope(app, section, dialects), section.cors_origins)),
-            http=_protocol_of(section, announce),
+            http=_protocol_of(section, announce, self._hangups),
             ws="none",
             lifespan="off",
             interface="asgi3",
@@ -116,6 +118,7 @@ class HttpServer:
         await self._task
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
+        self._hangups.close()
         if self._listener is None and self._section.http_address.startswith("unix:"):
             Path(self._section.http_address.removeprefix("unix:")).unlink(missing_ok=True)
 
@@ -186,9 +189,12 @@ def _tls_options(tls: TlsFiles) -> dict[str, Any]:
     }
 
 
-def _protocol_of(of_gateway: GatewaySection, announce_request: Callable[[], None]) -> type[BoundedProtocol]:
+def _protocol_of(
+    of_gateway: GatewaySection, announce_request: Callable[[], None], of_server: Hangups
+) -> type[BoundedProtocol]:
     class Protocol(BoundedProtocol):
         section = of_gateway
         announce = staticmethod(announce_request)
+        hangups = of_server
 
     return Protocol

@@ -120,7 +120,7 @@ class Recording:
         Raises `NotResumable` if it is lost and nobody reads.
         """
         if self.lost is None:
-            reason = self._held.try_reserve(BYTES_PER_ITEM + len(item), "the answer of a resumable request")
+            reason = self._held.try_add(BYTES_PER_ITEM + len(item), "the answer of a resumable request")
             if reason is not None:
                 self._lose(f"the answer cannot be kept for resumption: {reason}")
         while self.lost is not None and (self._items or not self._readers):

@@ -69,7 +69,8 @@ class SoundReader:
             await held.reserve(found, *_FEATURES)
             found = await self._read(data, client, None)
             assert isinstance(found, Sound), "its memory is counted already"
-        held.add(-num_bytes_of_file)
+        held.give_back(num_bytes_of_file)
+        held.settle()
         return found
 
     async def _read(self, data: bytes, client: Client, held: HeldMemory | None) -> Sound | int:

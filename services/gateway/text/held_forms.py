@@ -73,4 +73,5 @@ class HeldForms:
         finally:
             del self._waiting[form]
             waiting.cancel()  # unless it has failed: the others look again
+        memory.settle()
         self._held[form] = _Held(memory)

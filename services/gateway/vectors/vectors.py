@@ -191,6 +191,7 @@ class Vectors:
             size = 2 if options.token_head is TokenHead.SPARSE else self.size  # a number, and the token's id
             num_bytes = 4 * size * num_vectors
             await held.reserve(num_bytes, "vectors", field, "send fewer inputs")
+            held.settle()
             caller.usage.open_request()
         except TwostrokeError as error:
             service.metrics.on_rejected(error)

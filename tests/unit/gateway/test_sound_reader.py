@@ -14,7 +14,7 @@ import pytest
 from transformers import WhisperFeatureExtractor, WhisperProcessor
 
 from services.common.errors import CapacityError, InvalidRequest
-from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
+from services.gateway.resources.memory_budget import BYTES_PER_BODY_BYTE, HeldMemory, MemoryBudget
 from services.gateway.sound import sound_reader
 from services.gateway.sound.decode import MAX_SHORT_S, read_sound
 from services.gateway.sound.sound_reader import Sound, SoundReader
@@ -300,3 +300,37 @@ def test_features_are_counted_before_another_file_is_decoded(run: Any) -> None:
         assert leaving.cancelled() and budget.num_held == 0
 
     run(body)
+
+
+def test_files_that_come_together_leave_room_for_their_features(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A data set at once, of one client: files that wait hold less memory than there is, and features twice as much."""
+    num_files, num_bytes = 200, 20_000
+
+    class Processes(FakeProcesses):
+        async def run(self, exchange: Any, timeout_s: float, what: str) -> Sound | None:
+            await super().run(exchange, timeout_s, what)
+            return Sound(np.zeros((2, num_bytes // 4), np.float32), 1.0)
+
+    async def body() -> None:
+        reader = SoundReader(tmp_path, 5)
+        monkeypatch.setattr(reader, "_processes", Processes())
+        budget = MemoryBudget(40 * num_bytes, max_wait_s=60, max_waiting=2 * num_files)
+
+        async def transcribe() -> None:
+            held = HeldMemory(budget, CLIENT)
+            for _ in range(4):
+                await held.reserve_body(BYTES_PER_BODY_BYTE * num_bytes // 4, "its body")
+                await asyncio.sleep(0)
+            held.give_back(held.num_bytes - num_bytes)  # the form
+            await reader.read(b"short", CLIENT, held)
+            assert held.num_bytes == 2 * num_bytes
+            await asyncio.sleep(0.001)
+            held.release()
+
+        await asyncio.gather(*(transcribe() for _ in range(num_files)))
+        assert budget.num_held == budget.num_waiting == 0
+        await reader.close()
+
+    asyncio.run(asyncio.wait_for(body(), 50))

@@ -88,7 +88,8 @@ def audio_routes(service: RequestService, section: GatewaySection, speech: Speec
         caller = request.state.caller
         service.count_requests(1, caller)
         held: HeldMemory = request.state.held
-        held.add(len(data) - held.num_bytes)  # of the form only the file is left, and nothing is made of it here
+        # Of the form only the file is left, and nothing is made of it here.
+        held.give_back(max(0, held.num_bytes - len(data)))
         sound = await _read(speech.reader, data, request, held)
         del data
         if sound is None:

@@ -20,7 +20,7 @@ from services.gateway.apis.triton.messages import decode_infer_request, encode_r
 from services.gateway.apis.triton.models import find_model
 from services.gateway.apis.triton.tensors import Tensor
 from services.gateway.core.chunks import MAX_INLINE_VALUES
-from services.gateway.resources.memory_budget import HeldMemory
+from services.gateway.resources.memory_budget import HeldMemory, hold_body
 from services.pb import triton_pb2, triton_pb2_grpc
 
 log = structlog.get_logger()
@@ -113,7 +113,7 @@ class TritonServicer(triton_pb2_grpc.GRPCInferenceServiceServicer):
         with self._slow_readers.watching(context, "") as call:
             try:
                 async for request in self._until_idle(requests, running):
-                    task = asyncio.create_task(self._run(request.message, call, lock, caller))
+                    task = asyncio.create_task(self._run(request, call, lock, caller))
                     running.add(task)
                     task.add_done_callback(running.discard)
                     task.add_done_callback(lambda _, request=request: request.release())
@@ -158,10 +158,10 @@ class TritonServicer(triton_pb2_grpc.GRPCInferenceServiceServicer):
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
-    async def _run(
-        self, message: triton_pb2.ModelInferRequest, call: WatchedCall, lock: asyncio.Lock, caller: Caller
-    ) -> None:
+    async def _run(self, streamed: StreamedRequest, call: WatchedCall, lock: asyncio.Lock, caller: Caller) -> None:
         """Answers one request of a stream."""
+        hold_body(streamed.held)
+        message: triton_pb2.ModelInferRequest = streamed.message
         try:
             request = self._decode(message, call.context)
             if request.is_stop:

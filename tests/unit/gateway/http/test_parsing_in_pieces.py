@@ -13,6 +13,7 @@ from uvicorn.server import ServerState
 
 from services.common.config import GatewaySection
 from services.gateway.http import protocol
+from services.gateway.http.connection import Hangups
 from services.gateway.http.protocol import BoundedProtocol
 from tests.support.running_gateway import run, until
 
@@ -21,6 +22,7 @@ CHUNKED = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 class Connection(BoundedProtocol):
     section = GatewaySection()
+    hangups = Hangups()
 
 
 class FakeTransport(asyncio.Transport):

@@ -6,13 +6,17 @@ import asyncio
 import http.client
 import json
 import socket
+import struct
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from services.gateway import service
+from services.gateway.resources.memory_budget import MemoryBudget
 from tests.support.clients.http_clients import connect, connect_socket, request_bytes
+from tests.support.cluster import free_port
 from tests.support.running_gateway import run, running_gateway, until
 from tests.support.workers.fake_dense import FakeDense
 
@@ -177,5 +181,46 @@ def test_a_body_gets_no_408_while_it_waits_for_memory(tmp_path: Path) -> None:
             holder.close()
             assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
             writer.close()
+
+    run(body())
+
+
+@pytest.mark.parametrize("sends_all", [True, False], ids=["whole body", "part of the body"])
+@pytest.mark.parametrize("resets", [True, False], ids=["reset", "closed"])
+def test_a_client_that_leaves_while_its_body_waits_for_memory_frees_its_place_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, sends_all: bool, resets: bool
+) -> None:
+    """Nobody gets memory meanwhile, and nothing of its connection is read."""
+    data = json.dumps({"prompt": "Hello"}).encode() + b" " * 1_000_000
+    large = request_bytes("/v1/completions", data, {"host": "localhost"})
+
+    budgets = list[MemoryBudget]()
+
+    def make_budget(*limits: Any) -> MemoryBudget:
+        budgets.append(MemoryBudget(*limits))
+        return budgets[-1]
+
+    monkeypatch.setattr(service, "MemoryBudget", make_budget)
+
+    async def body() -> None:
+        dense = FakeDense(lambda submit: [5])  # and then no more tokens
+        limits: dict[str, Any] = {"max_held_bytes": 5_000_000, "max_held_wait_s": 60.0, "max_held_waiting": 1}
+        port = free_port()
+        async with running_gateway(tmp_path, dense, http_address=f"127.0.0.1:{port}", **limits):
+            [budget] = budgets
+            _, holder = await asyncio.open_connection("127.0.0.1", port)
+            holder.write(large)
+            await until(lambda: len(dense.running) == 1)
+            for _ in range(3):  # each has the only place
+                _, leaving = await asyncio.open_connection("127.0.0.1", port)
+                leaving.write(large if sends_all else large[:300_000])
+                await until(lambda: budget.num_waiting == 1)
+                if resets:
+                    linger = struct.pack("ii", 1, 0)
+                    leaving.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                leaving.transport.abort()
+                await until(lambda: budget.num_waiting == 0)
+            assert len(dense.submits) == 1
+            holder.close()
 
     run(body())

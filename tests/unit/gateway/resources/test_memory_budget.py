@@ -124,7 +124,9 @@ def test_what_does_not_fit_waits_until_it_does_clients_in_turns_and_each_in_orde
 def test_a_small_request_of_another_client_passes_those_that_wait() -> None:
     async def test() -> None:
         budget = MemoryBudget(6400, LONG_S, 10)
-        await HeldMemory(budget, GREEDY).reserve(5000, "logits")
+        running = HeldMemory(budget, GREEDY)
+        await running.reserve(5000, "logits")
+        running.settle()
         waiting = asyncio.create_task(HeldMemory(budget, GREEDY).reserve(1000, "logits"))
         await settle()
         await HeldMemory(budget, OTHER).reserve(100, "its body")
@@ -138,29 +140,96 @@ def test_a_small_request_of_another_client_passes_those_that_wait() -> None:
     run(test())
 
 
-@pytest.mark.parametrize("clients", [(ANYBODY,), (GREEDY,), (GREEDY, OTHER)])
-def test_uploads_that_arrive_together_do_not_wait_for_each_other(clients: tuple[tuple[int, int], ...]) -> None:
-    """Each fits alone, all together do not: some end at once, and the others arrive."""
+MANY = tuple((0, number) for number in range(1, 41))
+
+
+@pytest.mark.parametrize("clients", [(ANYBODY,), (GREEDY,), (GREEDY, OTHER), MANY], ids=["any", "one", "two", "many"])
+@pytest.mark.parametrize("features", [(), (40_000,), (80_000,) * 3], ids=["bodies", "small ones", "large ones"])
+def test_requests_that_come_together_wait_for_each_other_only_as_long_as_others_end(
+    clients: tuple[tuple[int, int], ...], features: tuple[int, ...]
+) -> None:
+    """A few fit at once. A body comes in pieces, and what is made of it is asked for in parts."""
 
     async def test() -> None:
-        budget = MemoryBudget(1000, LONG_S, 100)  # nobody may wait for so long
+        budget = MemoryBudget(1_000_000, LONG_S, 1000)  # nobody may wait for so long
+        most = 0
 
-        async def upload(client: tuple[int, int]) -> bool:
-            held = HeldMemory(budget, client)
+        async def request(client: tuple[int, int]) -> None:
+            nonlocal most
+            body, made = HeldMemory(budget, client), HeldMemory(budget, client)
             try:
-                for _ in range(30):
-                    await held.reserve(10, "its body")
+                for _ in range(10):
+                    await body.reserve_body(6_000, "its body")
                     await asyncio.sleep(0)
-                return True
-            except CapacityError as error:
-                assert "are held by requests that wait for more" in str(error)
-                return False
+                for num_bytes in features:
+                    await made.reserve(num_bytes, "pictures")
+                    await asyncio.sleep(0)
+                made.settle()
+                body.settle()
+                most = max(most, budget.num_held)
+                await asyncio.sleep(0.001)
             finally:
-                held.release()
+                made.release()
+                body.release()
 
-        arrived = await asyncio.gather(*(upload(clients[index % len(clients)]) for index in range(8)))
-        assert 2 <= sum(arrived) < 8, "there is room for two or three at a time"
-        assert (budget.num_waiting, budget.num_held, budget._held_by_waiting.total) == (0, 0, 0)
+        await asyncio.gather(*(request(clients[index % len(clients)]) for index in range(200)))
+        assert 400_000 < most <= 1_000_000
+        check_empty(budget)
+
+    run(test())
+
+
+def check_empty(budget: MemoryBudget) -> None:
+    counts = (budget._held, budget._held_waiting, budget._held_small, budget._unsettled, budget._bodies)
+    assert not any(each.total for each in counts)
+    assert not any(each.count.total or each.holder for each in budget._last.values())
+    assert not any(queue.waiting for queue in budget._queues.values())
+    assert not budget._held_of and not budget._waiting_of and not budget._granted_s
+
+
+def test_who_leaves_makes_room_for_those_that_waited_for_it() -> None:
+    """Also one that was the last to get more."""
+
+    async def test() -> None:
+        budget = MemoryBudget(1_000_000, LONG_S, 10)
+        held = [HeldMemory(budget, ANYBODY) for _ in range(4)]
+        for each in held:
+            await each.reserve(240_000, "pictures")
+        assert budget.num_held == 960_000, "the last one has gone beyond the line"
+        waiting = [asyncio.create_task(each.reserve(30_000, "pictures")) for each in held[:3]]
+        await settle()
+        assert budget.num_waiting == 3
+        await held[3].reserve(40_000, "pictures")
+        held[3].release()
+        await waiting[0]
+        held[0].settle()  # it goes on
+        held[0].release()
+        await asyncio.gather(*waiting[1:])
+        for each in held[1:]:
+            each.release()
+        check_empty(budget)
+
+    run(test())
+
+
+def test_a_client_that_waits_often_leaves_places_for_others() -> None:
+    async def test() -> None:
+        budget = MemoryBudget(6400, LONG_S, 64)
+        full = HeldMemory(budget, ANYBODY)
+        full.add(6400)
+        waiting = [asyncio.create_task(HeldMemory(budget, GREEDY).reserve(100, "logits")) for _ in range(60)]
+        await settle()
+        refused = [each.exception() for each in waiting if each.done()]
+        assert len(refused) == 4 and budget.num_waiting == 56
+        assert "56 of 56 requests that wait; with 1 more it would use the last 1/8 of the limit" in str(refused[0])
+        waiting += [asyncio.create_task(HeldMemory(budget, (0, 2 + i)).reserve(100, "logits")) for i in range(9)]
+        await settle()
+        assert budget.num_waiting == 64 and "64 requests wait already" in str(waiting[-1].exception())
+        for each in waiting:
+            each.cancel()
+        await asyncio.wait(waiting)
+        full.release()
+        check_empty(budget)
 
     run(test())
 
@@ -171,6 +240,7 @@ def test_an_upload_waits_for_what_works_and_goes_before_those_that_hold_nothing(
         working, upload = HeldMemory(budget, GREEDY), HeldMemory(budget, GREEDY)
         await upload.reserve(100, "its body")
         await working.reserve(700, "logits")
+        working.settle()
         first = asyncio.create_task(HeldMemory(budget, GREEDY).reserve(600, "logits"))
         await settle()
         await upload.reserve(10, "its body")  # there is room for it, though another request waits

@@ -10,7 +10,6 @@ from typing import Any
 import httpx2
 import pytest
 
-from services.common.fairness.client_turns import Client
 from services.gateway.resources.memory_budget import MemoryBudget
 from tests.support.clients.gateway_calls import EOS, REFERENCE, ids
 from tests.support.clients.http_clients import events
@@ -340,9 +339,9 @@ def test_a_request_that_waits_for_memory_is_ended(
     budgets = set[MemoryBudget]()
     wait_for = MemoryBudget._wait_for
 
-    async def noted(budget: MemoryBudget, client: Client, place: asyncio.Future[None]) -> None:
+    async def noted(budget: MemoryBudget, place: Any) -> None:
         budgets.add(budget)
-        await wait_for(budget, client, place)
+        await wait_for(budget, place)
 
     monkeypatch.setattr(MemoryBudget, "_wait_for", noted)
 
@@ -373,10 +372,10 @@ def test_a_request_is_ended_again_while_it_ends(tmp_path: Path, monkeypatch: pyt
     waiting, ending = set[MemoryBudget](), asyncio.Event()
     wait_for, may_end = MemoryBudget._wait_for, asyncio.Event()
 
-    async def leave_slowly(budget: MemoryBudget, client: Client, place: asyncio.Future[None]) -> None:
+    async def leave_slowly(budget: MemoryBudget, place: Any) -> None:
         waiting.add(budget)
         try:
-            await wait_for(budget, client, place)
+            await wait_for(budget, place)
         finally:
             ending.set()
             await may_end.wait()
@@ -415,9 +414,9 @@ def test_one_of_a_batch_that_waits_for_memory_ends_alone(tmp_path: Path, monkeyp
     waiting = list[MemoryBudget]()
     wait_for = MemoryBudget._wait_for
 
-    async def noted(budget: MemoryBudget, client: Client, place: asyncio.Future[None]) -> None:
+    async def noted(budget: MemoryBudget, place: Any) -> None:
         waiting.append(budget)
-        await wait_for(budget, client, place)
+        await wait_for(budget, place)
 
     monkeypatch.setattr(MemoryBudget, "_wait_for", noted)
 
