@@ -31,9 +31,9 @@ SLOW_S = 0.0005  # a sequence that takes less is in each step
 MAX_STEP_S = 0.15  # the next step may take longer than the last ones, and streams wait for all of it
 MIN_PROMPT_TOKENS = 32  # however long they take: with fewer, weights are read for too little
 FIRST_PROMPT_TOKENS = 128  # while no step has been measured
-# Products of many rows on a GPU have tiles of so many, and one that is not full takes as long as one that is. Steps of
-# whole pairs of tiles are faster than others by another 1 to 3 %.
-TILE_ROWS, PAIR_ROWS = 128, 256
+TILE_ROWS = 128  # of products of many rows on a GPU: a tile that is not full takes as long as one that is
+# Sizes of which a step best has a multiple: the tiles of small products then fill all of the GPU, or half of it.
+STEP_ROWS = (4 * TILE_ROWS, 2 * TILE_ROWS, TILE_ROWS)
 MAX_TILED_ROWS = 2048  # in longer steps one tile is too little to matter
 _NUM_STEPS_KEPT = 8
 _LEAST_S = 1e-6  # that a step takes, by any clock
@@ -327,7 +327,7 @@ def fill_tiles(num_rows: int, num_wanted: int) -> int:
     wait: their prompts fill the tiles of that one.
     """
     if num_rows >= TILE_ROWS and num_rows + num_wanted <= MAX_TILED_ROWS:
-        for size in (PAIR_ROWS, TILE_ROWS):
+        for size in STEP_ROWS:
             num_left = (num_rows + num_wanted) % size
             if 2 * num_left <= num_wanted:
                 return num_wanted - num_left

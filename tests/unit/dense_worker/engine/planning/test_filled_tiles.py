@@ -26,7 +26,7 @@ class LargeCluster(Cluster):
     def __init__(self, num_streams: int, num_more: int, **options: Any) -> None:
         num_seqs = num_streams + num_more
         super().__init__(
-            num_blocks=60 * num_seqs, max_num_seqs=num_seqs, max_num_batched_tokens=BUDGET, max_model_len=600, **options
+            num_blocks=90 * num_seqs, max_num_seqs=num_seqs, max_num_batched_tokens=BUDGET, max_model_len=800, **options
         )
         self.scheduler = Scheduler(self.limits)
         self.scheduler.begin(new_session(self.cache))
@@ -82,7 +82,7 @@ def test_few_streams_wait_for_no_tile() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "num_rows"), [(100, 250), (107, 256), (212, 256), (213, 363), (300, 384), (490, 512)]
+    ("length", "num_rows"), [(100, 250), (107, 256), (212, 256), (213, 363), (300, 384), (490, 512), (650, 512)]
 )
 def test_at_least_a_half_of_the_prompts_tokens_is_computed(length: int, num_rows: int) -> None:
     cluster = LargeCluster(150, 1)
