@@ -178,6 +178,10 @@ class PreparedModel:
             num_bytes += self.images.num_bytes
         return num_bytes + sum(each.num_bytes for each in self._all_held() if not each.are_held())
 
+    def read_ahead(self) -> None:
+        """Does already what features do when the model is loaded."""
+        self.grammars.begin()
+
     def _all_held(self) -> list[HeldWeights[Any]]:
         return [
             each
@@ -306,7 +310,7 @@ def prepare_model(
         # Meanwhile, because it takes seconds if Triton has them not in its cache. What fails there fails again later.
         threading.Thread(target=_compile_sampling, args=(model,), name="compile-sampling", daemon=True).start()
     section, scheduler = config.model, config.scheduler
-    grammars = Grammars(lambda: _read_vocabulary(section, model))  # begins now: reading it holds the lock
+    grammars = Grammars(lambda: _read_vocabulary(section, model))
     limits = Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
     heads_of = None if scheduler.speculation_model is None else scheduler.speculation
     sees_pictures = why_no_pictures(config, model) is None

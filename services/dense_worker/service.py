@@ -53,6 +53,7 @@ METRICS = "dense.metrics_address"
 log = structlog.get_logger()
 
 SERVICE_NAME = "twostroke.dense.v1.DenseWorker"
+READ_AHEAD_S = 1.0  # after loading: most workers are attached by then, which reading would delay
 # After this time gateways reconnect and resolve the addresses of our name again; open streams stay.
 MAX_CONNECTION_AGE_MS = 60_000
 
@@ -97,6 +98,8 @@ class DenseWorker(Service):
             self._metrics.watch_encoders(encoders)
         self._start_engine(observers)
         self._announce(bound_address)
+        for feature in self._model.features:
+            self._loop.call_later(READ_AHEAD_S, feature.read_ahead)
 
     async def run(self) -> None:
         """Runs until cancelled. Raises errors of the engine or of the client of the attention worker."""
@@ -137,6 +140,7 @@ class DenseWorker(Service):
         try:
             run = partial(self._loop.run_in_executor, thread)
             prepared = await run(prepare_model, config, resolved, report, self._lifeline)
+            await run(prepared.read_ahead)
             num_bytes = await run(prepared.own_weight_bytes)
             if await run(holds_weights, self._options.standby, resolved, num_bytes):
                 return await run(partial(prepared.load, takes_over=True))

@@ -27,6 +27,7 @@ from services.dense_worker.kernels.linear.linear_choice import (
     ROW_BUCKETS,
     TILED_BUCKETS,
     LinearKernel,
+    row_bucket,
     time_in_graph_us,
 )
 from services.dense_worker.kernels.linear.matmul_choice import has_choice
@@ -55,7 +56,8 @@ class CudaBackend(TorchBackend):
     """The same segments on CUDA, in float32, bfloat16 or float16, for one thread and one stream.
 
     The constructor compiles the kernels and measures which are faster (`LinearChoice`), which takes seconds and waits
-    for the device. No method but `choose_products` waits for the device afterwards.
+    for the device. No method but `choose_products` waits for the device afterwards: it measures what graphs of more
+    than one row need.
 
     Workspaces have room for `max_num_tokens` tokens and keep their addresses. `first` allocates the residual, which
     `middle` overwrites; `last` allocates the logits and its rows. During a capture this memory comes from the graph's
@@ -77,7 +79,8 @@ class CudaBackend(TorchBackend):
     ) -> None:
         """`is_deterministic`: the bits of a row do not depend on the other rows of a step.
 
-        `operations`: others than the plain ones. `rows_of_graphs`: numbers of rows for which products may be chosen.
+        `operations`: others than the plain ones. `rows_of_graphs`: numbers of rows for which `choose_products` will be
+        called.
         """
         self._config, self._max_num_tokens, self._dtype = config, max_num_tokens, weights.dtype
         operations = operations or CudaOperations(
@@ -90,6 +93,8 @@ class CudaBackend(TorchBackend):
         self._measured_segments = _segments_of_each_kind(self._segments.middle, _MEASURED_LAYERS - 1)
         self._distinct_segments = _segments_of_each_kind(self._segments.middle, _DISTINCT_LAYERS)
         self._has_tiles = False  # for some layer
+        # What `choose_products` measures, by bucket: layers with kernels of ours, and numbers of tokens.
+        self._unmeasured = dict[int | None, tuple[list[Linear], int]]()
         self._strokes: list[RowStroke | None] = [None] * len(self._segments.middle)  # None: kernels of its products
         has_strokes = type(operations) is CudaOperations and not is_deterministic
         shapes = self._shapes_of_strokes() if has_strokes else []
@@ -98,7 +103,7 @@ class CudaBackend(TorchBackend):
                 if isinstance(shape, StrokeShape):
                     # An error comes again, and is logged, where the kernel is loaded.
                     threads.submit(compile_stroke, operations.launcher, shape, weights.device)
-            self._choose_kernels(_linears_of_each_kind(weights))
+            self._choose_kernels(_linears_of_each_kind(weights), rows_of_graphs)
         self._choose_strokes(shapes)
         if lora is not None:
             with lora.compiling():
@@ -156,20 +161,28 @@ class CudaBackend(TorchBackend):
 
     def choose_products(self, num_rows: int) -> None:
         """Measures once which products of so many rows are fastest, where there is a choice. Waits for the device."""
-        if num_rows not in self._rows_to_choose:
+        unmeasured = self._unmeasured.pop(row_bucket(num_rows), None)
+        if unmeasured is None and num_rows not in self._rows_to_choose:
             return
-        self._rows_to_choose.remove(num_rows)
         before = [loads.clone() for loads in self._loads]
         try:
-            with self._operations.products.matmuls.choosing():
-                self._random_step(num_rows)()
+            if unmeasured is not None:
+                linears, most_rows = unmeasured
+                self._operations.products.choice.measure(linears, most_rows, self._random_step(most_rows))
+            if num_rows in self._rows_to_choose:
+                self._rows_to_choose.remove(num_rows)
+                with self._operations.products.matmuls.choosing():
+                    self._random_step(num_rows)()
         except torch.OutOfMemoryError as error:
             log.warning("no room to measure products", num_rows=num_rows, reason=str(error))
         for loads, counted in zip(self._loads, before, strict=True):
             loads.copy_(counted)  # those were no tokens of requests
 
-    def _choose_kernels(self, linears: list[Linear]) -> None:
-        """Measures whole steps. `linears` has one of each kind of layer, in the order of a step."""
+    def _choose_kernels(self, linears: list[Linear], rows_of_graphs: Sequence[int]) -> None:
+        """Measures whole steps. `linears` has one of each kind of layer, in the order of a step.
+
+        Steps of several rows that have graphs are left to `choose_products`, with kernels of ours until then.
+        """
         operations = self._operations
         for linear in linears:
             if not isinstance(linear.weight, PlainWeight):
@@ -194,8 +207,11 @@ class CudaBackend(TorchBackend):
                     self._random_step(num_tokens, layers)()
         sizes = [(streamed, num_tokens) for num_tokens in ROW_BUCKETS if num_tokens <= self._max_num_tokens]
         sizes += [(tiled, num_tokens) for num_tokens in self._tiled_sizes()]
-        with progress_bar("choosing kernels", len(sizes), " sizes") as advance:
-            for layers, num_tokens in sizes:
+        later = {row_bucket(num_rows) for num_rows in rows_of_graphs if num_rows > 1}
+        self._unmeasured = {row_bucket(size): (layers, size) for layers, size in sizes if row_bucket(size) in later}
+        now = [(layers, size) for layers, size in sizes if row_bucket(size) not in later]
+        with progress_bar("choosing kernels", len(now), " sizes") as advance:
+            for layers, num_tokens in now:
                 choice.measure(layers, num_tokens, self._random_step(num_tokens))
                 advance(1)
 

@@ -43,6 +43,9 @@ class Feature:
     def attached(self, ranks: LeadingRanks | None) -> None:
         """A new attachment begins; all sequences will be opened again. `ranks`: those that compute its steps, too."""
 
+    def read_ahead(self) -> None:
+        """Begins to read what its first sequence needs. It may hold the interpreter lock for tenths of a second."""
+
     def max_hidden_rows(self, max_num_seqs: int, max_num_tokens: int) -> int:
         """How many hidden states a step within these limits takes of sequences without output; 0: it has none."""
         return 0

@@ -59,6 +59,10 @@ class GrammarFeature(Feature):
         """`grammars` end with this feature."""
         self._grammars = grammars
 
+    def read_ahead(self) -> None:
+        """Begins to read the vocabulary."""
+        self._grammars.begin()
+
     def close(self) -> None:
         """Ends the threads that compile."""
         self._grammars.close()

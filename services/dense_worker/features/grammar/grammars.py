@@ -13,7 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -57,9 +57,10 @@ class _Compiled:
 
 
 class Grammars:
-    """Compiled grammars by their values. Begins at once to read the vocabulary; `close` ends the threads.
+    """Compiled grammars by their values. Call `begin`, if the vocabulary is to be ready before the first sequence, and
+    finally `close`, which ends the threads.
 
-    A thread begins with the priority of the one that starts it. A standby makes this object at low priority, at which
+    A thread begins with the priority of the one that starts it. A standby calls `begin` at low priority, at which
     only the vocabulary is read: all other threads start when a sequence first needs them. Those that find masks have
     the event loop's priority, since steps wait for them.
     """
@@ -68,15 +69,23 @@ class Grammars:
         """`num_mask_threads`: that find masks that take long; None: as many as suit the machine."""
         num_cores = os.cpu_count() or 1
         self._num_mask_threads = num_mask_threads or min(MAX_MASK_THREADS, num_cores // 2)
-        reading = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._loaded = reading.submit(_load, read_vocabulary)
-        reading.shutdown(wait=False)  # it ends when it has read
+        self._read_vocabulary = read_vocabulary
+        self._loaded: Future[tuple[Vocabulary, LLTokenizer]] | None = None  # None: not begun
         self._threads = ThreadPoolExecutor(NUM_THREADS, "grammar", os.nice, (NICENESS,))
         self._turns = ClientTurns(NUM_THREADS)
         self._mask_threads: MaskThreads | None = None  # event loop
         self._lock = threading.Lock()  # of all below
         self._kept: OrderedDict[StructuredOutput, _Compiled] = OrderedDict()  # the least recently used first
         self._num_bytes = 0
+
+    def begin(self) -> Future[tuple[Vocabulary, LLTokenizer]]:
+        """Begins to read the vocabulary, unless that has begun, which takes the lock for tenths of a second."""
+        with self._lock:
+            if self._loaded is None:
+                reading = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+                self._loaded = reading.submit(_load, self._read_vocabulary)
+                reading.shutdown(wait=False)  # it ends when it has read
+            return self._loaded
 
     async def make(self, spec: SequenceSpec, output_token_ids: SequenceOf[int]) -> GrammarMatcher:
         """The matcher of a sequence whose output has a grammar; it has followed the output so far.
@@ -99,7 +108,7 @@ class Grammars:
         structure = spec.sampling.structured_output
         assert structure is not None, "only a sequence with structured output has a grammar"
         try:
-            vocabulary, tokenizer = self._loaded.result()
+            vocabulary, tokenizer = self.begin().result()
             kept = self._find(structure) or self._compile(structure, tokenizer, vocabulary)
             lexer = self._choose_lexer(kept, tokenizer)
             grammar = self._follow(spec, output_token_ids, lexer, vocabulary, mask_threads)

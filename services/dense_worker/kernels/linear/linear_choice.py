@@ -9,6 +9,7 @@ previous kernel depends on both. So whole steps are timed, and one layer's kerne
 from __future__ import annotations
 
 import enum
+import math
 import statistics
 from collections.abc import Callable, Hashable, Sequence
 
@@ -61,19 +62,21 @@ class LinearChoice:
         """Replaces our kernel for so many rows by cuBLAS wherever that makes `run_step` faster.
 
         `linears` has one of each kind of layer with such a kernel; `run_step` enqueues a step of `num_rows` tokens with
-        the current choice. Waits for the device; only for the start of the worker.
+        the current choice. Waits for the device. After an error our kernel runs what was not measured.
         """
         own = _own_kernel(num_rows)
         keys = [_key(linear, num_rows) for linear in linears]
         self._kernels |= dict.fromkeys(keys, own)
         own_us = fastest_us = time_in_graph_us(run_step)
         for key in keys:
-            self._kernels[key] = LinearKernel.CUBLAS
-            step_us = time_in_graph_us(run_step)
-            if step_us < fastest_us * (1 - _MIN_GAIN):
-                fastest_us = step_us
-            else:
-                self._kernels[key] = own
+            self._kernels[key], step_us = LinearKernel.CUBLAS, math.inf
+            try:
+                step_us = time_in_graph_us(run_step)
+            finally:
+                if step_us < fastest_us * (1 - _MIN_GAIN):
+                    fastest_us = step_us
+                else:
+                    self._kernels[key] = own
         log.info(
             "linear kernels chosen",
             max_rows=row_bucket(num_rows),

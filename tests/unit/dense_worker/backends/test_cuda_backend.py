@@ -14,7 +14,7 @@ from services.dense_worker.backends import DenseBackend, InputEmbeds
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.kernels.linear import matmul_choice
 from services.dense_worker.kernels.linear.linear import Linear
-from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
+from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel, row_bucket
 from services.dense_worker.kernels.stroke.row_stroke import StrokeShape
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import empty_weights
@@ -360,3 +360,38 @@ def test_products_are_chosen_once_for_each_graph_with_prompts_and_for_no_others(
     backend.choose_products(96)
     run_step(backend, config, torch.float16, [*range(90)], [0])
     assert not measured, "no step waits for a measurement"
+
+
+def test_kernels_of_several_rows_are_chosen_once_before_their_first_graph(
+    launches: LaunchRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuBLAS is the faster one here, as soon as it is measured."""
+    from services.dense_worker.backends.cuda_backend import CudaBackend
+
+    measured = list[int]()
+
+    def measure(choice: LinearChoice, linears: Sequence[Linear], num_rows: int, run: Callable[[], object]) -> None:
+        measured.append(num_rows)
+        choice._kernels |= {key: LinearKernel.CUBLAS for key in choice._kernels if key[-1] == row_bucket(num_rows)}
+
+    monkeypatch.setattr(LinearChoice, "measure", measure)
+    config, weights = make("llama")
+    CudaBackend(weights, config, MAX_NUM_TOKENS)
+    assert measured == [1, 16, 32, 64], "there are no graphs"
+    measured.clear()
+    backend = CudaBackend(weights, config, MAX_NUM_TOKENS, rows_of_graphs=(1, 8, 16, 24))
+    assert measured == [1, 64], "of 64 there is none"
+
+    def launched(num_rows: int) -> str:
+        launches.launches.clear()
+        run_step(backend, config, torch.float16, [*range(num_rows)], [0])
+        return " ".join(launches.launches)
+
+    assert "skinny" in launched(8) and "skinny" in launched(24), "ours until then"
+    for num_rows in (1, 16, 8, 16):
+        backend.choose_products(num_rows)
+    assert measured == [1, 64, 16]
+    assert "skinny" not in launched(8) and "skinny" in launched(24)
+    backend.choose_products(24)
+    assert measured == [1, 64, 16, 32]
+    assert "skinny" not in launched(24)

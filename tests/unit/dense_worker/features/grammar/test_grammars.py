@@ -321,7 +321,7 @@ def test_threads_that_compile_leave_the_cpu_to_steps_and_those_that_find_masks_d
     before = {*os.listdir("/proc/self/task")}
     with low_priority_thread() as thread:
         made = thread.submit(Grammars, lambda: vocabulary, 3).result()
-        made._loaded.result()
+        thread.submit(made.begin).result().result()
     prepared(made, sequence("a"))
     own = os.getpriority(os.PRIO_PROCESS, 0)
     assert own < 19, "else nothing can have a lower one"
