@@ -1,4 +1,4 @@
-"""`GatewayEngine`: what gateways need of `Engine`, and of `EncoderEngine`, which has no attention worker."""
+"""`GatewayEngine`: what gateways need of `Engine`, and of the engine of vectors, which has no attention worker."""
 
 from __future__ import annotations
 
