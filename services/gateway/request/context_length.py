@@ -5,6 +5,8 @@ from __future__ import annotations
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.pb import gateway_pb2
 
+SHORTEN = "Please reduce the length of the input prompt: it is longer than the model's context length allows."
+
 
 def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
     """Raises `ContextLengthExceeded` if a prompt leaves no room for one token of an answer."""
@@ -58,14 +60,16 @@ def _asks_too_much(num_prompt_tokens: int, field: str, value: int, max_model_len
         f"{num_prompt_tokens + value} were requested: {num_prompt_tokens} of the prompt and {value} by {field}",
         field,
         num_prompt_tokens,
+        advice=f"Please reduce {field} or the length of the input prompt.",
     )
 
 
 def too_long(
-    max_model_len: int, what: str, param: str, num_prompt_tokens: int | None = None
+    max_model_len: int, what: str, param: str, num_prompt_tokens: int | None = None, *, advice: str = SHORTEN
 ) -> ContextLengthExceeded:
     """The error of a prompt or an answer that does not fit; `param` is the field to blame."""
     # Clients that shorten a chat and retry look for these first words; LangChain looks for the code, also in the text.
+    # The advice has the words of vLLM and SGLang.
     text = f"This model's maximum context length is {max_model_len} tokens, but {what}"
-    message = f"{text} ({ContextLengthExceeded.code})"
+    message = f"{text} ({ContextLengthExceeded.code}). {advice}"
     return ContextLengthExceeded(message, param, max_model_len=max_model_len, num_prompt_tokens=num_prompt_tokens)

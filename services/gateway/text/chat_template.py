@@ -92,8 +92,8 @@ class ChatTemplate:
             raise InvalidRequest("this model has no chat template: send a prompt instead of a chat")
         if chat.continue_final_message and chat.add_generation_prompt:
             raise InvalidRequest(
-                "continue_final_message and add_generation_prompt are both true: the first continues the last "
-                "message, the second begins another one",
+                "Cannot set both `continue_final_message` and `add_generation_prompt` to True. The first continues "
+                "the last message, the second begins another one",
                 "continue_final_message",
             )
         if chat.continue_final_message and not chat.messages[-1].content:

@@ -181,7 +181,8 @@ class Vectors:
         try:
             if options.max_tokens is not None and options.max_tokens > service.model.max_model_len:
                 raise InvalidRequest(
-                    f"truncate_prompt_tokens is {options.max_tokens}, max_model_len is {service.model.max_model_len}",
+                    f"truncate_prompt_tokens is {options.max_tokens}, max_model_len is "
+                    f"{service.model.max_model_len}. Please request a smaller truncation size.",
                     "truncate_prompt_tokens",
                 )
             num_given = len(inputs) if num_given is None else num_given

@@ -206,9 +206,7 @@ def generation_settings(body: LlamaCppBody, seed: int = RANDOM_SEED) -> dict[str
         "samplers": body.applied_samplers,
         "stop": used.stop,
         "ignore_eos": bool(used.ignore_eos),
-        "logit_bias": [
-            {"token": token, "bias": False if bias is None else bias} for token, bias in body.biases
-        ],
+        "logit_bias": [{"token": token, "bias": bias} for token, bias in body.biases],
         "n_probs": used.logprobs or 0,
         "n_cmpl": used.n or 1,
         "grammar": used.grammar or "",

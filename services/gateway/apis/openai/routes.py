@@ -36,7 +36,7 @@ def completion_routes(service: RequestService, section: GatewaySection) -> APIRo
         """Continues one or several prompts."""
         request_id: str = request.state.request_id
         limits = service.limits
-        if body.prompt is None and not body.embeds:
+        if (body.prompt is None or body.prompt == []) and not body.embeds:
             raise InvalidRequest("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
         check_prompts(
             body.prompts,

@@ -72,7 +72,7 @@ OF_CHATS: Mapping[str, tuple[Any, ...]] = {
     "max_completion_tokens": (),
     "max_reasoning_tokens": (),
     "messages": (),
-    "thinking_token_budget": (),
+    "thinking_token_budget": (-1,),
     "tools": ([],),
     "top_logprobs": (),
     "vllm_xargs": ({},),

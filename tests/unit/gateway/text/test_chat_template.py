@@ -182,7 +182,7 @@ def test_a_message_that_contains_a_special_token_can_be_continued(hf_tokenizer: 
 
 
 def test_contradicting_options_are_refused(hf_tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(InvalidRequest, match="continue_final_message and add_generation_prompt are both true"):
+    with pytest.raises(InvalidRequest, match="both `continue_final_message` and `add_generation_prompt` to True"):
         encode(hf_tokenizer, *CHAT, add_generation_prompt=True, continue_final_message=True)
 
 

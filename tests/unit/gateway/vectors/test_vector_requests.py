@@ -424,6 +424,7 @@ def test_an_input_is_not_cut_behind_more_tokens_than_the_model_reads(tmp_path: P
         assert (await embed(client, PROMPTS[:1], truncate_prompt_tokens=most)).status_code == 200
         refused = await embed(client, PROMPTS[:1], truncate_prompt_tokens=most + 1)
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "truncate_prompt_tokens"
+        assert "Please request a smaller truncation size." in refused.json()["error"]["message"]
 
     serve(tmp_path, test)
 

@@ -132,6 +132,8 @@ def test_biases_name_tokens_by_id_or_text_and_false_bans_them(tmp_path: Path) ->
             for token_id in ids(word):
                 of_word[token_id] -= 1.0
             assert dict(sampling.logit_bias) == {70: 2.0, **of_word}
+            shown = {each["token"]: each["bias"] for each in response.json()["generation_settings"]["logit_bias"]}
+            assert shown == {70: 2.0, 80: None, word: -1.0}
 
     dense = answering()
     with_client(tmp_path, dense, test)

@@ -228,6 +228,7 @@ def test_every_option_reaches_the_dense_worker(tmp_path: Path) -> None:
 def test_nulls_and_neutral_values_are_defaults(tmp_path: Path) -> None:
     names = ("max_tokens", "temperature", "top_p", "top_k", "n", "stop", "seed", "logit_bias", "stream", "user")
     neutral = {"suffix": None, "tools": None, "response_format": {"type": "text"}, "service_tier": "auto", "top_k": -1}
+    neutral |= {"thinking_token_budget": -1}
 
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         body = {"prompt": "a", **dict.fromkeys(names), **neutral, "logprobs": False, "of_tomorrow": [1e999]}

@@ -26,7 +26,7 @@ WRONG_BODIES: list[tuple[str, Any, str | None, tuple[str, ...]]] = [
     (COMPLETIONS, {}, "prompt", ("must be provided",)),
     (COMPLETIONS, [], None, ("[]",)),
     (COMPLETIONS, {"prompt": ""}, "prompt", ("empty",)),
-    (COMPLETIONS, {"prompt": []}, "prompt", ("0 prompts", "64")),
+    (COMPLETIONS, {"prompt": []}, "prompt", ("prompt or prompt_embeds", "non-empty")),
     (COMPLETIONS, {"prompt": ["a"] * 65}, "prompt", ("65 prompts", "64")),
     (COMPLETIONS, {"prompt": [[]]}, "prompt", ()),
     (COMPLETIONS, {"prompt": {"a": 1}}, "prompt", ()),
@@ -268,9 +268,13 @@ TOO_LONG: list[tuple[str, dict[str, Any], str]] = [
 def test_a_context_overflow_has_the_error_that_clients_recognise(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         for path, body, param in TOO_LONG:
+            is_long = not param.startswith("max_")
             response = await client.post(path, json=body)
             check_error(response, 400, param, "This model's maximum context length is 2048 tokens")
             assert response.json()["error"]["code"] == "context_length_exceeded"
+            says = response.json()["error"]["message"]
+            assert "reduce the length of the input prompt" in says if is_long else f"reduce {param}" in says
+            assert ("is longer than the model's context length" in says) == is_long
         assert not dense.submits
 
     dense = FakeDense(lambda submit: [5])
