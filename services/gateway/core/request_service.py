@@ -119,6 +119,8 @@ class RequestService:
         self._tracer = tracer
         self.max_n = section.max_n  # answers to one prompt
         self.max_answers = section.max_answers  # to all prompts of one HTTP request
+        # Longest time that the status line of a stream waits for a token or an error.
+        self.first_token_timeout_s = section.first_token_timeout_s
         self._grammar_trials = grammar_trials
         self._held_forms = HeldForms(memory)
         self.memory = memory

@@ -12,7 +12,7 @@ from services.gateway.apis.anthropic.errors import ERROR_RESPONSES
 from services.gateway.apis.anthropic.format import MessagesFormat, param_names
 from services.gateway.apis.anthropic.schema import CountTokensRequest, MessagesRequest
 from services.gateway.apis.shared.answer import Answer
-from services.gateway.apis.shared.streams import NAMED_STREAM_CONTENT, traced
+from services.gateway.apis.shared.streams import NAMED_STREAM_CONTENT
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.field_names import client_field_names
 from services.gateway.http.json_route import json_route, next_turn
@@ -36,13 +36,7 @@ def messages_routes(service: RequestService, section: GatewaySection) -> APIRout
             body, request_id, reasons=service.tokenizer.chat_formats.reasoning is not None
         )
         await next_turn(request)
-        return Answer(
-            service,
-            traced([message], request),
-            MessagesFormat(service, body, request_id),
-            is_stream=bool(body.stream),
-            first_token_timeout_s=section.first_token_timeout_s,
-        )
+        return Answer(service, [message], MessagesFormat(service, body, request_id), is_stream=bool(body.stream))
 
     @router.post("/v1/messages/count_tokens", response_class=Response, responses={200: {"model": TokensCount}})
     async def count_tokens(body: CountTokensRequest, request: Request) -> Response:

@@ -11,7 +11,7 @@ from services.gateway.apis.cohere.format import CohereFormat
 from services.gateway.apis.cohere.schema import CohereAnswer, CohereChatRequest
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.cohere_errors import CHAT_PATHS, ERROR_RESPONSES
-from services.gateway.apis.shared.streams import NAMED_STREAM_CONTENT, traced
+from services.gateway.apis.shared.streams import NAMED_STREAM_CONTENT
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.json_route import json_route
 
@@ -25,13 +25,7 @@ def cohere_chat_routes(service: RequestService, section: GatewaySection) -> APIR
         """Answers a chat as Cohere does."""
         request_id: str = request.state.request_id
         message = cohere_message(body, request_id, reasons=service.tokenizer.chat_formats.reasoning is not None)
-        return Answer(
-            service,
-            traced([message], request),
-            CohereFormat(service, body, request_id),
-            is_stream=bool(body.stream),
-            first_token_timeout_s=section.first_token_timeout_s,
-        )
+        return Answer(service, [message], CohereFormat(service, body, request_id), is_stream=bool(body.stream))
 
     for path in CHAT_PATHS:
         router.add_api_route(

@@ -14,7 +14,7 @@ from services.gateway.apis.llama_cpp.server_objects import server_props, server_
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.llama_cpp_errors import ERROR_RESPONSES
 from services.gateway.apis.shared.prompts import check_prompts
-from services.gateway.apis.shared.streams import STREAM_CONTENT, traced
+from services.gateway.apis.shared.streams import STREAM_CONTENT
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.field_names import client_field_names
 from services.gateway.http.json_route import json_route
@@ -62,13 +62,7 @@ def llama_cpp_routes(service: RequestService, section: GatewaySection) -> APIRou
                 are_cut=body.truncate_prompt_tokens is not None,
             )
             messages = await llama_cpp_messages(body, request_id, service.tokenizer, limits, service.pictures)
-        return Answer(
-            service,
-            traced(messages, request),
-            answer_format,
-            is_stream=bool(body.stream),
-            first_token_timeout_s=section.first_token_timeout_s,
-        )
+        return Answer(service, messages, answer_format, is_stream=bool(body.stream))
 
     @router.get("/props", responses={200: {"model": Props}})
     async def props() -> Props:

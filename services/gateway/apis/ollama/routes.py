@@ -28,7 +28,6 @@ from services.gateway.apis.ollama.schema import (
 from services.gateway.apis.ollama.server_objects import listed_model, running_model, shown_model
 from services.gateway.apis.shared.answer import LINE_CONTENT_TYPE, Answer
 from services.gateway.apis.shared.ollama_errors import ERROR_RESPONSES, name_without_tag
-from services.gateway.apis.shared.streams import traced
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.field_names import client_field_names
 from services.gateway.http.json_route import json_route
@@ -56,7 +55,7 @@ def ollama_routes(service: RequestService, section: GatewaySection) -> APIRouter
             names.check(name_without_tag(body.model, names))
             return _nothing(body, {"message": {"role": "assistant", "content": ""}})
         message = chat_message(body, request.state.request_id, names)
-        return answer(body, message, request, OllamaFormat(service, body, has_context=False))
+        return answer(body, message, OllamaFormat(service, body, has_context=False))
 
     @router.post(
         "/api/generate",
@@ -79,18 +78,10 @@ def ollama_routes(service: RequestService, section: GatewaySection) -> APIRouter
             with client_field_names(answer_format.param_names):
                 [token_ids] = await service.tokenize([given], request.state.caller)
             message.prompt_token_ids.ids.extend([*body.context, *token_ids])
-        return answer(body, message, request, answer_format)
+        return answer(body, message, answer_format)
 
-    def answer(
-        body: OllamaFields, message: gateway_pb2.GenerateRequest, request: Request, answer_format: OllamaFormat
-    ) -> Answer:
-        return Answer(
-            service,
-            traced([message], request),
-            answer_format,
-            is_stream=body.is_stream,
-            first_token_timeout_s=section.first_token_timeout_s,
-        )
+    def answer(body: OllamaFields, message: gateway_pb2.GenerateRequest, answer_format: OllamaFormat) -> Answer:
+        return Answer(service, [message], answer_format, is_stream=body.is_stream)
 
     def listed(request: Request) -> list[str]:
         names = service.names_for(request.state.caller)

@@ -16,7 +16,7 @@ from services.gateway.apis.openai.embeds import read_chat_embeds, read_prompt_em
 from services.gateway.apis.openai.measured_format import measured
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.prompts import check_prompts
-from services.gateway.apis.shared.streams import STREAM_CONTENT, traced
+from services.gateway.apis.shared.streams import STREAM_CONTENT
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route
@@ -48,10 +48,9 @@ def completion_routes(service: RequestService, section: GatewaySection) -> APIRo
         embeds = await read_prompt_embeds(body, service.prompt_embeds, limits.max_model_len)
         return Answer(
             service,
-            traced(completion_messages(body, request_id, limits, embeds), request),
+            completion_messages(body, request_id, limits, embeds),
             measured(CompletionFormat(service, body, request_id), body, has_metrics=section.request_metrics),
             is_stream=bool(body.stream),
-            first_token_timeout_s=section.first_token_timeout_s,
             repeats_prompt=bool(body.echo and body.logprobs is not None and (body.n or 1) > 1),
         )
 
@@ -70,10 +69,9 @@ def completion_routes(service: RequestService, section: GatewaySection) -> APIRo
         kept = body.without_messages()
         return Answer(
             service,
-            traced([message], request),
+            [message],
             measured(ChatFormat(service, kept, request_id), kept, has_metrics=section.request_metrics),
             is_stream=bool(body.stream),
-            first_token_timeout_s=section.first_token_timeout_s,
         )
 
     @router.post(
@@ -93,10 +91,9 @@ def completion_routes(service: RequestService, section: GatewaySection) -> APIRo
         kept = chats[0].without_messages()
         return Answer(
             service,
-            traced(messages, request),
+            messages,
             measured(BatchChatFormat(service, kept, request_id), kept, has_metrics=section.request_metrics),
             is_stream=False,
-            first_token_timeout_s=section.first_token_timeout_s,
         )
 
     return router

@@ -18,7 +18,7 @@ from services.gateway.apis.responses.schema import ResponsesRequest
 from services.gateway.apis.responses.stored_record import ResponseRecord, owner_of
 from services.gateway.apis.responses.tool_conversion import OfferedTool, offered_tools
 from services.gateway.apis.shared.answer import Answer
-from services.gateway.apis.shared.streams import NAMED_STREAM_CONTENT, traced
+from services.gateway.apis.shared.streams import NAMED_STREAM_CONTENT
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.field_names import client_field_names
@@ -48,13 +48,8 @@ def responses_routes(service: RequestService, section: GatewaySection, store: Re
         tools = offered_tools(body)
         message, record = await read_message(body, request, tools)
         await next_turn(request)
-        return Answer(
-            service,
-            traced([message], request),
-            ResponsesFormat(service, body, request_id, tools, record),
-            is_stream=bool(body.stream),
-            first_token_timeout_s=section.first_token_timeout_s,
-        )
+        answer_format = ResponsesFormat(service, body, request_id, tools, record)
+        return Answer(service, [message], answer_format, is_stream=bool(body.stream))
 
     @router.post("/v1/responses/input_tokens", response_class=Response, responses={200: {"model": InputTokens}})
     async def count_input_tokens(body: ResponsesRequest, request: Request) -> Response:

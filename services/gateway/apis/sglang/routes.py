@@ -24,7 +24,7 @@ from services.gateway.apis.sglang.schema import (
 )
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.prompts import check_prompts
-from services.gateway.apis.shared.streams import STREAM_CONTENT, traced
+from services.gateway.apis.shared.streams import STREAM_CONTENT
 from services.gateway.apis.shared.text_server import TextServer
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES, either_responses
@@ -69,10 +69,9 @@ def generate_routes(
         messages = generate_messages(body, request_id, limits)
         return Answer(
             service,
-            traced(messages, request),
+            messages,
             answer_format,
             is_stream=bool(body.stream),
-            first_token_timeout_s=section.first_token_timeout_s,
             repeats_prompt=body.shows_prompt_logprobs,
             repeats_logprobs=bool(body.return_logprob),
         )

@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import Any
 
 from fastapi.responses import Response
+from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
-from services.gateway.access.access import Caller
 from services.gateway.apis.shared.generations import Generations
 from services.gateway.apis.shared.json_pieces import json_at_once, json_pieces
 from services.gateway.core.chunks import MAX_INLINE_VALUES, Chunk, Completion, Prompt, is_large
@@ -83,13 +83,10 @@ class Answer(Response):
         answer_format: Format,
         *,
         is_stream: bool,
-        first_token_timeout_s: float,
         repeats_prompt: bool = False,
         repeats_logprobs: bool = False,
     ) -> None:
-        """`first_token_timeout_s`: longest time that the status line of a stream waits for a token or an error.
-
-        `repeats_prompt`: `Format.chunk` gets the prompt with the first chunk of every answer. `repeats_logprobs`: it
+        """`repeats_prompt`: `Format.chunk` gets the prompt with the first chunk of every answer. `repeats_logprobs`: it
         gives the log-probabilities of all tokens so far, and of the prompt that it got.
         """
         super().__init__()
@@ -97,7 +94,6 @@ class Answer(Response):
         self._messages = messages
         self._format = answer_format
         self._is_stream = is_stream
-        self._first_token_timeout_s = first_token_timeout_s
         self._repeats_prompt = repeats_prompt
         self._repeats_logprobs = repeats_logprobs
         self._num_prompt_values = 0  # the most log-probabilities of a prompt so far
@@ -110,7 +106,7 @@ class Answer(Response):
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         generations = Generations(self._service.heavy_work)
         try:
-            await self._start(generations, scope["state"]["caller"])
+            await self._start(generations, scope)
             answers = await generations.completions()
             pieces = [each for completions, _ in answers for each in completions]
             has_large_body = scope["state"]["heavy_work"] is not None  # parts of which may be repeated
@@ -128,11 +124,11 @@ class Answer(Response):
     async def _stream(self, scope: Scope, send: Send) -> None:
         generations = Generations(self._service.heavy_work, repeats_prompt=self._repeats_prompt)
         try:
-            await self._start(generations, scope["state"]["caller"])
+            await self._start(generations, scope)
             first = asyncio.ensure_future(generations.next_chunk())
             try:
                 body = self._events(self._format.opening())  # made while the first token is computed
-                await asyncio.wait({first}, timeout=self._first_token_timeout_s)
+                await asyncio.wait({first}, timeout=self._service.first_token_timeout_s)
                 if first.done():
                     first.result()  # an error raised here gets a status line of its own
                 headers = LINE_HEADERS if self._format.is_lines else STREAM_HEADERS
@@ -172,13 +168,16 @@ class Answer(Response):
             return False
         return is_large([chunk], [chunk.prompt])
 
-    async def _start(self, generations: Generations, caller: Caller) -> None:
+    async def _start(self, generations: Generations, scope: Scope) -> None:
+        traceparent = Headers(scope=scope).get("traceparent", "")
+        for message in self._messages:
+            message.traceparent = traceparent
         if self._is_stream:
             for message in self._messages:
                 check_can_stream(message)
             check_one_prompt(len(self._messages))
         with client_field_names(self._format.param_names):
-            await generations.start(self._service, self._messages, caller)
+            await generations.start(self._service, self._messages, scope["state"]["caller"])
         await self._format.begin([generation.request.spec.prompt_token_ids for generation in generations.running])
 
     async def _send_events(

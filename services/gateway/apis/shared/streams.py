@@ -1,10 +1,6 @@
-"""What the routes of several dialects do and declare alike."""
+"""What the routes of several dialects declare alike: the events of streams."""
 
 from __future__ import annotations
-
-from fastapi import Request
-
-from services.pb import gateway_pb2
 
 EVENT = {
     "type": "object",
@@ -20,10 +16,3 @@ NAMED_EVENT = {
     "description": "If stream was set; `event` is the type of the object in `data`",
 }
 NAMED_STREAM_CONTENT = {"text/event-stream": {"schema": NAMED_EVENT}}
-
-
-def traced(messages: list[gateway_pb2.GenerateRequest], request: Request) -> list[gateway_pb2.GenerateRequest]:
-    """Adds the caller's trace context to the messages, if the request has one."""
-    for message in messages:
-        message.traceparent = request.headers.get("traceparent", "")
-    return messages

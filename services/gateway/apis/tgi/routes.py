@@ -12,7 +12,7 @@ from services.common.config import GatewaySection
 from services.gateway import __version__
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.prompts import check_prompts
-from services.gateway.apis.shared.streams import STREAM_CONTENT, traced
+from services.gateway.apis.shared.streams import STREAM_CONTENT
 from services.gateway.apis.shared.text_server import TextServerInfo
 from services.gateway.apis.tgi.conversion import tgi_messages
 from services.gateway.apis.tgi.errors import ERROR_RESPONSES
@@ -53,13 +53,7 @@ class TextGeneration:
         with client_field_names(answer_format.param_names):
             check_prompts([body.inputs], self._section.max_prompts, limits.max_prompt_len, are_cut=truncates)
             messages = tgi_messages(body, request_id, limits)
-        return Answer(
-            self._service,
-            traced(messages, request),
-            answer_format,
-            is_stream=body.is_stream,
-            first_token_timeout_s=self._section.first_token_timeout_s,
-        )
+        return Answer(self._service, messages, answer_format, is_stream=body.is_stream)
 
     def info(self) -> TextServerInfo:
         """The model and the limits of requests."""

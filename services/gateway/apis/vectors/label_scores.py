@@ -18,7 +18,6 @@ from services.common.sampling_params import MAX_LOGPROB_TOKENS
 from services.gateway.apis.shared.answer import Answer, Format
 from services.gateway.apis.shared.prompts import Prompt, check_prompts, prompt_list
 from services.gateway.apis.shared.request_model import Int32, RequestModel, TokenIdList, UInt32, at_most
-from services.gateway.apis.shared.streams import traced
 from services.gateway.apis.shared.to_message import messages_of
 from services.gateway.apis.vectors.schema import InputUsage
 from services.gateway.core.chunks import Completion, Finish
@@ -166,10 +165,4 @@ async def label_scores(
             check_prompts([prompt], 1, limits.max_prompt_len, are_cut=False)
         request_id = request.state.request_id if num_items == 1 else f"{request.state.request_id}-{i}"
         messages += messages_of(common, [prompt], request_id, limits.max_prompt_len)
-    return Answer(
-        service,
-        traced(messages, request),
-        answer_format,
-        is_stream=False,
-        first_token_timeout_s=section.first_token_timeout_s,
-    )
+    return Answer(service, messages, answer_format, is_stream=False)
