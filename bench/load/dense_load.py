@@ -1,6 +1,7 @@
 """Sends token ids directly to a dense worker, over the stream that gateways use, and records when each token arrives.
 
-The whole load shares one event loop and one stream, so a step costs one message, however many requests run.
+The whole load shares one event loop and one stream, so a step costs one message, however many requests run. On the
+dense worker's host its messages go by a socket, as those of gateways do.
 """
 
 from __future__ import annotations
@@ -9,17 +10,23 @@ import asyncio
 import gc
 import secrets
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import grpc
 
 from bench.load.grpc_transport import CHANNEL_OPTIONS
 from bench.load.stats import NS_PER_S, RequestRecord
 from bench.load.transport import CONNECT_TIMEOUT_S, LoadError
+from services.common.config import MAX_MESSAGE_BYTES
+from services.common.errors import PeerError
 from services.pb import dense_pb2, dense_pb2_grpc, sampling_pb2, sequence_pb2
+from services.rpc.stream_socket import StreamSocket, read_offer
 
 FIRST_SEQ_ID = 1
+
+_Send = Callable[[dense_pb2.GatewayMessage], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +84,18 @@ class DenseLoad:
             self._next_seq_id += 1
         slots = asyncio.Semaphore(max_concurrency or max(1, len(requests)))
         call = self._stub.Connect()
-        gc.collect()
-        gc.disable()  # a collection would delay every token behind it
-        start_ns = time.monotonic_ns()
+        reader = _Reader(answers, slots)
         try:
             async with asyncio.timeout(timeout_s):
-                await _together(_read(call, answers, slots, start_ns), self._write(call, answers, slots, start_ns))
+                socket = await _reach_socket(call, reader)
+                gc.collect()
+                gc.disable()  # a collection would delay every token behind it
+                start_ns = reader.start_ns = time.monotonic_ns()
+                send = call.write if socket is None else partial(_send_by_socket, socket)
+                await _together(reader.read(call, socket), self._write(send, answers, slots, start_ns))
         except TimeoutError:
             raise LoadError(f"the run was not over after {timeout_s:g} s") from None
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, PeerError) as error:
             raise LoadError(f"the stream to the dense worker broke: {error}") from error
         finally:
             gc.enable()
@@ -94,7 +104,7 @@ class DenseLoad:
         return records, [answer.token_ids for answer in answers.values()]
 
     async def _write(
-        self, call: grpc.aio.StreamStreamCall, answers: dict[int, _Answer], slots: asyncio.Semaphore, start_ns: int
+        self, send: _Send, answers: dict[int, _Answer], slots: asyncio.Semaphore, start_ns: int
     ) -> None:
         for seq_id, answer in answers.items():
             due_ns = start_ns + round(answer.request.due_s * NS_PER_S)
@@ -102,7 +112,7 @@ class DenseLoad:
                 await asyncio.sleep(delay_ns / NS_PER_S)
             await slots.acquire()
             answer.send_ns = time.monotonic_ns() - start_ns
-            await call.write(self._submit(seq_id, answer.request))
+            await send(self._submit(seq_id, answer.request))
 
     def _submit(self, seq_id: int, request: DenseRequest) -> dense_pb2.GatewayMessage:
         return dense_pb2.GatewayMessage(
@@ -125,12 +135,31 @@ def open_dense(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, ("grpc.max_receive_message_length", -1)])
 
 
-async def _read(
-    call: grpc.aio.StreamStreamCall, answers: dict[int, _Answer], slots: asyncio.Semaphore, start_ns: int
-) -> None:
-    num_open = len(answers)
-    async for output in call:
-        now_ns = time.monotonic_ns() - start_ns
+class _Reader:
+    """Notes what comes for each answer."""
+
+    def __init__(self, answers: Mapping[int, _Answer], slots: asyncio.Semaphore) -> None:
+        self.start_ns = 0  # of the run
+        self._answers, self._slots = answers, slots
+        self._num_open = len(answers)
+        self._have_ended = asyncio.get_running_loop().create_future()
+
+    async def read(self, call: grpc.aio.StreamStreamCall, socket: StreamSocket | None) -> None:
+        """Reads all answers to their ends. Raises `LoadError` if the stream ends before."""
+        if socket is not None:
+            await asyncio.wait([self._have_ended, socket.closed], return_when=asyncio.FIRST_COMPLETED)
+            socket.abort()
+        else:
+            async for output in call:
+                self.take(output)
+                if self._have_ended.done():
+                    break
+        if not self._have_ended.done():
+            raise LoadError("the dense worker ended the stream")
+
+    def take(self, output: dense_pb2.StepOutput) -> None:
+        now_ns = time.monotonic_ns() - self.start_ns
+        answers = self._answers
         for start in output.started:
             answers[start.seq_id].num_cached_tokens = start.num_cached_tokens
         for seq_id, token_id in zip(output.seq_ids, output.token_ids, strict=True):
@@ -142,11 +171,30 @@ async def _read(
             answer.end_ns, answer.is_ended = now_ns, True
             if end.reason == dense_pb2.SequenceEnd.ERROR:
                 answer.error = end.message
-            slots.release()
-            num_open -= 1
-        if not num_open:
-            return
-    raise LoadError("the dense worker ended the stream")
+            self._slots.release()
+            self._num_open -= 1
+        if not self._num_open and not self._have_ended.done():
+            self._have_ended.set_result(None)
+
+
+async def _reach_socket(call: grpc.aio.StreamStreamCall, reader: _Reader) -> StreamSocket | None:
+    """The socket for the messages of a stream, as gateways use it; None: it is on another host, or there is none."""
+    offer = read_offer(await call.initial_metadata() or ())
+    if offer is None:
+        return None
+
+    def receive(message: bytes) -> None:
+        reader.take(dense_pb2.StepOutput.FromString(message))
+
+    try:
+        return await StreamSocket.reach(offer, receive, MAX_MESSAGE_BYTES)
+    except OSError:
+        return None
+
+
+async def _send_by_socket(socket: StreamSocket, message: dense_pb2.GatewayMessage) -> None:
+    socket.send(message.SerializeToString())
+    await socket.drain()
 
 
 async def _together(*coroutines: Coroutine[None, None, None]) -> None:

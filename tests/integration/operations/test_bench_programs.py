@@ -6,11 +6,13 @@ import importlib.util
 import json
 import statistics
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import uvloop
 
 from bench import core, end_to_end, serving
+from bench.load import dense_load
 from bench.load.dense_load import DenseLoad, DenseRequest, open_dense
 from services.pb import dense_pb2, sampling_pb2, sequence_pb2
 from tests.support.cluster import Cluster
@@ -85,7 +87,14 @@ def test_core_takes_prompts_and_lengths_from_a_file(
     assert "2 usable conversations, 3 were asked for" in capsys.readouterr().err
 
 
-def test_the_dense_worker_and_the_gateway_give_the_same_tokens(cluster: Cluster) -> None:
+@pytest.mark.parametrize("has_socket", [True, False])
+def test_the_dense_worker_and_the_gateway_give_the_same_tokens(
+    cluster: Cluster, has_socket: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send_by_socket = Mock(wraps=dense_load._send_by_socket)
+    monkeypatch.setattr(dense_load, "_send_by_socket", send_by_socket)
+    if not has_socket:
+        monkeypatch.setattr(dense_load, "read_offer", lambda metadata: None)
     prompt = [5, 6, 7, 8, 9, 300]
     expected = cluster.generate(prompt, 12, ignore_eos=True).token_ids
 
@@ -100,6 +109,7 @@ def test_the_dense_worker_and_the_gateway_give_the_same_tokens(cluster: Cluster)
         return token_ids
 
     assert uvloop.run(run()) == [expected] * 5
+    assert send_by_socket.call_count == (5 if has_socket else 0)
 
 
 def test_the_three_checks_pass_on_a_sound_server_and_name_what_differs(
