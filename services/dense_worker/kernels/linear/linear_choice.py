@@ -1,4 +1,4 @@
-"""Chooses the kernel of each linear layer by measurement at start: the format's reference (cuBLAS) or one of ours.
+"""Chooses the kernel of each linear layer by measurement: the format's reference (cuBLAS) or one of ours.
 
 Ours streams the weights for few rows; for more it multiplies tiles, of quantized weights only.
 
