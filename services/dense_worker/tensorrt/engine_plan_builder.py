@@ -26,7 +26,7 @@ from services.dense_worker.tensorrt.engine_plan_cache import (
 )
 from services.dense_worker.tensorrt.files.network_record import NetworkRecord
 from services.dense_worker.tensorrt.gpu import Gpu
-from services.dense_worker.tensorrt.onnx_forms import with_halves
+from services.dense_worker.tensorrt.onnx_forms import fit_products
 from services.dense_worker.tensorrt.onnx_segments import code_dtypes, describe_tensors
 from services.dense_worker.tensorrt.profiles import Limits, Profile, num_reached, parse_profile
 
@@ -158,7 +158,7 @@ class EnginePlanBuilder:
         start = time.monotonic()
         profile = parse_profile(key.profile)
         if not self._api.is_strongly_typed:
-            network = with_halves(network, profile)
+            network = fit_products(network, profile)
         graph = onnx.load_from_string(network).graph
         sizes = {name: (profile.low, profile.best, profile.high) for name in _dynamic_inputs(graph)}
         timing_cache = self._cache.timing_cache(key, driver, report)

@@ -18,6 +18,7 @@ from services.dense_worker.tensorrt.engine_plan_cache import CachedEnginePlan, E
 from services.dense_worker.tensorrt.profiles import Limits, Profile, check_cover, num_reached, profile_index
 from services.step import StepPlan
 
+KEPT = "kept"  # an output that nobody reads
 ALIGNMENT_BYTES = 256  # of every address that TensorRT is given
 Binding = tuple[str, torch.Tensor]
 
@@ -28,6 +29,7 @@ class _Tuned:
 
     engine: Engine
     contexts: EngineContexts
+    kept: tuple[Binding, ...]  # outputs that nobody reads
 
 
 class PlanRuns:
@@ -65,7 +67,10 @@ class PlanRuns:
         self._memory = torch.empty(max(num_bytes, ALIGNMENT_BYTES), dtype=torch.uint8, device=device)
         # By segment, for each profile in use.
         self._tuned = {
-            name: [_Tuned(engine, EngineContexts(engine, self._memory, current_stream)) for engine in of_segment]
+            name: [
+                _Tuned(engine, EngineContexts(engine, self._memory, current_stream), _kept(engine, profile, device))
+                for engine, profile in zip(of_segment, self.profiles, strict=False)
+            ]
             for name, of_segment in engines.items()
         }
 
@@ -89,7 +94,7 @@ class PlanRuns:
         sizes = tuple(len(tensor) for _, tensor in inputs)
         shaped = tuned.contexts.find(sizes)
         context, is_done = shaped.context, shaped.set_shapes(inputs, sizes)
-        for name, tensor in (*inputs, *outputs, *self._weights[segment][layer].items()):
+        for name, tensor in (*inputs, *outputs, *tuned.kept, *self._weights[segment][layer].items()):
             assert tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT_BYTES == 0, f"{name} is not aligned"
             is_done &= context.set_tensor_address(name, tensor.data_ptr())
         if not (is_done and context.execute_async_v3(stream)):
@@ -220,6 +225,14 @@ def _with_rows_behind(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
 def profiles_of(plans: EnginePlans) -> list[Profile]:
     """Those of the segment that has plans of the most; the others may have plans of fewer large sizes."""
     return [cached.profile for cached in max(plans.values(), key=len)]
+
+
+def _kept(engine: Engine, profile: Profile, device: torch.device) -> tuple[Binding, ...]:
+    """Memory for the output that `onnx_forms.py` adds."""
+    tensor = engine.tensors().get(KEPT)
+    if tensor is None:
+        return ()
+    return ((KEPT, torch.empty(profile.high, *tensor.shape[1:], dtype=tensor.dtype, device=device)),)
 
 
 def _load_engine(api: TensorRT, cached: CachedEnginePlan, weights: Weights) -> Engine:

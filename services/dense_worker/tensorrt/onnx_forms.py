@@ -1,6 +1,6 @@
-"""Another form of products, for which TensorRT 8.6 has faster kernels where a plan is for one size of few rows.
+"""Other forms of products, for which TensorRT 8.6 has faster kernels where a plan is for one size of few rows.
 
-What it gains is in bench/results/tensorrt.md.
+What they gain is in bench/results/tensorrt.md.
 """
 
 from __future__ import annotations
@@ -10,19 +10,24 @@ from collections.abc import Iterator
 import onnx
 from onnx import TensorProto, helper
 
+from services.dense_worker.tensorrt.engine_segments import KEPT
 from services.dense_worker.tensorrt.profiles import Profile
 
+_LONG_SUM = 8192  # numbers; of one row it makes kernels for sums of 4,096, and none for those of 11,008
 _MAX_OUTPUTS = 4096  # with tiles of 32 x 32 these are fewer programs than a large GPU has places for
 _MAX_ROWS = 32
 
 
-def with_halves(network: bytes, profile: Profile) -> bytes:
-    """The same network, if `profile` is one size of 2 to 32 rows: products with few outputs become sums of two halves.
+def fit_products(network: bytes, profile: Profile) -> bytes:
+    """The same network, or one with other forms of its products if `profile` is one size of up to 32 rows.
 
-    That is done where something is added to them: the kernel that adds it adds the halves, too.
+    One row: the product with long sums becomes a multiplication and a sum. Its input becomes the output `KEPT`, because
+    otherwise TensorRT computes the input anew for each sum.
+    More rows: products with few outputs become sums of two halves, if something is added to them: the kernel that adds
+    it adds the halves, too.
     """
     num_rows = profile.high
-    if not 1 < profile.low == num_rows <= _MAX_ROWS:
+    if profile.low != num_rows or num_rows > _MAX_ROWS:
         return network
     model = onnx.load_from_string(network)
     graph = model.graph
@@ -33,14 +38,30 @@ def with_halves(network: bytes, profile: Profile) -> bytes:
         # A product of rows [n, in] and a weight [out, in], without a bias.
         is_added = node.op_type == "Gemm" and len(node.input) == 2 and node.output[0] in added
         weight = shapes.get(node.input[1]) if is_added else None
-        if weight is None or weight[0] > _MAX_OUTPUTS or weight[1] % 2:
-            nodes.append(node)
-        else:
+        if weight is not None and num_rows == 1 and weight[1] > _LONG_SUM:
+            nodes += _long_sums(graph, node, *weight)
+        elif weight is not None and num_rows > 1 and weight[0] <= _MAX_OUTPUTS and weight[1] % 2 == 0:
             nodes += _halves(graph, node, num_rows, *weight)
+        else:
+            nodes.append(node)
     del graph.node[:]
     graph.node.extend(nodes)
     onnx.checker.check_model(model, full_check=True)
     return model.SerializeToString(deterministic=True)
+
+
+def _long_sums(
+    graph: onnx.GraphProto, gemm: onnx.NodeProto, num_outputs: int, num_inputs: int
+) -> Iterator[onnx.NodeProto]:
+    """x [1, in], weight [out, in] -> [1, out]"""
+    (x, weight), [output] = gemm.input, gemm.output
+    elem_type = next(value.type.tensor_type.elem_type for value in graph.input if value.name == weight)
+    graph.output.append(helper.make_tensor_value_info(KEPT, elem_type, [1, num_inputs]))
+    yield _node("Identity", [x], KEPT)
+    products, sums = f"{output}_products", f"{output}_sums"
+    yield _node("Mul", [KEPT, weight], products)
+    yield _node("ReduceSum", [products, _constant(graph, f"{output}_axis", [1])], sums, keepdims=0)
+    yield _node("Reshape", [sums, _constant(graph, f"{output}_shape", [1, num_outputs])], output)
 
 
 def _halves(

@@ -27,12 +27,13 @@ from tests.support.workers.fake_tensorrt import make_tensorrt
 
 CPU = torch.device("cpu")
 GPU = Gpu("NVIDIA H200", (9, 0), 132)
-MAX_OUTPUTS = 64  # of the model: hidden 64, intermediate 96
+LONG_SUM, MAX_OUTPUTS = 64, 64  # of the model: hidden 64, intermediate 96
 
 
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_segments, "ALIGNMENT_BYTES", 64)  # torch's on a CPU; on a GPU it is 512
+    monkeypatch.setattr(onnx_forms, "_LONG_SUM", LONG_SUM)
     monkeypatch.setattr(onnx_forms, "_MAX_OUTPUTS", MAX_OUTPUTS)
 
 
@@ -47,7 +48,7 @@ def products_of(plans: EnginePlans, segment: str, index: int) -> dict[str, int]:
     """How many products of each form the plan of a profile has."""
     network = plans[segment][index].plan.partition(b"\0")[2]
     found = Counter(node.op_type for node in onnx.load_from_string(network).graph.node)
-    return {name: found[op] for name, op in (("whole", "Gemm"), ("halved", "MatMul"))}
+    return {name: found[op] for name, op in (("whole", "Gemm"), ("halved", "MatMul"), ("kept", "Identity"))}
 
 
 def test_plans_for_one_size_compute_what_torch_computes(tmp_path: Path) -> None:
@@ -64,9 +65,10 @@ def test_plans_for_one_size_compute_what_torch_computes(tmp_path: Path) -> None:
 
 def test_short_products_that_are_added_are_halved_for_few_rows(tmp_path: Path) -> None:
     _, plans = build(make_model_dir(tmp_path / "model", "llama"), tmp_path / "plans", "1,4,33")
-    halved, as_exported = {"whole": 2, "halved": 2}, {"whole": 4, "halved": 0}  # o and down
+    of_one = {"whole": 3, "halved": 0, "kept": 1}  # down is a sum
+    halved, as_exported = {"whole": 2, "halved": 2, "kept": 0}, {"whole": 4, "halved": 0, "kept": 0}  # o and down
     for segment in ("middle", "last"):
-        assert [products_of(plans, segment, index) for index in range(3)] == [as_exported, halved, as_exported]
+        assert [products_of(plans, segment, index) for index in range(3)] == [of_one, halved, as_exported]
     assert [products_of(plans, "first", index)["whole"] for index in range(3)] == [1, 1, 1]
 
 
@@ -82,4 +84,4 @@ def test_short_products_that_are_added_are_halved_for_few_rows(tmp_path: Path) -
 def test_other_products_stay_whole(profiles: str, version: str, fields: dict[str, Any], tmp_path: Path) -> None:
     _, plans = build(make_model_dir(tmp_path / "model", "llama", **fields), tmp_path / "plans", profiles, version)
     for index in range(2):
-        assert products_of(plans, "middle", index) == {"whole": 4, "halved": 0}
+        assert products_of(plans, "middle", index) == {"whole": 4, "halved": 0, "kept": 0}
