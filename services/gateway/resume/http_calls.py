@@ -33,6 +33,7 @@ PATHS = frozenset(
         "/generate",
         "/generate_stream",
         "/infill",
+        "/inference/v1/generate",
         "/invocations",
         "/v1/chat/completions",
         "/v1/completions",

@@ -10,6 +10,7 @@ from services.common.errors import InvalidRequest
 from services.gateway.apis.openai.chat_schema import ChatMessageObject, ChatRequest
 from services.gateway.apis.openai.completion_schema import CompletionRequest
 from services.gateway.apis.openai.fields import OpenAIFields
+from services.gateway.apis.openai.token_answer_schema import TokenAnswerRequest
 from services.gateway.apis.openai.token_schema import TemplateBody, TokenizeBody
 from services.gateway.apis.openai.tool_schema import NamedToolChoice
 from services.gateway.apis.shared.to_message import (
@@ -53,6 +54,27 @@ def completion_messages(
     if body.echo:
         add_echo(common)
     return messages_of(common, [*embeds, *body.prompts], request_id, limits.max_prompt_len)
+
+
+def token_answer_message(
+    body: TokenAnswerRequest, request_id: str, limits: ModelLimits
+) -> gateway_pb2.GenerateRequest:
+    """The message of a prompt of token ids."""
+    given = body.sampling_params
+    common = _common_message(given, limits)
+    if body.model is not None:
+        common.model = body.model
+    if body.priority is not None:
+        common.priority = body.priority
+    if body.cache_salt is not None:
+        common.cache_salt = body.cache_salt
+    max_tokens = given.n_predict if given.max_tokens is None else given.max_tokens
+    if max_tokens not in (None, ALL):
+        common.max_tokens = max_tokens
+    if given.logprobs is not None:
+        common.logprobs = _count(given.logprobs, given, limits)
+    [message] = messages_of(common, [body.token_ids], request_id, limits.max_prompt_len)
+    return message
 
 
 def chat_message(body: ChatRequest, request_id: str, limits: ModelLimits) -> gateway_pb2.GenerateRequest:

@@ -11,14 +11,17 @@ from services.gateway.apis.openai.chat_format import BatchChatFormat, ChatFormat
 from services.gateway.apis.openai.chat_schema import BatchChatRequest, ChatObject, ChatRequest
 from services.gateway.apis.openai.completion_format import CompletionFormat
 from services.gateway.apis.openai.completion_schema import CompletionObject, CompletionRequest
-from services.gateway.apis.openai.conversion import chat_message, completion_messages
+from services.gateway.apis.openai.conversion import chat_message, completion_messages, token_answer_message
 from services.gateway.apis.openai.embeds import read_chat_embeds, read_prompt_embeds
 from services.gateway.apis.openai.measured_format import measured
+from services.gateway.apis.openai.token_answer_format import PARAM_NAMES, TokenAnswerFormat
+from services.gateway.apis.openai.token_answer_schema import TokenAnswerObject, TokenAnswerRequest
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.prompts import check_prompts
 from services.gateway.apis.shared.streams import STREAM_CONTENT
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
+from services.gateway.http.field_names import client_field_names
 from services.gateway.http.json_route import json_route
 
 
@@ -94,6 +97,24 @@ def completion_routes(service: RequestService, section: GatewaySection) -> APIRo
             messages,
             measured(BatchChatFormat(service, kept, request_id), kept, has_metrics=section.request_metrics),
             is_stream=False,
+        )
+
+    @router.post(
+        "/inference/v1/generate",
+        response_class=Response,
+        responses={200: {"model": TokenAnswerObject, "content": STREAM_CONTENT, "description": "The answer"}},
+    )
+    async def generate_tokens(body: TokenAnswerRequest, request: Request) -> Response:
+        """vLLM's route for token ids: continues a prompt."""
+        request_id: str = body.request_id or request.state.request_id
+        limits, is_cut = service.limits, body.sampling_params.truncate_prompt_tokens is not None
+        with client_field_names(PARAM_NAMES):
+            check_prompts([body.token_ids], 1, limits.max_prompt_len, are_cut=is_cut)
+        return Answer(
+            service,
+            [token_answer_message(body, request_id, limits)],
+            TokenAnswerFormat(service, body, request_id),
+            is_stream=bool(body.stream),
         )
 
     return router

@@ -33,10 +33,11 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "messages": ("/v1/messages", {"model": "tiny-llama", **CHAT}),
     "cohere": ("/v2/chat", {"model": "tiny-llama", **CHAT}),
     "sglang": ("/generate", {"text": "Where?", "sampling_params": {"max_new_tokens": 30}}),
+    "token ids": ("/inference/v1/generate", {"token_ids": [70, 71], "sampling_params": {"max_tokens": 30}}),
     "text generation": ("/generate_stream", {"inputs": "Where?", "parameters": {"max_new_tokens": 30}}),
     "llama.cpp": ("/completion", {"prompt": "Where?", "n_predict": 30, "n_probs": 1}),
 }
-WITHOUT_SEED = ("/v1/messages", "/v1/responses", "/generate", "/generate_stream")
+WITHOUT_SEED = ("/v1/messages", "/v1/responses", "/generate", "/generate_stream", "/inference/v1/generate")
 Test = Callable[[RunningGateway, FakeDense], Awaitable[None]]
 
 
@@ -92,7 +93,7 @@ class EventSource:
         return [(name, without_own(data)) for name, data in self.received]
 
 
-OWN = ("id", "item_id", "call_id", "created", "created_at", "completed_at", "e2e_latency", "timings")
+OWN = ("id", "item_id", "call_id", "request_id", "created", "created_at", "completed_at", "e2e_latency", "timings")
 
 
 def without_own(data: str) -> Any:
@@ -138,6 +139,7 @@ def text_of(source: EventSource) -> dict[int, str]:
         each = {} if data == "[DONE]" else json.loads(data)
         for choice in each.get("choices", ()):
             piece = choice.get("text") or choice.get("delta", {}).get("content") or ""
+            piece += "".join(f"{token_id} " for token_id in choice.get("token_ids", ()))
             texts[choice["index"]] = texts.get(choice["index"], "") + piece
         if "meta_info" in each:  # SGLang's, which has all of the text so far
             texts[0] = each["text"]
@@ -146,6 +148,8 @@ def text_of(source: EventSource) -> dict[int, str]:
         elif "token" in each:  # Text Generation Inference's
             texts[0] = texts.get(0, "") + each["token"]["text"]
         delta = each.get("delta")
+        if each.get("type") == "content-delta":  # Cohere's
+            delta = delta["message"]["content"]["text"]
         if isinstance(delta, str) or (isinstance(delta, dict) and "text" in delta):
             texts[0] = texts.get(0, "") + (delta if isinstance(delta, str) else delta["text"])
     assert texts, "no dialect is without text"
