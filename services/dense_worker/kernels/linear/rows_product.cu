@@ -5,7 +5,8 @@
 // it. One warpgroup multiplies. Reference: `skinny_linear`.
 //
 // Compiled with KIND, GROUPS (8 features each, and for GATED 8 of gate and 8 of up: of a program, or of a cluster if
-// KIND is SPLIT), SHARED_BYTES.
+// KIND is SPLIT), SHARED_BYTES, HAS_DELTAS: of the rows' adapters, whose ranks are as more in_features. Their x A^T comes
+// from the kernel before, which tells by counters that x is complete, and that its sums are: see `triton_fused_hopper`.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -25,6 +26,12 @@ struct Params {
     float* squares_after;
     u32 num_rows, num_groups, in_features, out_stride, residual_stride, num_squares, num_squares_after;
     float eps;
+#if HAS_DELTAS
+    Map b[4], hidden;  // boxes of GROUPS of B [features of a projection, ranks], and of x A^T [projections, 64, ranks]
+    const int *ranks, *row_slots;  // [slots, num_projections], [n]
+    int* counters;
+    u32 num_projections, group_size, num_tiles_before, first_features[4];
+#endif
 };
 
 constexpr int TILE = 64;  // in_features of a stage: rows of 128 bytes
@@ -80,10 +87,10 @@ __device__ __forceinline__ void copy_weights(u32 to, const Map* map, int column,
             " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(column), "r"(group * 8), "r"(barrier),
             "l"(LEAVES_FIRST) : "memory");
 }
-__device__ __forceinline__ void copy_rows(u32 to, const Map* map, int column, u32 barrier) {
+__device__ __forceinline__ void copy_rows(u32 to, const Map* map, int column, u32 barrier, int first_row = 0) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(column), "r"(0), "r"(barrier), "l"(LEAVES_LAST)
+        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(column), "r"(first_row), "r"(barrier), "l"(LEAVES_LAST)
         : "memory");
 }
 __device__ __forceinline__ u64 descriptor(u32 address) {  // rows of 128 bytes, swizzled, 8 of them in 1024 bytes
@@ -180,15 +187,74 @@ template <int N> __device__ __forceinline__ void copy_weights_of(const Params& p
         copy_weights(ring.weights() + num_together * GROUP_BYTES, &p.last_group, column, part.first_group + num_together, full);
 }
 
+// ---- deltas: what is copied after the last in_features
+
+struct Deltas {  // stages of 64 ranks
+    int count = 0, first_projection = 0, num_blocks = 0;
+};
+
+#if HAS_DELTAS
+__device__ __forceinline__ void await(const int* counter, int count) {  // programs that run already
+    int value;
+    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+    while (value < count);
+}
+
+// For all threads of a warp. A program has all ranks of its features' projections, of a cluster each a part of them.
+__device__ __forceinline__ Deltas deltas_of(const Params& p, const Part& part) {
+    int most = 0;  // ranks of a row
+    for (u32 row = threadIdx.x % 32; row < p.num_rows; row += 32) {
+        const int slot = p.row_slots[row];
+        for (u32 i = 0; slot >= 0 && i < p.num_projections; i++) most = max(most, p.ranks[slot * p.num_projections + i]);
+    }
+    Deltas deltas;
+    deltas.num_blocks = (__reduce_max_sync(~0u, most) / 16 * p.group_size + TILE - 1) / TILE;
+    deltas.count = deltas.num_blocks;
+    if (KIND == SPLIT) deltas.count = (deltas.num_blocks + CLUSTER - 1 - part.rank) / CLUSTER;
+    if (KIND == GATED) deltas.count *= 2;
+    if (KIND == PLAIN) {
+        u32 last = 0;
+        for (u32 i = 1; i < p.num_projections; i++) {
+            deltas.first_projection += p.first_features[i] <= part.first_group * 8;
+            last += p.first_features[i] < (part.first_group + part.num_groups) * 8;
+        }
+        deltas.count *= last + 1 - deltas.first_projection;
+    }
+    return deltas;
+}
+
+// B is zeros beyond a projection's features, so that sums of others stay.
+template <int N>
+__device__ __forceinline__ void copy_delta(const Params& p, const Part& part, const Ring<N>& ring, const Deltas& deltas, int i) {
+    const u32 full = ring.full + ring.stage * 8;
+    const int index = KIND == SPLIT ? i * CLUSTER + part.rank : i;
+    const int projection = deltas.first_projection + index / deltas.num_blocks, column = index % deltas.num_blocks * TILE;
+    expect(full, Ring<N>::STAGE_BYTES);
+    if (KIND == GATED)
+        asm volatile(
+            "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
+            ::"r"(ring.weights()), "l"(&p.b[projection]), "r"(column), "r"(0), "r"(-projection), "r"(part.first_group), "r"(full)
+            : "memory");
+    else
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+            ::"r"(ring.weights()), "l"(&p.b[projection]), "r"(column),
+            "r"(part.first_group * 8 - (int)p.first_features[projection]), "r"(full) : "memory");
+    await(p.counters, p.num_tiles_before);
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+    copy_rows(ring.rows(), &p.hidden, column, full, projection * 64);
+}
+#endif
+
 // ---- the warps that multiply. A thread has features lane / 4 and lane / 4 + 8 of its warp's 16 in each tile, and of each
 // 8 rows two.
 
 template <int N>
-__device__ __forceinline__ void sum_products(const Part& part, Ring<N> ring, float (&sums)[NUM_TILES][N / 2]) {
+__device__ __forceinline__ void sum_products(int num_stages, Ring<N> ring, float (&sums)[NUM_TILES][N / 2]) {
     const int lane = threadIdx.x % 32;
     int last_stage = 0;
 #pragma unroll 1
-    for (int i = 0; i < part.num_stages; i++) {
+    for (int i = 0; i < num_stages; i++) {
         wait_barrier(ring.full + ring.stage * 8, ring.parity);
         const u64 weights = descriptor(ring.weights()), rows = descriptor(ring.rows());
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -319,7 +385,17 @@ template <int N> __device__ __forceinline__ void run(const Params& p) {
     }
     __syncthreads();
     if (KIND == SPLIT) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#if HAS_DELTAS
+    const Deltas deltas = deltas_of(p, part);
+    if (warp >= 4 && lane == 0) {
+        await(p.counters + 1, 1);  // all kernels but the one before have ended
+        asm volatile("fence.proxy.async.global;" ::: "memory");
+    }
+    __syncwarp();
+#else
+    const Deltas deltas;
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 
     if (warp == 4 && lane == 0) {
         for (int i = 0; i < part.num_stages; i++, ring.advance()) {
@@ -329,6 +405,12 @@ template <int N> __device__ __forceinline__ void run(const Params& p) {
             }
             copy_rows(ring.rows(), &p.rows, part.first_column + i * TILE, full + ring.stage * 8);
         }
+#if HAS_DELTAS
+        for (int i = 0; i < deltas.count; i++, ring.advance()) {
+            if (part.num_stages + i >= Ring<N>::NUM_STAGES) wait_barrier(empty + ring.stage * 8, ring.parity ^ 1);
+            copy_delta(p, part, ring, deltas, i);
+        }
+#endif
     } else if (warp == 5) {
         if (p.squares != nullptr)
             for (int first = 0; first < N; first += 16) {  // two threads sum the squares of a row
@@ -344,7 +426,7 @@ template <int N> __device__ __forceinline__ void run(const Params& p) {
         asm volatile("bar.arrive 2, %0;" ::"n"(NUM_THREADS + 32) : "memory");
     } else if (warp < 4) {
         float sums[NUM_TILES][N / 2];
-        sum_products<N>(part, ring, sums);
+        sum_products<N>(part.num_stages + deltas.count, ring, sums);
         asm volatile("bar.sync 2, %0;" ::"n"(NUM_THREADS + 32) : "memory");  // factors are there, and the ring is free
         if constexpr (KIND == SPLIT) {
             await_cluster();  // its other program has begun
@@ -360,6 +442,9 @@ template <int N> __device__ __forceinline__ void run(const Params& p) {
         await_cluster();
         if (warp < 4) add_and_write<N>(p, part, (const float*)(memory + Ring<N>::NUM_STAGES * Ring<N>::STAGE_BYTES), shared);
     }
+#if HAS_DELTAS
+    asm volatile("griddepcontrol.wait;" ::: "memory");  // so that this kernel's end implies that of the one before
+#endif
 }
 
 #if KIND == SPLIT

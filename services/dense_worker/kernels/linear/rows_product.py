@@ -19,6 +19,7 @@ from services.common.errors import DeviceError
 from services.common.families.shape import Activation
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear_choice import ROW_BUCKETS
+from services.dense_worker.kernels.linear.row_deltas import RowDeltas
 from services.dense_worker.kernels.norm.split_norm import SplitNorm, num_squares
 from services.dense_worker.kernels.tensor_map import TensorMap, map_of, num_rows_there
 
@@ -40,6 +41,7 @@ _TILE = 64  # in_features
 # Of an SM's shared memory, for the kernels that wait for flags, which take 1 KB each: without it the program of one SM
 # begins only when another one's has ended.
 _SPARE_BYTES = 4 << 10
+MAX_PROJECTIONS = 4  # whose deltas a product may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +69,27 @@ class _Params(ctypes.Structure):
     ]
 
 
+class _ParamsWithDeltas(_Params):
+    """The same where the source has deltas."""
+
+    _fields_ = [
+        *(("b", TensorMap * MAX_PROJECTIONS), ("hidden", TensorMap)),
+        *((name, ctypes.c_void_p) for name in ("ranks", "row_slots", "counters")),
+        *((name, ctypes.c_uint32) for name in ("num_projections", "group_size", "num_tiles_before")),
+        ("first_features", ctypes.c_uint32 * MAX_PROJECTIONS),
+        ("_padding_behind", ctypes.c_uint32 * 3),
+    ]
+
+
 class RowsProduct:
     """The kernels of all shapes, for one stream."""
 
-    def __init__(self, launcher: KernelLauncher, device: torch.device) -> None:
-        self._launcher, self._device = launcher, device
+    def __init__(
+        self, launcher: KernelLauncher, device: torch.device, *, has_deltas: bool = False, bytes_beside: int = 0
+    ) -> None:
+        """`bytes_beside`: of an SM's shared memory, left for programs of other kernels."""
+        self._launcher, self._device, self._has_deltas = launcher, device, has_deltas
+        self._shared_bytes = launcher.shared_memory_bytes - _SPARE_BYTES - bytes_beside
         self._kernels: dict[RowsShape, dict[int, CudaKernel] | None] = {}  # by number of rows; None: there are none
         self._submitted: set[RowsShape] = set()  # to be compiled
 
@@ -114,18 +132,20 @@ class RowsProduct:
         residual: torch.Tensor | None,
         norm: SplitNorm | None,
         norm_after: SplitNorm | None,
+        deltas: RowDeltas | None = None,
     ) -> None:
-        """As `skinny_linear`, with one of the kernels that `shape_of` has loaded."""
+        """As `skinny_linear`, with one of the kernels that `shape_of` has loaded; `deltas`, if these have them."""
+        assert (deltas is not None) is self._has_deltas, "kernels have deltas or not"
         if self._launcher.is_compiling:
             if shape not in self._submitted:
                 self._submitted.add(shape)
-                self._launcher.submit(lambda: _compiled(shape, self._launcher, self._device))
+                self._launcher.submit(lambda: self._compiled(shape))
             return
         kernels = self._kernels[shape]
         assert kernels is not None, "`shape_of` has found kernels"
         (num_rows, in_features), num_features = x.shape, out.shape[1]
         block_rows = next(count for count in kernels if count >= num_rows)
-        params = _Params()
+        params = _Params() if deltas is None else _ParamsWithDeltas()
         _set_maps(params, shape, block_rows, x, weight, num_features)
         params.num_rows, params.num_groups, params.in_features = num_rows, num_features // _GROUP, in_features
         params.out, params.out_stride = out.data_ptr(), out.stride(0)
@@ -136,6 +156,8 @@ class RowsProduct:
         if norm_after is not None:
             params.gain, params.weighted = norm_after.weight.data_ptr(), norm_after.rows.data_ptr()
             params.squares_after, params.num_squares_after = norm_after.squares.data_ptr(), norm_after.squares.shape[1]
+        if isinstance(params, _ParamsWithDeltas) and deltas is not None:
+            _set_deltas(params, shape, block_rows, deltas, num_features)
         kernels[block_rows](shape.num_programs, params)
 
     def _can_load(self, shape: RowsShape) -> bool:
@@ -151,9 +173,16 @@ class RowsProduct:
     def _loaded(self, shape: RowsShape) -> dict[int, CudaKernel]:
         from services.dense_worker.kernels.cuda_source import CudaKernel
 
-        binary, num_bytes = _compiled(shape, self._launcher, self._device), _shared_bytes(self._launcher)
+        binary = self._compiled(shape)
         names = {count: f"rows_product_{count}" for count in _ROW_COUNTS}
-        return {count: CudaKernel(binary, name, _NUM_THREADS, num_bytes) for count, name in names.items()}
+        return {count: CudaKernel(binary, name, _NUM_THREADS, self._shared_bytes) for count, name in names.items()}
+
+    def _compiled(self, shape: RowsShape) -> bytes:
+        from services.dense_worker.kernels.cuda_source import compiled
+
+        sizes = {"KIND": shape.kind, "GROUPS": shape.num_groups, "SHARED_BYTES": self._shared_bytes}
+        constants = sizes | {"HAS_DELTAS": int(self._has_deltas)}
+        return compiled(Path(__file__).with_name("rows_product.cu"), constants, self._device)
 
 
 def choose_rows_shape(out_features: int, num_sms: int, *, is_gated: bool, is_added: bool) -> RowsShape | None:
@@ -193,13 +222,24 @@ def _set_maps(
     params.rows = map_of(x, x_sizes, (x.stride(0) * x.itemsize,), (_TILE, block_rows))
 
 
-def _shared_bytes(launcher: KernelLauncher) -> int:
-    """Of a program."""
-    return launcher.shared_memory_bytes - _SPARE_BYTES
-
-
-def _compiled(shape: RowsShape, launcher: KernelLauncher, device: torch.device) -> bytes:
-    from services.dense_worker.kernels.cuda_source import compiled
-
-    constants = {"KIND": shape.kind, "GROUPS": shape.num_groups, "SHARED_BYTES": _shared_bytes(launcher)}
-    return compiled(Path(__file__).with_name("rows_product.cu"), constants, device)
+def _set_deltas(
+    params: _ParamsWithDeltas, shape: RowsShape, block_rows: int, deltas: RowDeltas, num_features: int
+) -> None:
+    """Maps of B by projection, in boxes of 64 ranks and a program's features. Beyond its features there are zeros."""
+    num_ranks, row_bytes = deltas.b.shape[1], deltas.b.stride(0) * deltas.b.itemsize
+    ends = *deltas.first_features[1:], len(deltas.b)
+    for index, (first, end) in enumerate(zip(deltas.first_features, ends, strict=True)):
+        if shape.kind == _GATED:  # the other half of the box is beyond
+            sizes = num_ranks, _GROUP, 1, num_features // _GROUP
+            strides = row_bytes, num_features * row_bytes, _GROUP * row_bytes
+            params.b[index] = map_of(deltas.b[first:end], sizes, strides, (_TILE, _GROUP, 2, shape.num_groups))
+        else:
+            box = _TILE, _GROUP * shape.num_groups
+            params.b[index] = map_of(deltas.b[first:end], (num_ranks, end - first), (row_bytes,), box)
+        params.first_features[index] = first
+    hidden = deltas.hidden.flatten(0, 1)
+    hidden_bytes = hidden.stride(0) * hidden.itemsize
+    params.hidden = map_of(hidden, (hidden.shape[1], len(hidden)), (hidden_bytes,), (_TILE, block_rows))
+    params.ranks, params.row_slots = deltas.ranks.data_ptr(), deltas.row_slots.data_ptr()
+    params.counters, params.num_tiles_before = deltas.counters.data_ptr(), deltas.num_tiles
+    params.num_projections, params.group_size = len(deltas.first_features), deltas.group_size

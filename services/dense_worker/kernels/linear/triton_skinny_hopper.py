@@ -6,7 +6,7 @@ Triton's language of explicit copies, which has no interpreter: it runs on GPUs 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -17,6 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.dense_worker.kernels.linear.quantized.operands import CodeScales
+from services.dense_worker.kernels.linear.row_deltas import RowDeltas
 from services.dense_worker.kernels.linear.triton_tiles import (
     MAX_ROWS as _MAX_ROWS,
 )
@@ -43,19 +44,6 @@ _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
-class DeltaOperands(NamedTuple):
-    """The products with B that are added to a linear layer's: those of each row with its adapter's."""
-
-    hidden: torch.Tensor  # x A^T, x's dtype [num_projections, most rows, ranks of all slots, and zeros behind them]
-    b: torch.Tensor  # [weight's rows, ranks of all slots], scaled
-    group_size: int  # ranks that lie together: the first ones of all slots, and so on
-    num_tiles: int  # of A
-    ranks: torch.Tensor  # int32 [num_slots, num_projections], multiples of RANK_STEP; 0: no delta
-    column_starts: torch.Tensor  # int32 [num_projections + 1]: the columns of each projection
-    row_slots: torch.Tensor  # int32 [n]: the slot of each row or -1
-    counters: torch.Tensor  # int32 [2]: tiles of A whose sums are in `hidden`, and, from 1 on, x is complete
-
-
 def can_copy_ahead(launcher: KernelLauncher, x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether this is a Hopper, and rows and weights lie as its copy unit needs them."""
     places = (x.data_ptr(), weight.data_ptr(), x.stride(0) * x.itemsize, weight.stride(0) * x.itemsize)
@@ -73,7 +61,7 @@ def multiply_copied_ahead(
     residual: torch.Tensor | None,
     norm: SplitNorm | None,
     norm_after: SplitNorm | None,
-    deltas: DeltaOperands | None = None,
+    deltas: RowDeltas | None = None,
     **constants: Any,  # the kernel's, but those of this function
 ) -> None:
     """As `skinny_linear`, where `can_copy_ahead` says so; with the deltas of the rows' adapters."""

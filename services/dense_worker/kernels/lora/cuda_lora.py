@@ -17,10 +17,11 @@ import torch
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.plain_gemv import can_stream_plain
+from services.dense_worker.kernels.linear.rows_product import RowsProduct
 from services.dense_worker.kernels.linear.triton_tiles import MAX_ROWS
 from services.dense_worker.kernels.lora.tensors import to_tensor
 from services.dense_worker.kernels.lora.triton_fused import MAX_RANKS, FusedWorkspace, fused_linear
-from services.dense_worker.kernels.lora.triton_fused_hopper import SlotMemory
+from services.dense_worker.kernels.lora.triton_fused_hopper import SHRINK_BYTES, SlotMemory
 from services.dense_worker.kernels.lora.triton_lora import (
     FEW_ROWS,
     FEW_ROWS_SPLITS,
@@ -48,6 +49,7 @@ class _Layer:
     b: torch.Tensor  # [out_features, max_rank / RANK_STEP, num_slots, RANK_STEP]
     ranks: torch.Tensor  # int32 [num_slots, num_projections], multiples of RANK_STEP; 0: no delta
     column_starts: torch.Tensor  # int32 [num_projections + 1]
+    first_features: tuple[int, ...]  # the same without the last
     widest: int  # most columns of a projection
 
 
@@ -73,6 +75,7 @@ class CudaLora:
         self._max_rank = -(-max_rank // RANK_STEP) * RANK_STEP
         self._layers = {linear.merged_from[0].name: self._allocate(linear) for linear in linears}
         self._launcher = KernelLauncher(device)
+        self._rows_product = RowsProduct(self._launcher, device, has_deltas=True, bytes_beside=SHRINK_BYTES)
         is_cuda = device.type == "cuda"  # the interpreter runs the same on a CPU
         self._copies = torch.cuda.Stream(device) if is_cuda else None
         self._row_slots = torch.full((max_num_tokens,), -1, dtype=torch.int32, device=device)
@@ -162,10 +165,11 @@ class CudaLora:
             linear.weight.matrix.data,
             linear.bias_data,
             out,
-            SlotMemory(layer.a, layer.b, layer.ranks, layer.column_starts),
+            SlotMemory(layer.a, layer.b, layer.ranks, layer.column_starts, layer.first_features),
             self._slots,
             self._workspace,
             self._num_fused,
+            self._rows_product,
             activation=activation,
             residual=residual,
             norm=norm,
@@ -203,6 +207,7 @@ class CudaLora:
             torch.zeros(linear.out_features, *ranks, **kind),
             torch.zeros(self._num_slots, len(sizes), dtype=torch.int32, device=self._device),
             torch.tensor(starts, dtype=torch.int32, device=self._device),
+            tuple(starts[:-1]),
             max(sizes),
         )
 

@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.dense_worker.kernels.linear.activation import MlpActivation
+from services.dense_worker.kernels.linear.rows_product import RowsProduct
 from services.dense_worker.kernels.linear.triton_skinny import SkinnyTiles, choose_skinny_tiles
 from services.dense_worker.kernels.linear.triton_skinny_hopper import can_copy_ahead
 from services.dense_worker.kernels.linear.triton_tiles import (
@@ -70,6 +71,7 @@ def fused_linear(
     row_slots: torch.Tensor,  # int32 [n]: the slot of each row or -1; written before any kernel of `launcher`
     workspace: FusedWorkspace,
     index: int,  # of the product in its step
+    rows_product: RowsProduct,  # with deltas, and room for the kernel for x A^T
     *,
     activation: MlpActivation | None = None,  # of the product
     residual: torch.Tensor | None = None,  # [n, out_features], strides of `out`: add it; may be `out`
@@ -85,7 +87,7 @@ def fused_linear(
     assert num_projections == 2 or not is_gated, "the halves are two projections"
     if num_rows >= _COPIED_AHEAD_FROM and can_copy_ahead(launcher, x, weight):
         fused = {"activation": activation, "residual": residual, "norm": norm, "norm_after": norm_after}
-        of_launch = workspace.on_hopper, workspace.splits, workspace.num_shrunk[index]
+        of_launch = workspace.on_hopper, workspace.splits, workspace.num_shrunk[index], rows_product
         copied_ahead_linear(launcher, x, weight, bias, out, slots, row_slots, *of_launch, **fused)
         return
     if norm_after is not None and launcher.is_hopper:  # products of other alignment have lower tiles, and so more
@@ -102,7 +104,7 @@ def fused_linear(
         bias,
         residual,
         *operands_of_halves(norm, norm_after),
-        *slots,
+        *slots[:4],
         row_slots,
         workspace.hidden,
         workspace.num_shrunk[index],

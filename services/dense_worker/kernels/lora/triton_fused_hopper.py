@@ -19,15 +19,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.quantized.triton_codes import TRITON_TYPES
+from services.dense_worker.kernels.linear.row_deltas import RowDeltas
+from services.dense_worker.kernels.linear.rows_product import MAX_PROJECTIONS, RowsProduct
 from services.dense_worker.kernels.linear.triton_skinny import SM_BYTES, SkinnyTiles, choose_skinny_tiles
-from services.dense_worker.kernels.linear.triton_skinny_hopper import DeltaOperands, multiply_copied_ahead
+from services.dense_worker.kernels.linear.triton_skinny_hopper import multiply_copied_ahead
 from services.dense_worker.kernels.linear.triton_tiles import BLOCK_OUT, MAX_ROWS, SplitWorkspace
 from services.dense_worker.kernels.lora.triton_lora import RANK_STEP
 from services.dense_worker.kernels.norm.split_norm import SplitNorm, num_squares
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 _BLOCK_IN, _MAX_BLOCKS = 128, 8  # of a program for x A^T, which keeps them all in registers
-_SHRINK_BYTES = 12 << 10  # of an SM's shared memory, for that program
+SHRINK_BYTES = 12 << 10  # of an SM's shared memory, for that program
 _PAD = 128  # ranks of the largest block that `triton_skinny_hopper` copies
 
 
@@ -39,6 +41,7 @@ class SlotMemory(NamedTuple):
     b: torch.Tensor  # [out_features, max_rank / RANK_STEP, num_slots, RANK_STEP], scaled
     ranks: torch.Tensor  # int32 [num_slots, num_projections]; 0: no delta
     column_starts: torch.Tensor  # int32 [num_projections + 1]: the columns of each projection
+    first_features: tuple[int, ...]  # the same without the last, on the host
 
 
 class HiddenWorkspace:
@@ -74,6 +77,7 @@ def copied_ahead_linear(
     workspace: HiddenWorkspace,
     splits: SplitWorkspace,
     counters: torch.Tensor,  # int32 [2], zero
+    rows_product: RowsProduct,
     *,
     activation: MlpActivation | None,
     residual: torch.Tensor | None,
@@ -83,7 +87,13 @@ def copied_ahead_linear(
     """As `fused_linear`, for the rows and weights that it chooses."""
     num_rows, out_features = out.shape
     is_gated = activation is not None and activation.is_gated
-    num_projections, num_groups, num_slots, _, in_features = slots.a.shape
+    shape = None
+    if len(slots.first_features) <= MAX_PROJECTIONS:
+        shape = rows_product.shape_of(x, weight, bias, out, activation, residual, norm, norm_after)
+    if shape is not None:
+        deltas = _shrink(launcher, x, slots, row_slots, workspace, counters, MAX_ROWS)
+        rows_product.multiply(shape, x, weight, out, residual, norm, norm_after, deltas)
+        return
     tiles = choose_tiles_beside(
         num_rows,
         out_features,
@@ -91,34 +101,7 @@ def copied_ahead_linear(
         launcher.num_sms,
         None if norm_after is None else num_squares(out_features),
     )
-    hidden = workspace.hidden[:num_projections]
-    num_tiles, num_splits = _shrink_grid(slots.a, launcher.num_sms)
-    launcher(
-        _shrink_kernel,
-        (num_tiles, num_splits),
-        hidden,
-        x,
-        slots.a,
-        slots.ranks,
-        row_slots,
-        workspace.sums,
-        workspace.num_parts_done,
-        counters,
-        num_rows,
-        x.stride(0),
-        in_features,
-        NUM_PROJECTIONS=num_projections,
-        NUM_SLOTS=num_slots,
-        NUM_RANKS=num_groups * num_slots * RANK_STEP,
-        RANK_STEP=RANK_STEP,
-        HIDDEN_STRIDE=hidden.stride(1),
-        MAX_ROWS=MAX_ROWS,
-        BLOCK_ROWS=tiles.block_rows,
-        BLOCK_IN=_BLOCK_IN,
-        NUM_BLOCKS=triton.cdiv(triton.cdiv(in_features, _BLOCK_IN), num_splits),
-        NUM_SPLITS=num_splits,
-        num_warps=4,
-    )
+    deltas = _shrink(launcher, x, slots, row_slots, workspace, counters, tiles.block_rows)
     multiply_copied_ahead(
         launcher,
         x,
@@ -130,16 +113,7 @@ def copied_ahead_linear(
         residual,
         norm,
         norm_after,
-        DeltaOperands(
-            hidden,
-            slots.b.flatten(1),
-            num_slots * RANK_STEP,
-            num_tiles,
-            slots.ranks,
-            slots.column_starts,
-            row_slots,
-            counters,
-        ),
+        deltas,
         DTYPE=TRITON_TYPES[x.dtype],
         ACTIVATION=None if activation is None else activation.function.value,
         IS_GATED=is_gated,
@@ -153,6 +127,58 @@ def copied_ahead_linear(
     )
 
 
+def _shrink(
+    launcher: KernelLauncher,
+    x: torch.Tensor,
+    slots: SlotMemory,
+    row_slots: torch.Tensor,
+    workspace: HiddenWorkspace,
+    counters: torch.Tensor,
+    block_rows: int,
+) -> RowDeltas:
+    """Launches the kernel for x A^T, for at most `block_rows` rows."""
+    num_projections, num_groups, num_slots, _, in_features = slots.a.shape
+    hidden = workspace.hidden[:num_projections]
+    num_tiles, num_splits = _shrink_grid(slots.a, launcher.num_sms)
+    launcher(
+        _shrink_kernel,
+        (num_tiles, num_splits),
+        hidden,
+        x,
+        slots.a,
+        slots.ranks,
+        row_slots,
+        workspace.sums,
+        workspace.num_parts_done,
+        counters,
+        len(x),
+        x.stride(0),
+        in_features,
+        NUM_PROJECTIONS=num_projections,
+        NUM_SLOTS=num_slots,
+        NUM_RANKS=num_groups * num_slots * RANK_STEP,
+        RANK_STEP=RANK_STEP,
+        HIDDEN_STRIDE=hidden.stride(1),
+        MAX_ROWS=MAX_ROWS,
+        BLOCK_ROWS=block_rows,
+        BLOCK_IN=_BLOCK_IN,
+        NUM_BLOCKS=triton.cdiv(triton.cdiv(in_features, _BLOCK_IN), num_splits),
+        NUM_SPLITS=num_splits,
+        num_warps=4,
+    )
+    return RowDeltas(
+        hidden,
+        slots.b.flatten(1),
+        num_slots * RANK_STEP,
+        num_tiles,
+        slots.ranks,
+        slots.column_starts,
+        slots.first_features,
+        row_slots,
+        counters,
+    )
+
+
 def choose_tiles_beside(
     num_rows: int, out_features: int, is_gated: bool, num_sms: int, most_tiles: int | None
 ) -> SkinnyTiles:
@@ -160,7 +186,7 @@ def choose_tiles_beside(
     tiles = choose_skinny_tiles(num_rows, out_features, is_gated, num_sms, is_ahead=True, most_tiles=most_tiles)
     programs_per_sm = 1 if triton.cdiv(out_features, tiles.height) * tiles.num_splits <= num_sms else 2
     tile_bytes = 2 * tiles.block_in * (BLOCK_OUT * (1 + is_gated) + tiles.block_rows)
-    return replace(tiles, num_stages=(SM_BYTES - _SHRINK_BYTES) // programs_per_sm // tile_bytes)
+    return replace(tiles, num_stages=(SM_BYTES - SHRINK_BYTES) // programs_per_sm // tile_bytes)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
