@@ -1,4 +1,4 @@
-"""`triton_fused` on Hopper: a kernel for x A^T, and `triton_skinny_hopper`, which multiplies its sums by B.
+"""`triton_fused` on Hopper: a kernel for x A^T, and `rows_product` or `triton_skinny_hopper`, which multiply it by B.
 
 Both start while the kernel before them still runs, the second beside the first, whose programs need little of an SM.
 The second copies its first weights meanwhile. It waits for the first one's signs, not for its end: that the kernel
