@@ -31,6 +31,7 @@ log = structlog.get_logger()
 
 _MIN_ROWS = 2
 _ROW_COUNTS = (8, 16, 24, 32, 48, ROW_BUCKETS[-1])  # of the kernels: steps of the tensor cores
+_ROW_COUNTS_WITH_DELTAS = (48, ROW_BUCKETS[-1])  # with fewer rows, `triton_fused` is faster
 _GROUP = 8  # features, which programs share out
 _GROUPS = range(6, 33)  # that a program or a cluster may have; more have no room in registers
 _GATED_GROUPS = range(6, 17)
@@ -174,7 +175,8 @@ class RowsProduct:
         from services.dense_worker.kernels.cuda_source import CudaKernel
 
         binary = self._compiled(shape)
-        names = {count: f"rows_product_{count}" for count in _ROW_COUNTS}
+        counts = _ROW_COUNTS_WITH_DELTAS if self._has_deltas else _ROW_COUNTS
+        names = {count: f"rows_product_{count}" for count in counts}
         return {count: CudaKernel(binary, name, _NUM_THREADS, self._shared_bytes) for count, name in names.items()}
 
     def _compiled(self, shape: RowsShape) -> bytes:
