@@ -54,6 +54,7 @@ class LogitsEditor:
     """No method waits for the device. Device memory is allocated when a sequence first needs the editor."""
 
     order: ClassVar[int]  # those of a lower one are applied first
+    needs_float32: ClassVar[bool] = True  # else it edits logits of any float type
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None: ...
 
@@ -62,7 +63,7 @@ class LogitsEditor:
         raise NotImplementedError
 
     def apply(self, logits: torch.Tensor, rows: EditedRows) -> None:
-        """Changes only `rows` of logits (float32 [r, vocab_size], contiguous), in place."""
+        """Changes only `rows` of logits, [r, vocab_size], contiguous, in place. Float32, if the editor needs that."""
         raise NotImplementedError
 
     def append(self, rows: EditedRows, token_ids: torch.Tensor) -> None:

@@ -19,6 +19,7 @@ from services.common.sampling_params import SamplingParams
 from services.dense_worker.features.sequence_feature import SequenceFeature
 from services.dense_worker.sampling import gumbel
 from services.dense_worker.sampling.editors import EDITORS
+from services.dense_worker.sampling.host_stages import HostStages
 from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence, LogitsEditor
 from services.dense_worker.sampling.logprobs import RankedTokens, rank_tokens
 from services.dense_worker.sampling.token_filters import keep_min_p, keep_top
@@ -86,7 +87,7 @@ class Sampler:
         self._needs = np.zeros((len(editors), max_num_seqs), dtype=np.bool_)  # which slots need which editor
         self._named: dict[int, tuple[int, ...]] = {}  # token ids whose log-probabilities are reported, by slot
         self._needed: list[tuple[LogitsEditor, np.ndarray]] = []  # editors that any slot needs: bool [max_num_seqs]
-        # Edits need float32. Other steps choose from logits as they are: to convert those of a large step takes longer.
+        # Most edits need float32. Other steps choose from logits as they are: to convert those of a large step takes longer.
         edited_shape = (0 if logits_dtype == torch.float32 else max_num_seqs, vocab_size)
         self._edited = torch.empty(edited_shape, dtype=torch.float32, device=self._device)
         # The slots of the newest step, which mostly are those of the one before.
@@ -96,7 +97,8 @@ class Sampler:
         if self._device.type == "cuda":
             from services.dense_worker.sampling import triton_greedy, triton_gumbel, triton_tokens
 
-            self._draw_tokens, self._find_greatest = triton_gumbel.draw, triton_greedy.find_greatest
+            self._draw_tokens = partial(triton_gumbel.draw, stages=HostStages())
+            self._find_greatest = triton_greedy.find_greatest
             self._keep_tokens, self._feed_tokens = triton_tokens.keep_tokens, triton_tokens.feed_tokens
             compile_kernels(vocab_size, self._device, {torch.float32, logits_dtype})
 
@@ -167,7 +169,7 @@ class Sampler:
         model_logits = logits[self._upload(reported)] if reported.size else None
 
         edits = self._find_edits(slots, output_lens)
-        if edits:
+        if any(editor.needs_float32 for editor, _ in edits):
             logits = self._to_edit(logits)
         for editor, rows in edits:
             editor.apply(logits, rows)

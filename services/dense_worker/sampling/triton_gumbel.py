@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from services.common.compile_kernels import launch
+from services.dense_worker.sampling.host_stages import HostStages
 from services.dense_worker.sampling.philox import TOKENS_PER_BLOCK
 from services.dense_worker.sampling.upload import upload
 
@@ -36,6 +37,7 @@ def draw(
     seeds: np.ndarray,
     positions: np.ndarray | torch.Tensor,
     *,
+    stages: HostStages | None = None,
     only_compiles: bool = False,
 ) -> torch.Tensor:
     """Token ids, int64 [r], on the device of the logits. The lowest of equal scores wins. Does not wait for the device.
@@ -43,14 +45,19 @@ def draw(
     logits: [r, vocab_size], of any float type, contiguous; rows of NaN give an arbitrary token
     temperatures: np.float32 [r], above 0
     seeds, positions: np.uint64 [r]; positions may also be an int64 tensor on the device of the logits
+    stages: for what the host knows, if it has the positions; None: that is copied to the device
     """
     num_rows, vocab_size = logits.shape
     num_parts = triton.cdiv(vocab_size, _BLOCKS_PER_PROGRAM * TOKENS_PER_BLOCK)
     inverse_temperatures = 1.0 / temperatures.astype(np.float64)
-    on_host = seeds if isinstance(positions, torch.Tensor) else positions
-    keys = np.stack((inverse_temperatures.view(np.uint64), seeds, on_host), axis=1)
-    keys = upload(keys.view(np.int64), logits.device)
-    if isinstance(positions, torch.Tensor):
+    has_positions = isinstance(positions, np.ndarray)
+    on_host = (inverse_temperatures.view(np.uint64), seeds, positions if has_positions else seeds)
+    if stages is not None and has_positions:
+        keys = stages.take(num_rows, 3, dtype=torch.int64)
+        np.stack(on_host, axis=1, out=keys.numpy().view(np.uint64))
+    else:
+        keys = upload(np.stack(on_host, axis=1).view(np.int64), logits.device)
+    if not has_positions:
         keys[:, 2] = positions
     scores = torch.empty(num_rows, num_parts, dtype=torch.float64, device=logits.device)
     candidates = torch.empty(num_rows, num_parts, dtype=torch.int64, device=logits.device)
@@ -58,6 +65,8 @@ def draw(
     run = partial(launch, only_compiles=only_compiles)
     score = scores, candidates, logits, keys, vocab_size, num_parts
     run(_score_kernel, (num_parts, num_rows), *score, NUM_BLOCKS=_BLOCKS_PER_PROGRAM, num_warps=4)
+    if stages is not None and has_positions:
+        stages.note_read()
     pick = token_ids, scores, candidates, num_parts
     run(_pick_kernel, (num_rows,), *pick, NUM_PARTS=triton.next_power_of_2(num_parts), num_warps=1)
     return token_ids

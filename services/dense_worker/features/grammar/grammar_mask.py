@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from services.dense_worker.features.grammar.sequence_grammar import SequenceGrammar
+from services.dense_worker.sampling.host_stages import HostStages
 from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence, LogitsEditor
 from services.grammar.matcher import GrammarMatcher
 
@@ -21,15 +22,16 @@ FLOOR = -1e6
 class GrammarMask(LogitsEditor):
     """Grammars by slot, on the host."""
 
+    needs_float32 = False
+
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
-        self._device = device
         self._grammars: list[GrammarMatcher | None] = [None] * num_slots
-        self._apply_masks = apply_masks
+        self._apply_masks, self._stages = apply_masks, None
         if device.type == "cuda":
             from services.dense_worker.features.grammar import triton_token_mask
 
-            self._apply_masks = triton_token_mask.apply_masks
+            self._apply_masks, self._stages = triton_token_mask.apply_masks, HostStages()
 
     def set(self, slot: int, sequence: EditedSequence) -> bool:
         """Stores the grammar."""
@@ -41,18 +43,21 @@ class GrammarMask(LogitsEditor):
         """Sets all tokens but those that may come next to -inf."""
         grammars = [self._grammars[slot] for slot in rows.slots.tolist()]
         num_words = max(-(-self._vocab_size // 32), *(each.num_words for each in grammars))
-        # torch keeps pinned memory until its copy is done.
-        masks = torch.empty(len(grammars), num_words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        take = torch.empty if self._stages is None else self._stages.take
+        packed = take(len(grammars) * (num_words + 1), dtype=torch.int32)
+        masks, indexes = packed[: -len(grammars)].view(-1, num_words), packed[-len(grammars) :]
         GrammarMatcher.fill_masks(grammars, masks.numpy().view(np.uint32))
-        device_rows, _ = rows.on_device
-        self._apply_masks(logits, device_rows, masks.to(self._device, non_blocking=True), FLOOR)
+        indexes.numpy()[:] = rows.rows
+        self._apply_masks(logits, indexes, masks, max(FLOOR, torch.finfo(logits.dtype).min))
+        if self._stages is not None:
+            self._stages.note_read()
 
 
 def apply_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor, floor: float) -> None:
     """Sets logits without a bit to -inf, and others below `floor` to `floor`; in place.
 
-    logits: float32 [r, vocab_size]; rows: int64 [n], indices into logits; masks: int32 [n, at least vocab_size / 32],
-    the bit of token t is bit t % 32 of word t / 32
+    logits: [r, vocab_size], of any float type; rows: integers [n], indices into logits; masks: int32 [n, at least
+    vocab_size / 32], the bit of token t is bit t % 32 of word t / 32
     """
     bits = torch.arange(32, dtype=torch.int32, device=masks.device)
     is_allowed = (masks[:, :, None] >> bits & 1).bool().flatten(1)[:, : logits.shape[1]]

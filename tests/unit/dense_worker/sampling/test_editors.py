@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.sampling.editors import EDITORS, collect_editors
-from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence
+from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence, LogitsEditor
 from services.dense_worker.sampling.sampler import Sampler
 from tests.support.examples import examples
 
@@ -87,7 +87,7 @@ def test_editors_compose_in_order_over_the_steps_of_a_mixed_batch(
             outputs[slot].append(token_id)
 
 
-class Countdown:
+class Countdown(LogitsEditor):
     """An additional editor. It forces the newest token minus 1, only for even seeds."""
 
     made: Countdown
