@@ -33,6 +33,7 @@ from services.dense_worker.features.adapters.adapter_loader import make_loader
 from services.dense_worker.features.drafting.drafter import Drafter
 from services.dense_worker.features.drafting.load_drafter import PreparedDrafter, prepare_drafter
 from services.dense_worker.features.feature import Feature
+from services.dense_worker.features.grammar.grammar_mask import GrammarMask
 from services.dense_worker.features.grammar.grammars import Grammars
 from services.dense_worker.features.images.prepare_images import PreparedImages, prepare_images, why_no_pictures
 from services.dense_worker.features.installed import make_features
@@ -324,7 +325,7 @@ def prepare_model(
 
 def _compile_sampling(model: ResolvedModel) -> None:
     with contextlib.suppress(RuntimeError):  # includes torch.OutOfMemoryError
-        compile_kernels(model.config.vocab_size, model.device, {torch.float32, model.dtype})
+        compile_kernels(model.config.vocab_size, model.device, {torch.float32, model.dtype}, (GrammarMask,))
 
 
 def make_expert_loads(weights: ModelWeights) -> ExpertLoads | None:

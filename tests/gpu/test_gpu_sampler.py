@@ -68,3 +68,19 @@ def test_tokens_and_logprobs_equal_those_of_the_cpu_and_nothing_waits() -> None:
         assert torch.equal(ranked.top_token_ids, on_cpu.ranked.top_token_ids)
         # Tokens whose logarithms round to one number on either device tie there.
         torch.testing.assert_close(ranked.ranks, on_cpu.ranked.ranks, rtol=0, atol=3)
+
+
+def test_tokens_are_drawn_by_their_own_positions_however_late_the_device_runs_the_step() -> None:
+    tokens: dict[str, list[list[int]]] = {}
+    for device in ("cpu", "cuda:0"):
+        sampler, slots = Sampler(4, VOCAB_SIZE, device), np.arange(4)
+        for slot in range(4):
+            sampler.add(slot, SamplingParams(temperature=1.0, seed=slot), [1], [], [2])
+        logits, lens = torch.zeros(4, VOCAB_SIZE, device=device), np.zeros(4, np.int64)
+        sampler.sample(logits, slots, lens, lens)  # loads libraries
+        if device != "cpu":
+            torch.cuda._sleep(200_000_000)  # a tenth of a second
+        sampled = [sampler.sample(logits, slots, lens + step, lens).token_ids for step in range(12)]
+        tokens[device] = [each.tolist() for each in sampled]
+    assert tokens["cuda:0"] == tokens["cpu"]
+    assert len({tuple(each) for each in tokens["cpu"]}) == 12

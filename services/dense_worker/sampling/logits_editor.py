@@ -6,7 +6,7 @@ sampler, and features add theirs after them. The sampler knows which slots need 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -57,6 +57,10 @@ class LogitsEditor:
     needs_float32: ClassVar[bool] = True  # else it edits logits of any float type
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None: ...
+
+    @classmethod
+    def compile_kernels(cls, vocab_size: int, device: torch.device, dtypes: Iterable[torch.dtype]) -> None:
+        """Warms up its own kernels on a GPU, for logits of these types."""
 
     def set(self, slot: int, sequence: EditedSequence) -> bool:
         """Returns whether the sequence needs this editor; if so, stores its options and past tokens in `slot`."""

@@ -49,7 +49,12 @@ class SampledTokens:
     ranked: RankedTokens | None  # one row for each of `num_logprobs`; None if that is empty
 
 
-def compile_kernels(vocab_size: int, device: torch.device, logits_dtypes: Iterable[torch.dtype]) -> None:
+def compile_kernels(
+    vocab_size: int,
+    device: torch.device,
+    logits_dtypes: Iterable[torch.dtype],
+    editors: Iterable[type[LogitsEditor]] = (),
+) -> None:
     """Compiles what a `Sampler` on a GPU runs, unless that is in Triton's cache, and loads it."""
     from services.common.compile_kernels import compiling_together
     from services.dense_worker.sampling import triton_greedy, triton_gumbel, triton_tokens
@@ -58,6 +63,8 @@ def compile_kernels(vocab_size: int, device: torch.device, logits_dtypes: Iterab
     with compiling_together():
         for kernels in (triton_gumbel, triton_greedy):
             kernels.compile_kernels(vocab_size, device, logits_dtypes)
+        for editor in editors:
+            editor.compile_kernels(vocab_size, device, logits_dtypes)
         triton_tokens.compile_kernels(device)
 
 
@@ -87,7 +94,7 @@ class Sampler:
         self._needs = np.zeros((len(editors), max_num_seqs), dtype=np.bool_)  # which slots need which editor
         self._named: dict[int, tuple[int, ...]] = {}  # token ids whose log-probabilities are reported, by slot
         self._needed: list[tuple[LogitsEditor, np.ndarray]] = []  # editors that any slot needs: bool [max_num_seqs]
-        # Most edits need float32. Other steps choose from logits as they are: to convert those of a large step takes longer.
+        # Most edits need float32. Other steps keep logits as they are: to convert those of a large step takes longer.
         edited_shape = (0 if logits_dtype == torch.float32 else max_num_seqs, vocab_size)
         self._edited = torch.empty(edited_shape, dtype=torch.float32, device=self._device)
         # The slots of the newest step, which mostly are those of the one before.
@@ -100,7 +107,7 @@ class Sampler:
             self._draw_tokens = partial(triton_gumbel.draw, stages=HostStages())
             self._find_greatest = triton_greedy.find_greatest
             self._keep_tokens, self._feed_tokens = triton_tokens.keep_tokens, triton_tokens.feed_tokens
-            compile_kernels(vocab_size, self._device, {torch.float32, logits_dtype})
+            compile_kernels(vocab_size, self._device, {torch.float32, logits_dtype}, editors)
 
     def add(
         self,

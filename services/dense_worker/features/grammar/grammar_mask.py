@@ -6,6 +6,8 @@ the sampler of such a step late: when the step before has ended and its own laye
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
@@ -32,6 +34,13 @@ class GrammarMask(LogitsEditor):
             from services.dense_worker.features.grammar import triton_token_mask
 
             self._apply_masks, self._stages = triton_token_mask.apply_masks, HostStages()
+
+    @classmethod
+    def compile_kernels(cls, vocab_size: int, device: torch.device, dtypes: Iterable[torch.dtype]) -> None:
+        """Warms up the kernel: the first form would keep all streams waiting."""
+        from services.dense_worker.features.grammar import triton_token_mask
+
+        triton_token_mask.compile_kernels(vocab_size, device, dtypes)
 
     def set(self, slot: int, sequence: EditedSequence) -> bool:
         """Stores the grammar."""

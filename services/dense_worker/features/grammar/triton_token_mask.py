@@ -1,18 +1,32 @@
 """Applies masks of allowed tokens to logits on a GPU, in one pass.
 
-Reference: `sampling/grammar_mask.py:apply_masks`.
+Reference: `features/grammar/grammar_mask.py:apply_masks`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 import triton
 import triton.language as tl
 
+from services.common.compile_kernels import launch
+
 _NUM_WORDS = 128  # of a mask, for one program
 
 
-def apply_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor, floor: float) -> None:
+def compile_kernels(vocab_size: int, device: torch.device, dtypes: Iterable[torch.dtype]) -> None:
+    """Warms up the kernel for logits of this number and these types."""
+    rows, masks = torch.zeros(1, dtype=torch.int32), torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32)
+    for dtype in dtypes:
+        logits = torch.zeros(1, vocab_size, dtype=dtype, device=device)
+        apply_masks(logits, rows.pin_memory(), masks.pin_memory(), 0.5, only_compiles=True)
+
+
+def apply_masks(
+    logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor, floor: float, *, only_compiles: bool = False
+) -> None:
     """Sets logits without a bit to -inf, and others below `floor` to `floor`; in place. Does not wait for the device.
 
     logits: [r, vocab_size], of any float type, contiguous; rows: integers [n], indices into logits; masks: int32 [n, at
@@ -22,7 +36,8 @@ def apply_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor, f
     num_rows, num_words = masks.shape
     vocab_size = logits.shape[1]
     grid = (triton.cdiv(vocab_size, 32 * _NUM_WORDS), num_rows)
-    _mask_kernel[grid](logits, rows, masks, floor, vocab_size, num_words, NUM_WORDS=_NUM_WORDS, num_warps=8)
+    operands = logits, rows, masks, floor, vocab_size, num_words
+    launch(_mask_kernel, grid, *operands, only_compiles=only_compiles, NUM_WORDS=_NUM_WORDS, num_warps=8)
 
 
 @triton.jit(do_not_specialize=["num_words"], do_not_specialize_on_alignment=["rows"])

@@ -23,11 +23,12 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> Forms:
     return Forms(make_vocabulary(tmp_path_factory.mktemp("tokenizer")))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 1000])
-def test_a_token_keeps_its_logit_exactly_if_its_bit_is_set(vocab_size: int) -> None:
+def test_a_token_keeps_its_logit_exactly_if_its_bit_is_set(vocab_size: int, dtype: torch.dtype) -> None:
     generator = np.random.default_rng(vocab_size)
     masks = generator.integers(-(2**31), 2**31, (3, -(-vocab_size // 32) + 1), dtype=np.int64).astype(np.int32)
-    logits = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(1))
+    logits = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(1)).to(dtype)
     logits[1, ::3] = -torch.inf
     expected = logits.clone()
     rows = [0, 1, 4]
@@ -40,22 +41,27 @@ def test_a_token_keeps_its_logit_exactly_if_its_bit_is_set(vocab_size: int) -> N
 
 
 def sample_first(
-    forms: Forms, params: list[SamplingParams], with_form: list[bool], stop: tuple[int, ...] = ()
+    forms: Forms,
+    params: list[SamplingParams],
+    with_form: list[bool],
+    stop: tuple[int, ...] = (),
+    dtype: torch.dtype = torch.float32,
 ) -> list[int]:
-    """The first token of each row, all in one step."""
-    sampler = Sampler(len(params), VOCAB_SIZE, "cpu", (*EDITORS, GrammarMask))
+    """The first token of each row, all in one step, from logits of this type."""
+    sampler = Sampler(len(params), VOCAB_SIZE, "cpu", (*EDITORS, GrammarMask), dtype)
     for slot, each in enumerate(params):
         features = (with_grammar(forms.matcher(DIGITS)),) if with_form[slot] else ()
         sampler.add(slot, each, [1], [], stop, None, features)
-    logits = torch.randn(len(params), VOCAB_SIZE, generator=torch.Generator().manual_seed(2)) * 4
+    logits = (torch.randn(len(params), VOCAB_SIZE, generator=torch.Generator().manual_seed(2)) * 4).to(dtype)
     zeros = np.zeros(len(params), dtype=np.int64)
     return sampler.sample(logits, np.arange(len(params)), zeros + 1, zeros).token_ids.tolist()
 
 
-def test_rows_without_a_form_get_the_same_tokens_beside_rows_with_one(forms: Forms) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_without_a_form_get_the_same_tokens_beside_rows_with_one(forms: Forms, dtype: torch.dtype) -> None:
     params = [SamplingParams(seed=i, temperature=1.0 * (i % 3)) for i in range(12)]
-    plain = sample_first(forms, params, [False] * 12)
-    mixed = sample_first(forms, params, [i % 2 == 0 for i in range(12)])
+    plain = sample_first(forms, params, [False] * 12, dtype=dtype)
+    mixed = sample_first(forms, params, [i % 2 == 0 for i in range(12)], dtype=dtype)
     digits = {*forms.tokens("0123456789"), *forms.tokenizer.tokenize_str("12")}
     assert mixed[1::2] == plain[1::2]
     assert set(mixed[::2]) <= digits and not set(plain[::2]) <= digits
@@ -74,8 +80,11 @@ def test_other_options_choose_among_the_tokens_of_the_form(forms: Forms, tempera
     assert sample_first(forms, params, [True] * 3) == [four, three, four]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 100.0])
-def test_the_form_wins_where_other_options_leave_none_of_its_tokens(forms: Forms, temperature: float) -> None:
+def test_the_form_wins_where_other_options_leave_none_of_its_tokens(
+    forms: Forms, temperature: float, dtype: torch.dtype
+) -> None:
     options = {"temperature": temperature, "seed": 5}
     digits = [*forms.tokens("0123456789"), *forms.tokenizer.tokenize_str("12")]
     params = [
@@ -83,5 +92,5 @@ def test_the_form_wins_where_other_options_leave_none_of_its_tokens(forms: Forms
         SamplingParams(allowed_token_ids=tuple(forms.tokens("ab")), **options),
         SamplingParams(min_tokens=3, top_k=1, **options),
     ]
-    found = sample_first(forms, params, [True] * 3, stop=(EOS, *digits))
+    found = sample_first(forms, params, [True] * 3, stop=(EOS, *digits), dtype=dtype)
     assert set(found) <= set(digits)
