@@ -150,7 +150,7 @@ def test_options_reach_the_template_over_both_protocols(tmp_path: Path) -> None:
 
 def test_wrong_options_are_a_400_that_names_them(tmp_path: Path) -> None:
     wrong: list[tuple[dict[str, Any], str, str]] = [
-        (CONTINUE | {"add_generation_prompt": True}, "continue_final_message", "both true"),
+        (CONTINUE | {"add_generation_prompt": True}, "continue_final_message", "Cannot set both"),
         (CONTINUE | {"messages": [*OPEN, {"role": "assistant", "content": None}]}, "messages", "last message is empty"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "'messages', which the server sets"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "'tools', which the server sets"),
