@@ -39,10 +39,9 @@ class CudaBlockCopier:
         device: torch.device,
         *,
         are_pinned: bool = False,
-        staging_bytes: int = STAGING_BYTES,
     ) -> None:
         """rows: int64 [num_rows, block_words], as `RowPins` wants them; `are_pinned`: all of them, already."""
-        self.max_blocks = max_blocks(storage, staging_bytes)
+        self.max_blocks = max_blocks(storage, STAGING_BYTES)
         self._storage = storage
         self._device = device
         self._rows = rows
