@@ -206,7 +206,6 @@ class Gateway(Service):
         updates = WeightUpdates(section.weights_directory, section.weights_admins, launcher)
         app = build_app(
             service,
-            section,
             self._measured,
             worker_load,
             self._triton,

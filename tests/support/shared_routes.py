@@ -28,7 +28,8 @@ def share_routes() -> None:
 def prepare_routes() -> None:
     """Finds it out now, for processes that are forked later."""
     parts = MagicMock()  # an application uses its parts only to answer requests
-    build_app(parts, GatewaySection(), parts, parts, parts, parts, parts, parts)
+    parts.section = GatewaySection()
+    build_app(parts, parts, parts, parts, parts, parts, parts)
 
 
 def _shared_type_adapter(annotated: Any, config: ConfigDict | None = None) -> TypeAdapter[Any]:

@@ -62,7 +62,6 @@ DIALECTS = (COHERE, TRITON, ANTHROPIC, LLAMA_CPP, TGI, OLLAMA)
 
 def build_app(
     service: RequestService,
-    section: GatewaySection,
     measured: AllProcesses,
     worker_load: WorkerLoad,
     triton: Triton,
@@ -89,34 +88,34 @@ def build_app(
         app.add_middleware(HttpResumption, resumption=resumption)
     app.add_middleware(Authorize, access=service.access, memory=service.memory)
     add_error_handlers(app, service.metrics)
-    store = _response_store(section)
-    scoring = score_routes(vectors, section)
-    texts = TextGeneration(service, section)
+    store = _response_store(service.section)
+    scoring = score_routes(vectors)
+    texts = TextGeneration(service)
     routers = [
-        completion_routes(service, section),
-        generate_routes(service, section, peers, worker_load, texts),
-        text_generation_routes(texts, service, section),
-        llama_cpp_routes(service, section),
-        ollama_routes(service, section),
-        cohere_chat_routes(service, section),
-        messages_routes(service, section),
-        responses_routes(service, section, store),
-        stored_response_routes(service, section, store),
-        vector_routes(vectors, section),
+        completion_routes(service),
+        generate_routes(service, peers, worker_load, texts),
+        text_generation_routes(texts, service),
+        llama_cpp_routes(service),
+        ollama_routes(service),
+        cohere_chat_routes(service),
+        messages_routes(service),
+        responses_routes(service, store),
+        stored_response_routes(service, store),
+        vector_routes(vectors),
         scoring,
-        tei_routes(vectors, section, scoring, texts),
-        cohere_routes(vectors, section),
-        ollama_vector_routes(vectors, section),
-        token_routes(service, section, vectors),
-        audio_routes(service, section, speech),
+        tei_routes(vectors, scoring, texts),
+        cohere_routes(vectors),
+        ollama_vector_routes(vectors),
+        token_routes(service, vectors),
+        audio_routes(service, speech),
         model_routes(service),
         server_routes(service, measured),
-        adapter_routes(service, section),
-        weight_routes(service, section, weight_updates),
-        triton_routes(triton, section),
+        adapter_routes(service),
+        weight_routes(service, weight_updates),
+        triton_routes(triton),
         page_routes(service, worker_load),
     ]
-    routers.append(invocation_routes(vectors, section, routers))
+    routers.append(invocation_routes(vectors, routers))
     for router in routers:
         app.include_router(router)
     routes = itertools.chain.from_iterable([router.routes for router in routers])

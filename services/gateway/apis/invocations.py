@@ -10,7 +10,6 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import Discriminator, Tag
 
-from services.common.config import GatewaySection
 from services.gateway.apis.openai.chat_schema import ChatObject, ChatRequest
 from services.gateway.apis.openai.completion_schema import CompletionObject, CompletionRequest
 from services.gateway.apis.shared.streams import STREAM_CONTENT
@@ -29,9 +28,9 @@ PATHS = {  # of the routes for these bodies
 }
 
 
-def invocation_routes(vectors: Vectors, section: GatewaySection, routers: Sequence[APIRouter]) -> APIRouter:
+def invocation_routes(vectors: Vectors, routers: Sequence[APIRouter]) -> APIRouter:
     """The route of one gateway. `routers`: with all others."""
-    route_class = json_route(section.max_body_values, vectors.service.heavy_work)
+    route_class = json_route(vectors.service.section.max_body_values, vectors.service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Generation"], responses=ERROR_RESPONSES)
     routes = [route for each in routers for route in each.routes]
     endpoints = {route.path: route.endpoint for route in routes if isinstance(route, APIRoute)}

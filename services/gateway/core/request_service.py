@@ -106,7 +106,7 @@ class RequestService:
         pictures: PictureReader | None,
     ) -> None:
         """`generates`: False if the model has no language head"""
-        self._section = section
+        self.section = section
         self.names = names
         self.eos_token_ids = eos_token_ids
         self.tokenizer = tokenizer
@@ -117,10 +117,6 @@ class RequestService:
         self.metrics = metrics
         self._admission = admission
         self._tracer = tracer
-        self.max_n = section.max_n  # answers to one prompt
-        self.max_answers = section.max_answers  # to all prompts of one HTTP request
-        # Longest time that the status line of a stream waits for a token or an error.
-        self.first_token_timeout_s = section.first_token_timeout_s
         self._grammar_trials = grammar_trials
         self._held_forms = HeldForms(memory)
         self.memory = memory
@@ -142,13 +138,13 @@ class RequestService:
         return self._limits_with(self.names)
 
     def _limits_with(self, names: ModelNames) -> ModelLimits:
-        model, section = self._dense.model, self._section
+        model, section = self._dense.model, self.section
         return ModelLimits(
             model.vocab_size,
             model.max_model_len,
             self.eos_token_ids,
             names,
-            self.max_n,
+            section.max_n,
             section.max_logprobs,
             model.max_beam_width,
             section.strict_max_tokens,
@@ -236,11 +232,11 @@ class RequestService:
                 count,
                 reading,
                 client=caller.client,
-                queue_timeout_s=self._section.queue_timeout_s,
+                queue_timeout_s=self.section.queue_timeout_s,
                 is_stepwise=current_run() is not None,
             )
         request = caller.adapt(read)
-        check_num_logprobs(part.num_other_logprobs + request.max_num_logprobs, self._section.max_request_logprobs)
+        check_num_logprobs(part.num_other_logprobs + request.max_num_logprobs, self.section.max_request_logprobs)
         structure = request.spec.sampling.structured_output
         if structure is not None:
             compiled = await self._compile(structure, request)

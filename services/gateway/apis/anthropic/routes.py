@@ -5,7 +5,6 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from services.common.config import GatewaySection
 from services.gateway.apis.anthropic.answer_objects import MessageObject, TokensCount
 from services.gateway.apis.anthropic.conversion import anthropic_chat, anthropic_message
 from services.gateway.apis.anthropic.errors import ERROR_RESPONSES
@@ -19,9 +18,9 @@ from services.gateway.http.json_route import json_route, next_turn
 from services.pb import gateway_pb2
 
 
-def messages_routes(service: RequestService, section: GatewaySection) -> APIRouter:
+def messages_routes(service: RequestService) -> APIRouter:
     """The routes of one gateway."""
-    route_class = json_route(section.max_body_values, service.heavy_work)
+    route_class = json_route(service.section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Messages"], responses=ERROR_RESPONSES)
 
     @router.post(

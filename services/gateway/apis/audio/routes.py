@@ -13,7 +13,6 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.shorten import quote
 from services.gateway.access.access import Caller
@@ -63,7 +62,7 @@ class Speech:
     reader: SoundReader
 
 
-def audio_routes(service: RequestService, section: GatewaySection, speech: Speech | None) -> APIRouter:
+def audio_routes(service: RequestService, speech: Speech | None) -> APIRouter:
     """The routes of one gateway; `speech`: None if its model reads no sound."""
     router = APIRouter(tags=["Audio"], responses=ERROR_RESPONSES)
 
@@ -75,7 +74,7 @@ def audio_routes(service: RequestService, section: GatewaySection, speech: Speec
             raise HTTPException(415, f"content-type is {quote(media_type)}, must be {FORM_TYPE}")
         try:
             async with request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=FORM_BYTES) as form:
-                data, options, response_format, streaming = await _read_form(form, request, task, section)
+                data, options, response_format, streaming = await _read_form(form, request, task, service)
         except HTTPException as error:
             if error.status_code != 400:
                 raise
@@ -194,14 +193,14 @@ class _TranscriptionAnswer(Response):
 
 
 async def _read_form(
-    form: FormData, request: Request, task: Task, section: GatewaySection
+    form: FormData, request: Request, task: Task, service: RequestService
 ) -> tuple[bytes, TranscriptionOptions, str, Streaming]:
     """The file, the options, the format of the answer, and how it is streamed. Raises `InvalidRequest`."""
     file = form.get("file")
     if not isinstance(file, UploadFile):
         raise InvalidRequest("file is missing: a form with a file of sound is required", "file")
-    if file.size is not None and file.size > section.max_audio_bytes:
-        limit = section.max_audio_bytes
+    limit = service.section.max_audio_bytes
+    if file.size is not None and file.size > limit:
         raise HTTPException(413, f"the file has {file.size} bytes, gateway.max_audio_bytes is {limit}")
     if not file.size:
         raise InvalidRequest("the file is empty", "file")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from services.common.config import GatewaySection
 from services.gateway.apis.cohere.conversion import cohere_message
 from services.gateway.apis.cohere.format import CohereFormat
 from services.gateway.apis.cohere.schema import CohereAnswer, CohereChatRequest
@@ -16,9 +15,9 @@ from services.gateway.core.request_service import RequestService
 from services.gateway.http.json_route import json_route
 
 
-def cohere_chat_routes(service: RequestService, section: GatewaySection) -> APIRouter:
+def cohere_chat_routes(service: RequestService) -> APIRouter:
     """The routes of one gateway."""
-    route_class = json_route(section.max_body_values, service.heavy_work)
+    route_class = json_route(service.section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Messages"], responses=ERROR_RESPONSES)
 
     async def cohere_chat(body: CohereChatRequest, request: Request) -> Response:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from services.common.config import GatewaySection
 from services.common.errors import PeerError
 from services.gateway.apis.llama_cpp.conversion import llama_cpp_messages
 from services.gateway.apis.llama_cpp.format import LlamaCppFormat
@@ -20,9 +19,9 @@ from services.gateway.http.field_names import client_field_names
 from services.gateway.http.json_route import json_route
 
 
-def llama_cpp_routes(service: RequestService, section: GatewaySection) -> APIRouter:
+def llama_cpp_routes(service: RequestService) -> APIRouter:
     """The routes of one gateway."""
-    route_class = json_route(section.max_body_values, service.heavy_work)
+    route_class = json_route(service.section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Generation"], responses=ERROR_RESPONSES)
 
     @router.post("/completions", response_class=Response, include_in_schema=False)
@@ -57,7 +56,7 @@ def llama_cpp_routes(service: RequestService, section: GatewaySection) -> APIRou
             limits = service.limits
             check_prompts(
                 body.prompts_given,
-                section.max_prompts,
+                service.section.max_prompts,
                 limits.max_prompt_len,
                 are_cut=body.truncate_prompt_tokens is not None,
             )

@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic_core import to_json
 
-from services.common.config import GatewaySection
 from services.gateway import __version__
 from services.gateway.apis.ollama.conversion import chat_message, generate_chat, generate_message
 from services.gateway.apis.ollama.format import OllamaFormat, answer_head
@@ -36,10 +35,10 @@ from services.pb import gateway_pb2
 LINES = {LINE_CONTENT_TYPE: {"schema": {"type": "string", "description": "Unless stream is false: a line for each"}}}
 
 
-def ollama_routes(service: RequestService, section: GatewaySection) -> APIRouter:
+def ollama_routes(service: RequestService) -> APIRouter:
     """The routes of one gateway."""
     # Ollama reads any body as JSON, and its clients send other content types or none.
-    route_class = json_route(section.max_body_values, service.heavy_work, needs_json_type=False)
+    route_class = json_route(service.section.max_body_values, service.heavy_work, needs_json_type=False)
     router = APIRouter(route_class=route_class, tags=["Generation"], responses=ERROR_RESPONSES)
     start = datetime.fromtimestamp(int(time.time()), UTC)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
 from services.gateway.apis.openai.chat_format import BatchChatFormat, ChatFormat
 from services.gateway.apis.openai.chat_schema import BatchChatRequest, ChatObject, ChatRequest
@@ -25,9 +24,9 @@ from services.gateway.http.field_names import client_field_names
 from services.gateway.http.json_route import json_route
 
 
-def completion_routes(service: RequestService, section: GatewaySection) -> APIRouter:
+def completion_routes(service: RequestService) -> APIRouter:
     """The routes for completions and chats of one gateway."""
-    route_class = json_route(section.max_body_values, service.heavy_work)
+    route_class = json_route(service.section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Generation"], responses=ERROR_RESPONSES)
 
     @router.post(
@@ -43,7 +42,7 @@ def completion_routes(service: RequestService, section: GatewaySection) -> APIRo
             raise InvalidRequest("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
         check_prompts(
             body.prompts,
-            section.max_prompts,
+            service.section.max_prompts,
             limits.max_prompt_len,
             are_cut=body.truncate_prompt_tokens is not None,
             num_embeds=len(body.embeds),
@@ -52,7 +51,7 @@ def completion_routes(service: RequestService, section: GatewaySection) -> APIRo
         return Answer(
             service,
             completion_messages(body, request_id, limits, embeds),
-            measured(CompletionFormat(service, body, request_id), body, has_metrics=section.request_metrics),
+            measured(CompletionFormat(service, body, request_id), body, has_metrics=service.section.request_metrics),
             is_stream=bool(body.stream),
             repeats_prompt=bool(body.echo and body.logprobs is not None and (body.n or 1) > 1),
         )
@@ -73,7 +72,7 @@ def completion_routes(service: RequestService, section: GatewaySection) -> APIRo
         return Answer(
             service,
             [message],
-            measured(ChatFormat(service, kept, request_id), kept, has_metrics=section.request_metrics),
+            measured(ChatFormat(service, kept, request_id), kept, has_metrics=service.section.request_metrics),
             is_stream=bool(body.stream),
         )
 
@@ -85,9 +84,9 @@ def completion_routes(service: RequestService, section: GatewaySection) -> APIRo
     async def create_batch_chat_completion(body: BatchChatRequest, request: Request) -> Response:
         """Answers several chats, as vLLM does."""
         request_id: str = request.state.request_id
-        limits, chats = service.limits, body.chats
-        if len(chats) > section.max_prompts:
-            raise InvalidRequest(f"there are {len(chats)} chats, must be 1 to {section.max_prompts}", "messages")
+        limits, chats, most = service.limits, body.chats, service.section.max_prompts
+        if len(chats) > most:
+            raise InvalidRequest(f"there are {len(chats)} chats, must be 1 to {most}", "messages")
         messages = [chat_message(each, f"{request_id}-{i}", limits) for i, each in enumerate(chats)]
         for each, message in zip(chats, messages, strict=True):
             await read_chat_embeds(each, message, service.prompt_embeds, limits.max_model_len)
@@ -95,7 +94,7 @@ def completion_routes(service: RequestService, section: GatewaySection) -> APIRo
         return Answer(
             service,
             messages,
-            measured(BatchChatFormat(service, kept, request_id), kept, has_metrics=section.request_metrics),
+            measured(BatchChatFormat(service, kept, request_id), kept, has_metrics=service.section.request_metrics),
             is_stream=False,
         )
 

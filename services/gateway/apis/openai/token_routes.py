@@ -11,7 +11,6 @@ from fastapi.responses import JSONResponse, Response
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 
-from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
 from services.gateway.apis.openai.conversion import chat_of, refuse_embeds, text_messages, tokenize_messages
 from services.gateway.apis.openai.token_schema import (
@@ -39,9 +38,9 @@ from services.pb import gateway_pb2
 BYTES_PER_TOKEN_TEXT = 400  # of an answer that shows tokens as texts: as an id, as objects, and as JSON
 
 
-def token_routes(service: RequestService, section: GatewaySection, vectors: Vectors) -> APIRouter:
+def token_routes(service: RequestService, vectors: Vectors) -> APIRouter:
     """The routes for tokens of one gateway."""
-    route_class = json_route(section.max_body_values, service.heavy_work)
+    route_class = json_route(service.section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Tokens"], responses=ERROR_RESPONSES)
     tokenizer = service.tokenizer
 
@@ -55,7 +54,7 @@ def token_routes(service: RequestService, section: GatewaySection, vectors: Vect
         is_list = isinstance(body.prompt, list)
         refuse_embeds(body, "only texts are shown as tokens")
         messages = tokenize_messages(body)
-        _check_count("prompt", len(messages), section.max_prompts)
+        _check_count("prompt", len(messages), service.section.max_prompts)
         has_texts = body.return_token_strs or body.with_pieces
         num_bytes = BYTES_PER_TOKEN_TEXT if has_texts else BYTES_PER_TOKEN_ID
         lists = await service.tokenize(messages, request.state.caller, request.state.held, num_bytes)
@@ -75,7 +74,7 @@ def token_routes(service: RequestService, section: GatewaySection, vectors: Vect
     async def place_tokens(given: str | list[str], adds: bool | None, request: Request) -> Response:
         """The tokens of texts in the form of Hugging Face's servers, with their places."""
         messages = text_messages(given, adds)
-        _check_count("inputs", len(messages), section.max_prompts)
+        _check_count("inputs", len(messages), service.section.max_prompts)
         # They are tokenized twice: the first time under all limits.
         await service.tokenize(messages, request.state.caller, request.state.held, BYTES_PER_TOKEN_TEXT)
         written = []
@@ -92,7 +91,7 @@ def token_routes(service: RequestService, section: GatewaySection, vectors: Vect
         service.names_for(request.state.caller).check(body.model or "")
         is_list = bool(body.tokens) and isinstance(body.tokens[0], list)
         lists = body.tokens if is_list else [body.tokens]
-        _check_count("tokens", len(lists), section.max_prompts)
+        _check_count("tokens", len(lists), service.section.max_prompts)
         caller, held = request.state.caller, request.state.held
         texts = await service.detokenize(lists, bool(body.skip_special_tokens), caller, held, "tokens")
         text = texts if is_list else texts[0]
@@ -112,7 +111,7 @@ def token_routes(service: RequestService, section: GatewaySection, vectors: Vect
     @router.get("/tokenizer_info", response_class=Response, responses={200: {"model": TokenizerInfo}})
     async def tokenizer_info() -> Response:
         """Class, special tokens, chat template and settings of the tokenizer, if `gateway.tokenizer_info` is set."""
-        if not section.tokenizer_info:
+        if not service.section.tokenizer_info:
             raise HTTPException(404, "this server does not show its tokenizer: gateway.tokenizer_info is not set")
         return JSONResponse(tokenizer.info())
 

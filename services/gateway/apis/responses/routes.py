@@ -8,7 +8,6 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
 from services.gateway.apis.responses.answer_objects import InputTokens, ResponseObject
 from services.gateway.apis.responses.conversion import responses_message
@@ -26,9 +25,9 @@ from services.gateway.http.json_route import json_route, next_turn
 from services.pb import gateway_pb2
 
 
-def responses_routes(service: RequestService, section: GatewaySection, store: ResponseStore | None) -> APIRouter:
+def responses_routes(service: RequestService, store: ResponseStore | None) -> APIRouter:
     """The route of one gateway. `store`: keeps answers; None: each request has the whole conversation."""
-    route_class = json_route(section.max_body_values, service.heavy_work)
+    route_class = json_route(service.section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Responses"], responses=ERROR_RESPONSES)
 
     @router.post("/responses", response_class=Response, include_in_schema=False)  # llama.cpp's
@@ -73,7 +72,7 @@ def responses_routes(service: RequestService, section: GatewaySection, store: Re
 
         if store is not None:
             record = ResponseRecord(store, owner_of(request.state.caller), request_id, body)
-            limits = section.max_body_bytes, section.max_body_values
+            limits = service.section.max_body_bytes, service.section.max_body_values
             return await record.after_earlier(make, *limits, service.heavy_work, request.state.held), record
         if body.previous_response_id is not None:
             raise InvalidRequest(

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
-from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest, NotFound
 from services.common.shorten import quote
 from services.gateway.apis.responses.answer_objects import ResponseObject
@@ -20,7 +19,7 @@ PATH = "/v1/responses/{response_id}"
 MAX_ITEMS = 100  # of one page, as with OpenAI
 
 
-def stored_response_routes(service: RequestService, section: GatewaySection, store: ResponseStore | None) -> APIRouter:
+def stored_response_routes(service: RequestService, store: ResponseStore | None) -> APIRouter:
     """The routes of one gateway. `store`: None if it stores nothing; then every answer is a 404."""
     router = APIRouter(tags=["Responses"], responses=ERROR_RESPONSES)
 
@@ -49,7 +48,7 @@ def stored_response_routes(service: RequestService, section: GatewaySection, sto
     ) -> Response:
         """The items that the model was given for a stored response, those of the conversation before it included."""
         stored = _find(response_id, request)
-        limit_and_work = section.max_body_values, service.heavy_work
+        limit_and_work = service.section.max_body_values, service.heavy_work
         async with read_conversation(stored.input_items, *limit_and_work, request.state.held, None) as items:
             return JSONResponse(_page(items, limit, order, after))
 

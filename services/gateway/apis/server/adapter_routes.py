@@ -7,7 +7,6 @@ from fastapi.responses import PlainTextResponse
 from pydantic import Field
 from starlette.exceptions import HTTPException
 
-from services.common.config import GatewaySection
 from services.gateway.apis.shared.request_model import RequestModel
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
@@ -28,9 +27,9 @@ class UnloadAdapterBody(RequestModel):
     lora_name: str = Field("", description="Its name")
 
 
-def adapter_routes(service: RequestService, section: GatewaySection) -> APIRouter:
+def adapter_routes(service: RequestService) -> APIRouter:
     """The routes that load and unload adapters, in all gateways at this port."""
-    route_class = json_route(section.max_body_values, service.heavy_work)
+    route_class = json_route(service.section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Server"], responses=ERROR_RESPONSES)
 
     @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)

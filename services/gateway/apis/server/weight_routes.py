@@ -10,7 +10,6 @@ from pydantic import Field
 from starlette.exceptions import HTTPException
 from typing_extensions import TypedDict
 
-from services.common.config import GatewaySection
 from services.common.errors import PermissionDenied
 from services.gateway.access.weight_updates import WeightUpdates
 from services.gateway.apis.shared.request_model import RequestModel
@@ -40,9 +39,9 @@ class WeightsAnswer(TypedDict):
     pause_ms: float
 
 
-def weight_routes(service: RequestService, section: GatewaySection, updates: WeightUpdates) -> APIRouter:
+def weight_routes(service: RequestService, updates: WeightUpdates) -> APIRouter:
     """The routes that change the weights of the dense worker, and forget what is cached of prompts."""
-    route_class = json_route(section.max_body_values, service.heavy_work)
+    route_class = json_route(service.section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Server"], responses=ERROR_RESPONSES)
 
     @router.post("/admin/weights", response_class=Response, responses={200: {"model": WeightsAnswer}})
@@ -71,7 +70,7 @@ def weight_routes(service: RequestService, section: GatewaySection, updates: Wei
         """
         caller = request.state.caller
         service.count_requests(1, caller)
-        if caller.key is not None and caller.name not in section.weights_admins:
+        if caller.key is not None and caller.name not in service.section.weights_admins:
             raise PermissionDenied(f"the API key {caller.name!r} may not flush the cache: see gateway.weights_admins")
         await service.forget_prefixes()
         return PlainTextResponse("Cache flushed.\n")

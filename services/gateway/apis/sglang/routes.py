@@ -8,7 +8,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Discriminator, Tag
 
-from services.common.config import GatewaySection
 from services.common.errors import PeerError
 from services.gateway import __version__
 from services.gateway.apis.sglang.conversion import generate_messages
@@ -35,14 +34,10 @@ from services.gateway.link.worker_load import WorkerLoad
 
 
 def generate_routes(
-    service: RequestService,
-    section: GatewaySection,
-    peers: GatewayPeers,
-    worker_load: WorkerLoad,
-    texts: TextServer,
+    service: RequestService, peers: GatewayPeers, worker_load: WorkerLoad, texts: TextServer
 ) -> APIRouter:
     """The routes of one gateway. `peers`: its other processes, which may run what is to be aborted."""
-    route_class = json_route(section.max_body_values, service.heavy_work, texts.note_body)
+    route_class = json_route(service.section.max_body_values, service.heavy_work, texts.note_body)
     router = APIRouter(route_class=route_class, tags=["Generation"], responses=ERROR_RESPONSES)
 
     any_body = Annotated[
@@ -62,7 +57,7 @@ def generate_routes(
         with client_field_names(answer_format.param_names):
             check_prompts(
                 body.prompts,
-                section.max_prompts,
+                service.section.max_prompts,
                 limits.max_prompt_len,
                 are_cut=all(each.truncate_prompt_tokens is not None for each in body.each_sampling),
             )

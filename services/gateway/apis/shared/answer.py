@@ -128,7 +128,7 @@ class Answer(Response):
             first = asyncio.ensure_future(generations.next_chunk())
             try:
                 body = self._events(self._format.opening())  # made while the first token is computed
-                await asyncio.wait({first}, timeout=self._service.first_token_timeout_s)
+                await asyncio.wait({first}, timeout=self._service.section.first_token_timeout_s)
                 if first.done():
                     first.result()  # an error raised here gets a status line of its own
                 headers = LINE_HEADERS if self._format.is_lines else STREAM_HEADERS

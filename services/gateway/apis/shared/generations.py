@@ -73,14 +73,15 @@ class Generations:
         `in_one_message`: see `Part`.
         """
         num_answers = sum(max(1, message.n, message.best_of) for message in messages)
-        names_another_limit = len(messages) == 1 and service.max_n <= service.max_answers  # when the prompt is read
+        section = service.section
+        names_another_limit = len(messages) == 1 and section.max_n <= section.max_answers  # when the prompt is read
         try:
-            if num_answers > service.max_answers and not names_another_limit:
+            if num_answers > section.max_answers and not names_another_limit:
                 field = "best_of" if messages[0].best_of >= messages[0].n else "n"
                 what = f"{field} is {num_answers}"
                 if len(messages) > 1:
                     what = f"{len(messages)} prompts with n or best_of make {num_answers} answers"
-                raise InvalidRequest(f"{what}, gateway.max_answers is {service.max_answers}", field)
+                raise InvalidRequest(f"{what}, gateway.max_answers is {section.max_answers}", field)
             caller.usage.check_prompts(len(messages), num_answers)
         except TwostrokeError as error:
             service.metrics.on_rejected(error)

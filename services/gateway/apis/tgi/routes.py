@@ -8,7 +8,6 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from services.common.config import GatewaySection
 from services.gateway import __version__
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.prompts import check_prompts
@@ -30,9 +29,8 @@ class TextGeneration:
     body = TgiRequest
     error_responses = ERROR_RESPONSES
 
-    def __init__(self, service: RequestService, section: GatewaySection) -> None:
+    def __init__(self, service: RequestService) -> None:
         self._service = service
-        self._section = section
 
     def is_meant(self, body: Any) -> bool:
         """Whether a body at /generate is one of these, and not SGLang's."""
@@ -51,7 +49,7 @@ class TextGeneration:
         limits, truncates = self._service.limits, body.parameters.truncate is not None
         answer_format = TgiFormat(self._service, body, is_list=is_list)
         with client_field_names(answer_format.param_names):
-            check_prompts([body.inputs], self._section.max_prompts, limits.max_prompt_len, are_cut=truncates)
+            check_prompts([body.inputs], self._service.section.max_prompts, limits.max_prompt_len, are_cut=truncates)
             messages = tgi_messages(body, request_id, limits)
         return Answer(self._service, messages, answer_format, is_stream=body.is_stream)
 
@@ -63,7 +61,7 @@ class TextGeneration:
             "model_sha": None,
             "model_dtype": model.dtype,
             "model_pipeline_tag": "text-generation",
-            "max_concurrent_requests": self._section.max_connections,
+            "max_concurrent_requests": self._service.section.max_connections,
             "max_best_of": service.limits.max_n,
             "max_stop_sequences": MAX_STOP_STRINGS,
             "max_input_tokens": service.max_input_tokens,
@@ -74,9 +72,9 @@ class TextGeneration:
         }
 
 
-def text_generation_routes(texts: TextGeneration, service: RequestService, section: GatewaySection) -> APIRouter:
+def text_generation_routes(texts: TextGeneration, service: RequestService) -> APIRouter:
     """The route that only Text Generation Inference has."""
-    route_class = json_route(section.max_body_values, service.heavy_work)
+    route_class = json_route(service.section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Generation"], responses=ERROR_RESPONSES)
 
     @router.post(

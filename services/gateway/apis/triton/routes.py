@@ -8,7 +8,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 
-from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
 from services.gateway.apis.triton.errors import ERROR_RESPONSES
 from services.gateway.apis.triton.http_answer import GenerateStream, InferAnswer, generate_object
@@ -38,7 +37,7 @@ async def _find(model_name: str, model_version: str = "") -> ModelSpec:
 Model = Annotated[ModelSpec, Depends(_find)]
 
 
-def triton_routes(triton: Triton, section: GatewaySection) -> APIRouter:
+def triton_routes(triton: Triton) -> APIRouter:
     """The routes of one gateway. Bodies may have any content type: curl and `tritonclient` declare no JSON."""
     router = APIRouter(tags=["Triton"], responses=ERROR_RESPONSES)
     service = triton.service
@@ -51,13 +50,13 @@ def triton_routes(triton: Triton, section: GatewaySection) -> APIRouter:
         body, encoding = await request.body(), request.headers.get("content-encoding")
         note_size(request, len(body), service.heavy_work)
         await next_turn(request)
-        plain = decompressed(body, encoding, section.max_body_bytes)
+        plain = decompressed(body, encoding, service.section.max_body_bytes)
         await request.state.held.reserve(BYTES_PER_BODY_BYTE * max(0, len(plain) - len(body)), "its body")
         return plain
 
     async def parse(body: bytes) -> Any:
         try:
-            return await parse_json(body, section.max_body_values, service.heavy_work)
+            return await parse_json(body, service.section.max_body_values, service.heavy_work)
         except json.JSONDecodeError as error:
             raise InvalidRequest(f"the body is not JSON: {error.msg}") from None
 
@@ -76,7 +75,7 @@ def triton_routes(triton: Triton, section: GatewaySection) -> APIRouter:
             client_id,
             parameters=parameters,
             traceparent=traceparent,
-            max_numbers=section.max_request_logprobs,
+            max_numbers=service.section.max_request_logprobs,
         )
 
     @router.get("/v2")
@@ -149,7 +148,7 @@ def triton_routes(triton: Triton, section: GatewaySection) -> APIRouter:
     )
     async def generate_stream(model: Model, request: Request) -> Response:
         """The same as server-sent events: with stream one for each piece of the text, else one for each answer."""
-        return GenerateStream(triton, await read_generate(model, request), section.first_token_timeout_s)
+        return GenerateStream(triton, await read_generate(model, request), service.section.first_token_timeout_s)
 
     @router.post(MODEL + "/infer", response_class=Response, openapi_extra=JSON_BODY)
     @router.post(VERSIONED + "/infer", response_class=Response, openapi_extra=JSON_BODY)
@@ -165,7 +164,7 @@ def triton_routes(triton: Triton, section: GatewaySection) -> APIRouter:
             raw,
             triton.max_batch_size,
             traceparent,
-            section.max_request_logprobs,
+            service.section.max_request_logprobs,
             has_tables=service.prompt_embeds is not None,
         )
 

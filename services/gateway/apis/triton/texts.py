@@ -58,9 +58,9 @@ async def postprocess(
     opened.callback(held.release)
     texts = []
     num_lists = len(rows) * len(rows[0]["TOKENS_BATCH"])
-    if num_lists > service.max_answers:
+    if num_lists > service.section.max_answers:
         raise InvalidRequest(
-            f"TOKENS_BATCH has {num_lists} lists, gateway.max_answers is {service.max_answers}", "TOKENS_BATCH"
+            f"TOKENS_BATCH has {num_lists} lists, gateway.max_answers is {service.section.max_answers}", "TOKENS_BATCH"
         )
     for row in rows:
         lists = [each.tolist() for each in row["TOKENS_BATCH"]]

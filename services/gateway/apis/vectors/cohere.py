@@ -13,7 +13,6 @@ from pydantic import Field
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
-from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
 from services.common.shorten import quote
 from services.gateway.apis.shared.cohere_errors import ERROR_RESPONSES
@@ -76,10 +75,10 @@ class CohereEmbedAnswer(TypedDict):
     meta: dict[str, Any]
 
 
-def cohere_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
+def cohere_routes(vectors: Vectors) -> APIRouter:
     """The route for embeddings of one gateway."""
     service = vectors.service
-    route_class = json_route(section.max_body_values, service.heavy_work)
+    route_class = json_route(service.section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Vectors"], responses=ERROR_RESPONSES)
 
     @router.post("/v2/embed", response_class=Response, responses={200: {"model": CohereEmbedAnswer}})

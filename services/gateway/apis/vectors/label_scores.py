@@ -12,7 +12,6 @@ from pydantic import Field
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from services.common.config import GatewaySection
 from services.common.errors import AbortedByCaller
 from services.common.sampling_params import MAX_LOGPROB_TOKENS
 from services.gateway.apis.shared.answer import Answer, Format
@@ -130,16 +129,12 @@ def _usage(finishes: Sequence[Finish], num_output_tokens: int) -> LabelUsage:
 
 
 async def label_scores(
-    body: LabelScoreRequest,
-    request: Request,
-    service: RequestService,
-    section: GatewaySection,
-    answer_format: LabelScoreFormat,
+    body: LabelScoreRequest, request: Request, service: RequestService, answer_format: LabelScoreFormat
 ) -> Answer:
     """One token is generated behind each prompt, for the log-probabilities of the labels. Raises `InvalidRequest`."""
     limits, num_items = service.limits, len(prompt_list(body.items))
     with client_field_names(PARAM_NAMES):
-        check_prompts(prompt_list(body.items), section.max_prompts, limits.max_prompt_len, are_cut=False)
+        check_prompts(prompt_list(body.items), service.section.max_prompts, limits.max_prompt_len, are_cut=False)
     with client_field_names({"prompt": "query"}):
         check_prompts([body.query], 1, limits.max_prompt_len, are_cut=False)
         if not isinstance(body.query, str):

@@ -12,7 +12,6 @@ from pydantic import Field
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
-from services.common.config import GatewaySection
 from services.gateway.apis.shared.generation_fields import IGNORED
 from services.gateway.apis.shared.json_pieces import list_pieces
 from services.gateway.apis.shared.ollama_errors import ERROR_RESPONSES, name_without_tag
@@ -68,11 +67,11 @@ class OllamaEmbedding(TypedDict):
     embedding: list[float]
 
 
-def ollama_vector_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
+def ollama_vector_routes(vectors: Vectors) -> APIRouter:
     """The routes of one gateway."""
     service = vectors.service
     # Ollama reads any body as JSON, and its clients send other content types or none.
-    route_class = json_route(section.max_body_values, service.heavy_work, needs_json_type=False)
+    route_class = json_route(service.section.max_body_values, service.heavy_work, needs_json_type=False)
     router = APIRouter(route_class=route_class, tags=["Vectors"], responses=ERROR_RESPONSES)
 
     def options(body: OllamaInputFields, request: Request, *, is_cut: bool) -> InputOptions:

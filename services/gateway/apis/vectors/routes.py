@@ -9,7 +9,6 @@ import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from services.common.config import GatewaySection
 from services.gateway.apis.shared.json_pieces import list_pieces
 from services.gateway.apis.shared.llama_cpp_errors import ERROR_RESPONSES as LLAMA_CPP_ERRORS
 from services.gateway.apis.vectors.binary_answer import binary_answer
@@ -29,10 +28,10 @@ from services.gateway.vectors.vectors import PooledInput, Vectors, shaped
 ROWS = 48  # of an input with a vector for each token that are shaped at once; their bytes are whole groups of base64
 
 
-def vector_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
+def vector_routes(vectors: Vectors) -> APIRouter:
     """The routes for embeddings of one gateway."""
     service = vectors.service
-    route_class = json_route(section.max_body_values, service.heavy_work)
+    route_class = json_route(service.section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Vectors"], responses=ERROR_RESPONSES)
 
     @router.post("/v1/embeddings", response_class=Response, responses={200: {"model": EmbeddingList}})

@@ -12,7 +12,6 @@ from fastapi.responses import Response
 from pydantic import Discriminator, Tag
 from pydantic_core import to_json
 
-from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest
 from services.common.pooling.pooling_config import PoolingConfig, TokenHead
 from services.gateway.apis.shared.json_pieces import list_pieces
@@ -52,10 +51,10 @@ AnyScoreRequest = Annotated[
 ]
 
 
-def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
+def score_routes(vectors: Vectors) -> APIRouter:
     """The routes for scores, ranks and classes of one gateway."""
     service = vectors.service
-    route_class = json_route(section.max_body_values, service.heavy_work)
+    route_class = json_route(service.section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Vectors"], responses=ERROR_RESPONSES)
 
     def answer(
@@ -67,14 +66,14 @@ def score_routes(vectors: Vectors, section: GatewaySection) -> APIRouter:
     async def create_generative_scores(body: LabelScoreRequest, request: Request) -> Response:
         """Of a model that generates: how likely the first label is behind the query and each item."""
         form = GenerativeScoreFormat(service, body, request.state.request_id)
-        return await label_scores(body, request, service, section, form)
+        return await label_scores(body, request, service, form)
 
     @router.post("/v1/score", response_class=Response, responses={200: {"model": ScoreList | LabelScores}})
     @router.post("/score", response_class=Response, include_in_schema=False)
     async def create_scores(body: AnyScoreRequest, request: Request) -> Response:
         """How well the two texts of each pair belong together; or how likely labels are behind query and item."""
         if isinstance(body, LabelScoreRequest):
-            return await label_scores(body, request, service, section, LabelScoreFormat(service, body))
+            return await label_scores(body, request, service, LabelScoreFormat(service, body))
         options = body.options(request)
         vectors.check_instruction(body.instruction)
         pairs = body.pairs()

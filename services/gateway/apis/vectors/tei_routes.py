@@ -18,7 +18,7 @@ from pydantic import Discriminator, Field, Tag
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
-from services.common.config import MAX_INPUTS, GatewaySection
+from services.common.config import MAX_INPUTS
 from services.common.errors import InvalidRequest
 from services.common.pooling.pooling_config import TokenHead
 from services.common.shorten import quote
@@ -178,10 +178,10 @@ class ModelInfo(TypedDict):
     version: str
 
 
-def tei_routes(vectors: Vectors, section: GatewaySection, scoring: APIRouter, texts: TextServer) -> APIRouter:
+def tei_routes(vectors: Vectors, scoring: APIRouter, texts: TextServer) -> APIRouter:
     """The routes of one gateway. `scoring`: the router of /rerank."""
     service = vectors.service
-    route_class = json_route(section.max_body_values, service.heavy_work)
+    route_class = json_route(service.section.max_body_values, service.heavy_work)
     router = APIRouter(route_class=route_class, tags=["Vectors"], responses=ERROR_RESPONSES)
 
     @router.post("/embed", response_class=Response, responses={200: {"model": list[list[float]]}})
@@ -295,7 +295,7 @@ def tei_routes(vectors: Vectors, section: GatewaySection, scoring: APIRouter, te
             "model_sha": None,
             "model_dtype": model.dtype,
             "model_type": kind,
-            "max_concurrent_requests": section.max_connections,
+            "max_concurrent_requests": service.section.max_connections,
             "max_input_length": service.max_input_tokens,
             "max_batch_tokens": service.max_input_tokens * vectors.max_inputs,  # a request is no batch here
             "max_client_batch_size": vectors.max_inputs,
@@ -338,7 +338,7 @@ def tei_routes(vectors: Vectors, section: GatewaySection, scoring: APIRouter, te
     root = handle_any if vectors.makes_any else continue_text
     root.__annotations__["body"] = any_request if vectors.makes_any else texts.body  # FastAPI does not find their names
     if not vectors.makes_any:
-        route_class = json_route(section.max_body_values, service.heavy_work, texts.note_body)
+        route_class = json_route(service.section.max_body_values, service.heavy_work, texts.note_body)
     router.add_api_route(
         "/", root, methods=["POST"], response_class=Response, include_in_schema=False, route_class_override=route_class
     )

@@ -27,7 +27,8 @@ BODY = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\
 def answer(reader: object, budget: MemoryBudget, receive: Receive) -> list[Message]:
     """What the route sends."""
     app = FastAPI()
-    app.include_router(audio_routes(MagicMock(), GatewaySection(), Speech(MagicMock(languages={}), reader)))  # type: ignore[arg-type]
+    service = MagicMock(section=GatewaySection())
+    app.include_router(audio_routes(service, Speech(MagicMock(languages={}), reader)))  # type: ignore[arg-type]
     scope = {
         "type": "http",
         "method": "POST",

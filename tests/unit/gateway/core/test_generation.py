@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from services.common.config import EMBEDDED_MODEL
+from services.common.config import EMBEDDED_MODEL, GatewaySection
 from services.common.errors import CapacityError
 from services.common.sampling_params import SamplingParams
 from services.common.token_logprobs import TokenLogprobs, encode_logprobs
@@ -471,7 +471,8 @@ def test_the_further_prompts_of_requests_are_started_in_one_iteration_of_the_loo
             started_in.append(iteration)
             return Mock(request=Mock(max_num_logprobs=0))
 
-        service = Mock(heavy_work=work, max_answers=100, reading=lambda *_: nullcontext(set()), start=start)
+        section = GatewaySection(max_answers=100)
+        service = Mock(heavy_work=work, section=section, reading=lambda *_: nullcontext(set()), start=start)
         requests = [asyncio.ensure_future(Generations(work).start(service, messages, Mock())) for _ in range(4)]
         while not all(each.done() for each in requests):
             await asyncio.sleep(0)
