@@ -22,6 +22,7 @@ from services.gateway.apis.invocations import invocation_routes
 from services.gateway.apis.llama_cpp.routes import llama_cpp_routes
 from services.gateway.apis.models import model_routes
 from services.gateway.apis.ollama.routes import ollama_routes
+from services.gateway.apis.openai.render_routes import render_routes
 from services.gateway.apis.openai.routes import completion_routes
 from services.gateway.apis.openai.token_routes import token_routes
 from services.gateway.apis.responses.response_store import ResponseStore
@@ -107,6 +108,7 @@ def build_app(
         cohere_routes(vectors),
         ollama_vector_routes(vectors),
         token_routes(service, vectors),
+        render_routes(service),
         audio_routes(service, speech),
         model_routes(service),
         server_routes(service, measured),

@@ -83,7 +83,7 @@ def chat_message(body: ChatRequest, request_id: str, limits: ModelLimits) -> gat
     message.request_id = request_id
     message.chat.CopyFrom(chat_of(body))
     message.return_progress = body.has_progress
-    message.chat.tool_choice = _choice_text(body.tool_choice)
+    message.chat.tool_choice = choice_text(body.tool_choice)
     message.chat.reasoning_effort = body.reasoning_effort or ""
     budget = body.thinking_token_budget if body.max_reasoning_tokens is None else body.max_reasoning_tokens
     if budget not in (None, ALL):
@@ -106,7 +106,7 @@ def tokenize_messages(body: TokenizeBody) -> list[gateway_pb2.TokenizeRequest]:
         return [gateway_pb2.TokenizeRequest(text=body.content, add_special_tokens=adds)]
     if body.prompt is None:
         chat = chat_of(body)
-        chat.tool_choice = _choice_text(body.tool_choice) if body.tools else ""
+        chat.tool_choice = choice_text(body.tool_choice) if body.tools else ""
         return [gateway_pb2.TokenizeRequest(chat=chat, add_special_tokens=body.add_special_tokens)]
     return text_messages(body.prompt, body.add_special_tokens)
 
@@ -155,7 +155,7 @@ def _message_of(each: ChatMessageObject) -> gateway_pb2.ChatMessage:
     return message
 
 
-def _choice_text(choice: str | NamedToolChoice | None) -> str:
+def choice_text(choice: str | NamedToolChoice | None) -> str:
     """The choice as in `Chat.tool_choice` of gRPC."""
     if isinstance(choice, NamedToolChoice):
         return FUNCTION_PREFIX + choice.function.name
