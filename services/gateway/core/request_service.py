@@ -58,6 +58,7 @@ from services.rpc.spans import Tracer
 COPIES_OF_EMBEDDINGS = 2  # the message, and the table that is made of it
 COPIES_OF_MESSAGES = 3  # of gRPC: the object, its bytes, and those that are being sent
 BYTES_PER_TOKEN_ID = 40  # in a list of Python's
+BYTES_PER_TOKEN_TEXT = 400  # of an answer that shows tokens as texts: as an id, as objects, and as JSON
 BYTES_PER_CHARACTER = 8  # of a text that was asked for, and its JSON while it is sent
 BYTES_PER_LOGPROB = 12  # in `LogprobRows`, with what its arrays keep free to grow
 

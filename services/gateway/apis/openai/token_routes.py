@@ -26,7 +26,7 @@ from services.gateway.apis.openai.token_schema import (
 )
 from services.gateway.apis.shared.answer import PiecewiseAnswer
 from services.gateway.apis.shared.json_pieces import MAX_PIECE_VALUES, json_pieces, list_pieces, text_pieces
-from services.gateway.core.request_service import BYTES_PER_TOKEN_ID, RequestService
+from services.gateway.core.request_service import BYTES_PER_TOKEN_ID, BYTES_PER_TOKEN_TEXT, RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route
 from services.gateway.resources.heavy_work import MAX_INLINE_BYTES
@@ -34,8 +34,6 @@ from services.gateway.text.detokenizer import token_bytes
 from services.gateway.text.tokenizer import Tokenizer, TokenSpan
 from services.gateway.vectors.vectors import Vectors
 from services.pb import gateway_pb2
-
-BYTES_PER_TOKEN_TEXT = 400  # of an answer that shows tokens as texts: as an id, as objects, and as JSON
 
 
 def token_routes(service: RequestService, vectors: Vectors) -> APIRouter:
@@ -58,6 +56,7 @@ def token_routes(service: RequestService, vectors: Vectors) -> APIRouter:
         has_texts = body.return_token_strs or body.with_pieces
         num_bytes = BYTES_PER_TOKEN_TEXT if has_texts else BYTES_PER_TOKEN_ID
         lists = await service.tokenize(messages, request.state.caller, request.state.held, num_bytes)
+        request.state.held.settle()
         counts = [len(each) for each in lists]
         strings = [await tokenizer.write_tokens(each) for each in lists] if body.return_token_strs else None
         has_pieces = body.content is not None and body.with_pieces
@@ -77,6 +76,7 @@ def token_routes(service: RequestService, vectors: Vectors) -> APIRouter:
         _check_count("inputs", len(messages), service.section.max_prompts)
         # They are tokenized twice: the first time under all limits.
         await service.tokenize(messages, request.state.caller, request.state.held, BYTES_PER_TOKEN_TEXT)
+        request.state.held.settle()
         written = []
         for message in messages:
             written.append(await tokenizer.write_spans(message.text, _write_spans, adds is not False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,25 @@ from services.gateway.text.tokenizer import Tokenizer
 
 # Outputs with one element per answer in their first dimension; others have a batch and an answer in the first two.
 LISTED = ("text_output", "batch_index", "sequence_index", "num_input_tokens", "num_output_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """The same output of several answers."""
+
+    parts: Sequence[Tensor]  # [1, ...] each; of those in `LISTED` [1]
+    counts: tuple[int, int]  # of rows, and of answers to each
+
+    @property
+    def joined_shape(self) -> tuple[int, ...]:
+        """Of all parts in one tensor. A long one beside many short ones makes it many times as large as they are."""
+        sizes = np.max([each.shape for each in self.parts], axis=0)
+        return len(self.parts), *map(int, sizes[1:])
+
+    @property
+    def num_joined_bytes(self) -> int:
+        """Of that tensor, if it is another one than the only part."""
+        return 0 if len(self.parts) == 1 else math.prod(self.joined_shape) * self.parts[0].values.itemsize
 
 
 class Answers:
@@ -65,17 +85,19 @@ class Answers:
         )
         return [*outputs, *self._context_logits(row_index, prompt)]
 
-    def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> list[Tensor]:
-        """The outputs of all answers, grouped by row: batch first, then the answers to one row."""
+    def columns(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> list[Column]:
+        """Each output of all answers, grouped by row: batch first, then the answers to one row."""
         all_outputs = [
             self.answer(index, each, prompt)
             for index, (completions, prompt) in enumerate(answers)
             for each in completions
         ]
-        if len(all_outputs) == 1:
-            return all_outputs[0]
         counts = (len(answers), len(answers[0][0]))
-        return [self._join([*column], counts) for column in zip(*all_outputs, strict=True)]
+        columns = []
+        for tensors in zip(*all_outputs, strict=True):
+            is_of_row = tensors[0].name == "context_logits"  # all answers to a row have the same
+            columns.append(Column(tensors[:: counts[1]], (counts[0], 1)) if is_of_row else Column(tensors, counts))
+        return columns
 
     def _outputs(
         self,
@@ -123,20 +145,20 @@ class Answers:
     def _shows_prompt(self, row: Row) -> bool:
         return self._has_prompts and not row.get("exclude_input_in_output")
 
-    def _join(self, parts: Sequence[Tensor], counts: tuple[int, int]) -> Tensor:
-        """One tensor of the same output of all answers; `counts` are those of rows, and of answers to each."""
-        name, datatype = parts[0].name, parts[0].datatype
-        if name == "context_logits":  # all answers to a row have the same
-            parts, counts = parts[:: counts[1]], (counts[0], 1)
+    def joined(self, column: Column) -> Tensor:
+        """One tensor of the same output of all answers, as long as the longest one."""
+        parts, name, datatype = column.parts, column.parts[0].name, column.parts[0].datatype
+        if len(parts) == 1:
+            return parts[0]
         if name in LISTED:
             return Tensor(name, datatype, np.concatenate([each.values for each in parts]))
-        sizes = np.max([each.shape for each in parts], axis=0)
-        joined = np.full((len(parts), *sizes[1:]), self._pad_id if name == "output_ids" else 0, NUMPY_TYPES[datatype])
+        shape = column.joined_shape
+        joined = np.full(shape, self._pad_id if name == "output_ids" else 0, NUMPY_TYPES[datatype])
         for target, part in zip(joined, parts, strict=True):
             target[tuple(map(slice, part.shape[1:]))] = part.values[0]
         if name == "context_logits":
             return Tensor(name, datatype, joined)
-        return Tensor(name, datatype, joined.reshape(*counts, *sizes[2:]))
+        return Tensor(name, datatype, joined.reshape(*column.counts, *shape[2:]))
 
 
 def _int32(name: str, values: Sequence[Sequence[int | Sequence[int]]]) -> Tensor:

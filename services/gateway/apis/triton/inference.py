@@ -14,7 +14,7 @@ from services.common.shorten import quote, show
 from services.gateway import __version__
 from services.gateway.access.access import Caller
 from services.gateway.apis.shared.generations import Generations
-from services.gateway.apis.triton.answers import Answers
+from services.gateway.apis.triton.answers import Answers, Column
 from services.gateway.apis.triton.models import EMBEDDING, MODELS, POSTPROCESSING, PREPROCESSING, VERSION, ModelSpec
 from services.gateway.apis.triton.pictures import pictures_of
 from services.gateway.apis.triton.rows import Row
@@ -29,6 +29,8 @@ from services.gateway.features.returned_logits import num_logits
 from services.gateway.http.field_names import client_field_names
 from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.request.generation_request import Owner
+from services.gateway.resources.heavy_work import MAX_INLINE_BYTES
+from services.gateway.resources.memory_budget import HeldMemory
 from services.gateway.vectors.vectors import Vectors
 
 SERVER_NAME = "twostroke"
@@ -142,7 +144,7 @@ class Triton:
         async with contextlib.AsyncExitStack() as stack:
             with self._counted(request):
                 if request.model is PREPROCESSING:
-                    outputs = await preprocess(self.service, request.rows, caller)
+                    outputs = await preprocess(self.service, request.rows, caller, stack)
                 elif request.model is POSTPROCESSING:
                     outputs = await postprocess(self.service, request.rows, caller, stack)
                 elif request.model is EMBEDDING:
@@ -153,8 +155,27 @@ class Triton:
                     pieces = [each for found, _ in completions for each in found]
                     if is_large(pieces, [prompt for _, prompt in completions]):
                         await self.service.heavy_work.turn()
-                    outputs = answers.whole(completions)
+                    outputs = await self._joined(answers, answers.columns(completions), caller, stack)
             yield _requested(request, outputs)
+
+    async def _joined(
+        self, answers: Answers, columns: Sequence[Column], caller: Caller, opened: contextlib.AsyncExitStack
+    ) -> list[Tensor]:
+        """The outputs of all answers; their memory is counted until `opened` is closed."""
+        held = HeldMemory(self.service.memory, caller.number)
+        opened.callback(held.release)
+        num_bytes = sum(each.num_joined_bytes for each in columns)
+        if num_bytes > MAX_INLINE_BYTES:
+            advice = "ask for rows of like lengths, or for fewer at once"
+            await held.reserve(num_bytes, "outputs of equal lengths", advice=advice)
+            held.settle()
+        outputs = []
+        for column in columns:
+            if column.num_joined_bytes > MAX_INLINE_BYTES:
+                outputs.append(await self.service.heavy_work.in_thread(answers.joined, column))
+            else:
+                outputs.append(answers.joined(column))
+        return outputs
 
     async def stream(self, request: InferRequest, caller: Caller) -> AsyncIterator[InferResponse]:
         """The responses to a request: pieces of its answers if it asks for a stream, else each answer as a whole.

@@ -17,24 +17,38 @@ from services.gateway.apis.triton.tensors import Tensor, text_tensor
 from services.gateway.apis.triton.to_message import prompt_token_ids, word_list
 from services.gateway.core.request_service import RequestService
 from services.gateway.request.generation_request import MAX_BAD_WORDS, MAX_STRING_CHARACTERS
-from services.gateway.resources.memory_budget import HeldMemory
+from services.gateway.resources.heavy_work import MAX_INLINE_BYTES
+from services.gateway.resources.memory_budget import HeldMemory, settle_body
 from services.gateway.vectors.vectors import InputOptions, VectorInput, Vectors, shaped
 from services.pb import gateway_pb2
 
 WORDS = {"bad_words": "BAD_WORDS_IDS", "stop_words": "STOP_WORDS_IDS"}
 
 
-async def preprocess(service: RequestService, rows: Sequence[Row], caller: Caller) -> list[Tensor]:
-    """Token ids of texts and their pictures, padded to equal lengths, and the lists of words as token ids."""
+async def preprocess(
+    service: RequestService, rows: Sequence[Row], caller: Caller, opened: contextlib.AsyncExitStack
+) -> list[Tensor]:
+    """Token ids of texts and their pictures, padded to equal lengths, and the lists of words as token ids; the memory
+    of the former is counted until `opened` is closed.
+    """
+    held = HeldMemory(service.memory, caller.number)
+    opened.callback(held.release)
     messages = [await _tokenize_message(row, service) for row in rows]
-    token_ids = await service.tokenize(messages, caller)
+    token_ids = await service.tokenize(messages, caller, held)
     eos_token_id = service.eos_token_ids[0] if service.eos_token_ids else 0
     end_ids = [row.get("end_id", eos_token_id) for row in rows]
     pad_ids = [row.get("pad_id", eos_token_id) for row in rows]
-    padded = np.empty((len(rows), max(map(len, token_ids))), dtype=np.int32)
-    for target, each, pad_id in zip(padded, token_ids, pad_ids, strict=True):
-        target[: len(each)] = each
-        target[len(each) :] = pad_id
+    num_bytes = 4 * len(rows) * max(map(len, token_ids))  # a long text beside many short ones makes it large
+    is_large = num_bytes > MAX_INLINE_BYTES
+    if is_large:
+        advice = "send texts of like lengths, or fewer at once"
+        await held.reserve(num_bytes, "tokens padded to equal lengths", "text_input", advice)
+    held.settle()
+    settle_body()
+    if is_large:
+        padded = await service.heavy_work.in_thread(_padded, token_ids, pad_ids)
+    else:
+        padded = _padded(token_ids, pad_ids)
     outputs = [
         Tensor("INPUT_ID", "INT32", padded),
         _column("REQUEST_INPUT_LEN", [len(each) for each in token_ids]),
@@ -104,6 +118,17 @@ def _token_ids(row: Row) -> list[int]:
         return prompt_token_ids(row)
     token_ids: list[int] = row["input_ids"]
     return token_ids
+
+
+def _padded(token_ids: Sequence[Sequence[int]], pad_ids: Sequence[int]) -> np.ndarray:
+    """int32 [num_texts, most tokens]"""
+    padded = np.empty((len(token_ids), max(map(len, token_ids))), dtype=np.int32)
+    for target, each, pad_id in zip(padded, token_ids, pad_ids, strict=True):
+        for start in range(0, len(each), MAX_INLINE_BYTES):  # others may run between two parts
+            part = each[start : start + MAX_INLINE_BYTES]
+            target[start : start + len(part)] = part
+        target[len(each) :] = pad_id
+    return padded
 
 
 async def _tokenize_message(row: Row, service: RequestService) -> gateway_pb2.TokenizeRequest:

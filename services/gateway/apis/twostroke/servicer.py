@@ -17,7 +17,7 @@ from services.gateway.access.slow_reader import SlowReaders
 from services.gateway.apis.twostroke.vector_calls import VectorCalls
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt, is_large
 from services.gateway.core.generation import Generation
-from services.gateway.core.request_service import Part, RequestService
+from services.gateway.core.request_service import BYTES_PER_TOKEN_TEXT, Part, RequestService
 from services.gateway.features.installed import REPORTS
 from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.link.journal_entry import FinishReason
@@ -134,7 +134,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.TokenizeResponse:
         """Turns texts and chats into token ids; needs no dense worker."""
-        [token_ids] = await self._service.tokenize([request], current_caller())
+        caller = current_caller()
+        held = HeldMemory(self._service.memory, caller.number)
+        context.add_done_callback(lambda _: held.release())
+        [token_ids] = await self._service.tokenize([request], caller, held, BYTES_PER_TOKEN_TEXT)
         tokens = await self._service.tokenizer.write_tokens(token_ids)
         return gateway_pb2.TokenizeResponse(token_ids=token_ids, tokens=tokens)
 
