@@ -49,6 +49,12 @@ class ClientAddresses:
                     break
         return _network_of(client)
 
+    def of_connection(self, peer: str | None) -> str | None:
+        """The client at the other end of a connection; None for a proxy, which has those of many clients, and for a
+        Unix socket.
+        """
+        return None if peer is None or self._is_trusted(peer) else _network_of(peer)
+
     def find_peer(self, peer: str, forwarded: Iterable[str]) -> str:
         """The client's address for a peer as gRPC writes it, such as `ipv4:10.0.0.7:4321` or `ipv6:%5B::1%5D:4321`."""
         scheme, _, address = peer.partition(":")

@@ -74,16 +74,16 @@ class Reception(grpc.aio.ServerInterceptor):
     ) -> None:
         """Calls of `guarded_services` (full proto names) need a key if there are keys.
 
-        A message must arrive within `timeout_s`. If more than `max_receiving` messages arrive at once, the oldest one
-        is dropped. Nearly all messages arrive together with their headers and are not dropped, but they count while
-        they are read. Calls of other services, health and reflection, share `MAX_KEYLESS_CALLS`.
+        A message must arrive within `timeout_s`. If more than `max_receiving` messages arrive at once, one is dropped:
+        the oldest one of the client that sends most. Nearly all messages arrive together with their headers and are not
+        dropped, but they count while they are read. Calls of other services, health and reflection, share
+        `MAX_KEYLESS_CALLS`.
         """
         self._access = access
         self._guarded = tuple(f"/{name}/" for name in guarded_services)
         self._timeout_s = timeout_s
-        self._max_receiving = max_receiving
-        self._receiving: dict[asyncio.Timeout, None] = {}  # oldest first
-        self._open_streams: dict[asyncio.Timeout, None] = {}  # that wait for a further message, oldest first
+        self._receiving = _Waiting(max_receiving)
+        self._open_streams = _Waiting(MAX_OPEN_STREAMS)  # that wait for a further message
         self._keyless_calls = Counter[str]()  # open calls, by connection
         self._memory = memory
         self._heavy_work = heavy_work
@@ -178,20 +178,14 @@ class Reception(grpc.aio.ServerInterceptor):
         return caller.number
 
     async def _receive_later(self, context: grpc.aio.ServicerContext) -> Any:
-        """A further message of a stream, or `EOF`. Beyond `MAX_OPEN_STREAMS` the stream that waits longest ends."""
+        """A further message of a stream, or `EOF`. Beyond `MAX_OPEN_STREAMS` a stream ends."""
         limit = asyncio.timeout(None)
         try:
             async with limit:
-                self._open_streams[limit] = None
-                if len(self._open_streams) > MAX_OPEN_STREAMS:
-                    oldest = next(iter(self._open_streams))
-                    del self._open_streams[oldest]
-                    oldest.reschedule(asyncio.get_running_loop().time())
-                return await context.read()
+                with self._open_streams.one_more(_caller.get().number, limit):
+                    return await context.read()
         except TimeoutError:
             raise CapacityError(f"{MAX_OPEN_STREAMS} streams wait for requests, the limit") from None
-        finally:
-            self._open_streams.pop(limit, None)
 
     @contextlib.contextmanager
     def _keyless_call(self, peer: str) -> Iterator[None]:
@@ -221,20 +215,15 @@ class Reception(grpc.aio.ServerInterceptor):
         limit = asyncio.timeout_at(deadline)
         try:
             async with limit:
-                self._receiving[limit] = None
-                if len(self._receiving) > self._max_receiving:
-                    oldest = next(iter(self._receiving))
-                    del self._receiving[oldest]
-                    oldest.reschedule(loop.time())
-                message = await context.read()
+                caller = _caller.get(None)
+                with self._receiving.one_more(None if caller is None else caller.number, limit):
+                    message = await context.read()
         except TimeoutError:
             if limit.when() != deadline:
                 raise CapacityError(
-                    f"the message was not complete when {self._max_receiving} others began, the limit"
+                    f"the message was not complete when {self._receiving.most} others began, the limit"
                 ) from None
             raise DeadlineExceeded(f"the message was not complete within {self._timeout_s:g} s") from None
-        finally:
-            self._receiving.pop(limit, None)
         return message
 
     async def _receive_one(
@@ -261,10 +250,43 @@ class Reception(grpc.aio.ServerInterceptor):
             raise InvalidRequest(f"the message of {len(data)} bytes cannot be parsed: {error}") from None
 
 
+class _Waiting:
+    """Calls that wait for their clients. One more than there may be ends the oldest of the client that has most."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._limits: dict[Client | None, dict[asyncio.Timeout, None]] = {}  # oldest first; None: who needs no key
+        self._count = 0
+
+    @contextlib.contextmanager
+    def one_more(self, client: Client | None, limit: asyncio.Timeout) -> Iterator[None]:
+        """A context in which a call waits, whose time limit ends it if it is the one."""
+        self._limits.setdefault(client, {})[limit] = None
+        self._count += 1
+        try:
+            if self._count > self.most:
+                largest = max(self._limits, key=lambda each: len(self._limits[each]))
+                oldest = next(iter(self._limits[largest]))
+                self._leave(largest, oldest)
+                oldest.reschedule(asyncio.get_running_loop().time())
+            yield
+        finally:
+            self._leave(client, limit)
+
+    def _leave(self, client: Client | None, limit: asyncio.Timeout) -> None:
+        """Does nothing the second time."""
+        if limit in (limits := self._limits.get(client, {})):
+            del limits[limit]
+            self._count -= 1
+            if not limits:
+                del self._limits[client]
+
+
 async def _count(held: HeldMemory, message: bytes) -> None:
     """Counts a message that is here already, and then what will be made of it."""
     held.add(len(message))
     await held.reserve_body((BYTES_PER_BODY_BYTE - 1) * len(message), "what is made of its message")
+    held.end_body()
 
 
 def _after(receive: Callable[..., Awaitable[Any]], behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:

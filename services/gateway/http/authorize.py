@@ -82,6 +82,8 @@ def _counted(receive: Receive, held: HeldMemory) -> Receive:
                 await held.reserve_body(BYTES_PER_BODY_BYTE * len(body), "its body")
             except ClientDisconnect:
                 return {"type": "http.disconnect"}
+        if message["type"] == "http.request" and not message.get("more_body"):
+            held.end_body()
         return message
 
     return receive_counted

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,6 +18,8 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from services.common.config import GatewaySection
+from services.common.fairness.kept_room import may_wait, refusal
+from services.gateway.access.client_address import ClientAddresses
 from services.gateway.http.body_writer import BodyWriter
 from services.gateway.http.connection import Connection, Hangups
 from services.gateway.http.cross_origin import answer_headers
@@ -68,6 +71,8 @@ class BoundedProtocol(HttpToolsProtocol):
     section: GatewaySection
     announce: Callable[[], None] = staticmethod(lambda: None)  # a request with a body has begun to arrive
     hangups: Hangups
+    addresses: ClientAddresses
+    num_of: ClassVar[Counter[str]]  # open connections of each client
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -80,6 +85,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_late = False  # whether nothing is read until that is parsed
         self._is_refused = False  # whether an error has been sent that ends the connection
         self._running: RequestResponseCycle | None = None  # the request whose answer began last
+        self._peer: str | None = None  # the client; None if nobody knows
         self._read_deadline: asyncio.TimerHandle | None = None
         self._write_deadline: asyncio.TimerHandle | None = None
 
@@ -92,9 +98,12 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self.flow: _Flow = _Flow(transport, self.loop.time)
         self._connection = Connection(transport, self.hangups)
-        most = self.section.max_connections
-        if len(self.connections) > most:
-            self._refuse(503, f"there are {most} connections, the limit", "too_many_connections")
+        self._peer = self.addresses.of_connection(self.client[0] if self.client else None)
+        reason = self._why_one_too_many()
+        if self._peer is not None:
+            self.num_of[self._peer] += 1
+        if reason is not None:
+            self._refuse(503, reason, "too_many_connections")
             return
         self._limit_reading(self.section.header_timeout_s)
 
@@ -102,12 +111,30 @@ class BoundedProtocol(HttpToolsProtocol):
         self._clear_read_deadline()
         self._clear_write_deadline()
         self._rest.clear()
+        if self._peer is not None:
+            self.num_of[self._peer] -= 1
+            if not self.num_of[self._peer]:
+                del self.num_of[self._peer]
         super().connection_lost(exc)
         # uvicorn tells only the request that arrived last, but that one waits while an earlier one is answered.
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
         self._connection.note_lost()
+
+    def _why_one_too_many(self) -> str | None:
+        """Why there is no room for this connection, which is not counted yet; None if there is. The last part of the
+        room is kept for clients with few.
+        """
+        most, num_others = self.section.max_connections, len(self.connections) - 1
+        if num_others >= most:
+            return f"there are {most} connections, the limit"
+        if self._peer is None:
+            return None
+        num_own = self.num_of[self._peer]
+        if may_wait(most, num_others, num_own, 1):
+            return None
+        return refusal(f"{num_own} of {num_others} connections", 1, most)
 
     def data_received(self, data: bytes) -> None:
         if self._rest:  # the next iteration of the event loop goes on with it

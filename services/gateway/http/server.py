@@ -7,14 +7,16 @@ import contextlib
 import socket
 import ssl
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from services.common.config import GatewaySection
+from services.gateway.access.client_address import ClientAddresses
 from services.gateway.http.arrivals import Arrivals
 from services.gateway.http.connection import Hangups
 from services.gateway.http.cross_origin import CrossOrigin
@@ -196,5 +198,7 @@ def _protocol_of(
         section = of_gateway
         announce = staticmethod(announce_request)
         hangups = of_server
+        addresses = ClientAddresses(of_gateway.trusted_proxies)
+        num_of: ClassVar[Counter[str]] = Counter()
 
     return Protocol

@@ -6,10 +6,10 @@ others in order of arrival. While requests of the same client get memory one aft
 
 Requests that hold a part and wait for more must not wait for each other. A request is *settled* when it holds all that
 it needs; it ends without anybody's help. Of those that are not, bodies may have a part of the budget (`_BODIES`), and
-neither they nor what is made of them its last quarter (`_LAST_PARTS`). Beyond these lines one body may go, and one
-request that needs more than its body, until it is settled or gone (`_Last`); and one of each of a client that holds
-little. So there is always one that goes on, unless it needs more than such a last part: then it waits for `max_wait_s`
-at most.
+neither they nor what is made of them its last quarter (`_LAST_PARTS`). Beyond these lines one body may go until it has
+come, and one request that needs more than its body, until it is settled or gone (`_Last`); and one of each of a client
+that holds little. So there is always one that goes on, unless it needs more than such a last part: then it waits for
+`max_wait_s` at most.
 """
 
 from __future__ import annotations
@@ -163,6 +163,14 @@ class MemoryBudget:
             self.add_unsettled(-num_bytes, -num_of_body)
             if self._waiting_of:
                 self._grant()
+
+    def note_body_ended(self, holder: HeldMemory) -> None:
+        """Lets another body go beyond the line: this one needs no more for itself."""
+        for (purpose, _), last in self._last.items():
+            if purpose is Purpose.BODY and last.holder is holder:
+                last.set(None)
+                if self._waiting_of:
+                    self._grant()
 
     def has_room_for_small(self, num_bytes: int, num_more: int) -> bool:
         """Whether a request may hold so many bytes, of them so many more, without a wait."""
@@ -372,6 +380,10 @@ class HeldMemory:
             self._set_small(total)
         else:
             await self.reserve(num_bytes, what, purpose=Purpose.BODY)
+
+    def end_body(self) -> None:
+        """Its body, or message, has come."""
+        self.budget.note_body_ended(self)
 
     def add(self, num_bytes: int) -> None:
         """Holds more of what has been made already, so it is too late to refuse it."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
 from services.common.config import GatewaySection
+from services.gateway.access.client_address import ClientAddresses
 from services.gateway.http import protocol
 from services.gateway.http.connection import Hangups
 from services.gateway.http.protocol import BoundedProtocol
@@ -23,6 +25,8 @@ CHUNKED = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 class Connection(BoundedProtocol):
     section = GatewaySection()
     hangups = Hangups()
+    addresses = ClientAddresses()
+    num_of: ClassVar[Counter[str]] = Counter()
 
 
 class FakeTransport(asyncio.Transport):

@@ -161,6 +161,7 @@ def test_requests_that_come_together_wait_for_each_other_only_as_long_as_others_
                 for _ in range(10):
                     await body.reserve_body(6_000, "its body")
                     await asyncio.sleep(0)
+                body.end_body()
                 for num_bytes in features:
                     await made.reserve(num_bytes, "pictures")
                     await asyncio.sleep(0)
