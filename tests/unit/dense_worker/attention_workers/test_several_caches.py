@@ -22,16 +22,16 @@ from services.dense_worker.engine.sequence import Sequence, SequenceOutput, Sequ
 from services.dense_worker.engine.session import InFlight, PublishedPlan, Session
 from services.dense_worker.features.parallel.parallel_answers import ParallelAnswers
 from services.step import PlanAccepted, RaggedTokens, SequenceOpened, StepResult
-from tests.support.dense.sequences import ask
-from tests.support.examples import examples
-from tests.support.plans import make_plan
-from tests.unit.dense_worker.engine.test_scheduler import (
+from tests.support.dense.scheduler_cluster import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
     expected_output,
     make_sequence,
     sample,
 )
+from tests.support.dense.sequences import ask
+from tests.support.examples import examples
+from tests.support.plans import make_plan
 
 NUM_BLOCKS = 24
 MEANINGLESS = 999

@@ -18,10 +18,10 @@ from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.observer import EngineCounts
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.step import NewSequence, SequenceOpened
+from tests.support.dense.scheduler_cluster import BLOCK_SIZE, MAX_MODEL_LEN, expected_output, make_sequence
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
 from tests.unit.dense_worker.attention_workers.test_several_caches import Workers
-from tests.unit.dense_worker.engine.test_scheduler import BLOCK_SIZE, MAX_MODEL_LEN, expected_output, make_sequence
 
 NUM_BLOCKS = 6  # of a cache
 

@@ -20,8 +20,8 @@ from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import InFlight
 from services.dense_worker.engine.waiting_queue import WaitingQueue
 from services.dense_worker.features.feature import Feature
+from tests.support.dense.scheduler_cluster import Cluster, expected_output, make_sequence, new_session
 from tests.support.examples import examples
-from tests.unit.dense_worker.engine.test_scheduler import Cluster, expected_output, make_sequence, new_session
 
 ROW_BYTES = 8  # of an output: a row of two float32
 

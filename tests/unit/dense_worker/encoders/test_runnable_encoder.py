@@ -21,9 +21,9 @@ from tests.support.dense.encoder_decoder_models import (
     make_encoder_decoder,
     random_source,
 )
+from tests.support.dense.scheduler_cluster import expected_output
 from tests.support.dense.vision_models import WITH_ENCODERS, make_vision_model
 from tests.support.dense.whole_model import WholeModel
-from tests.unit.dense_worker.engine.test_scheduler import expected_output
 from tests.unit.dense_worker.engine.test_scheduler_sources import Reading, SourceCluster, reader
 
 torch.set_num_threads(1)

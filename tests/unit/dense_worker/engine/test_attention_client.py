@@ -31,7 +31,7 @@ from services.dense_worker.engine.attention_client import AttachOptions, Attenti
 from services.pb import attn_pb2, step_pb2
 from services.rpc.start_deadline import StartDeadline
 from services.step import SequenceOpened, StepPlan
-from tests.unit.dense_worker.engine.test_scheduler import make_sequence
+from tests.support.dense.scheduler_cluster import make_sequence
 
 TEST_LIMIT_S = 30.0
 NUM_SEQUENCES = 50

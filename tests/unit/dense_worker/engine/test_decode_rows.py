@@ -15,10 +15,10 @@ from services.dense_worker.engine.decode_rows import DecodeRows
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import Sequence
 from services.step import StepPlan
+from tests.support.dense.scheduler_cluster import STOP_TOKEN, expected_output, make_sequence, new_session
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
 from tests.unit.dense_worker.engine.fairness.test_fair_scheduler import SharedCluster
-from tests.unit.dense_worker.engine.test_scheduler import STOP_TOKEN, expected_output, make_sequence, new_session
 
 requests = st.lists(
     st.tuples(

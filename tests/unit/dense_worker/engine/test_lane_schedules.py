@@ -12,8 +12,7 @@ from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import PublishedPlan, Session
 from services.step import PlanAccepted, StepPlan
-from tests.support.examples import examples
-from tests.unit.dense_worker.engine.test_scheduler import (
+from tests.support.dense.scheduler_cluster import (
     WINDOWS,
     Cluster,
     check_outputs,
@@ -23,6 +22,7 @@ from tests.unit.dense_worker.engine.test_scheduler import (
     requests,
     run_arrivals,
 )
+from tests.support.examples import examples
 
 NUM_LANES = 2
 

@@ -15,8 +15,7 @@ from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import PublishedPlan
 from services.step import PlanAccepted, SequenceOpened
 from tests.support.attention.open_now import open_sequence
-from tests.support.examples import examples
-from tests.unit.dense_worker.engine.test_scheduler import (
+from tests.support.dense.scheduler_cluster import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
     expected_output,
@@ -24,6 +23,7 @@ from tests.unit.dense_worker.engine.test_scheduler import (
     new_session,
     sample,
 )
+from tests.support.examples import examples
 
 MAX_NUM_STEPS = 5_000
 

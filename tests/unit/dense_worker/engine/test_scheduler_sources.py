@@ -32,9 +32,7 @@ from services.dense_worker.features.source.alignment import Alignment
 from services.dense_worker.features.source.sequence_source import Readers, SequenceSource
 from services.pb import source_pb2
 from services.step import NewSequence, PlanAccepted, SequenceOpened, SequenceSpec, SourceRef, StepPlan
-from tests.support.dense.sequences import ask
-from tests.support.examples import examples
-from tests.unit.dense_worker.engine.test_scheduler import (
+from tests.support.dense.scheduler_cluster import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
     Cluster,
@@ -42,6 +40,8 @@ from tests.unit.dense_worker.engine.test_scheduler import (
     make_sequence,
     new_session,
 )
+from tests.support.dense.sequences import ask
+from tests.support.examples import examples
 
 MAX_SOURCE_LEN = 40
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from services.common.errors import CapacityError
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
+from tests.support.dense.scheduler_cluster import BLOCK_SIZE, Cluster, expected_output, make_sequence
 from tests.support.examples import examples
-from tests.unit.dense_worker.engine.test_scheduler import BLOCK_SIZE, Cluster, expected_output, make_sequence
 
 WINDOW = 9
 BUDGET = 8

@@ -13,8 +13,8 @@ from services.dense_worker.engine.seen_prefixes import SeenPrefixes
 from services.dense_worker.engine.sequence import SUSPECT_CRASHES, FinishReason, Sequence, SequenceStatus
 from services.dense_worker.engine.session import PublishedPlan
 from services.step import PlanAccepted, SequenceOpened
+from tests.support.dense.scheduler_cluster import BLOCK_SIZE, MAX_MODEL_LEN, new_session, sample
 from tests.support.dense.sequences import new_sequence
-from tests.unit.dense_worker.engine.test_scheduler import BLOCK_SIZE, MAX_MODEL_LEN, new_session, sample
 
 NUM_BLOCKS = 32
 

@@ -12,9 +12,9 @@ from services.common.errors import CapacityError, QueueTimeout
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceStatus
 from services.dense_worker.engine.waiting_queue import CHECK_INTERVAL_S, WaitingQueue
+from tests.support.dense.scheduler_cluster import Cluster, expected_output, make_sequence
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
-from tests.unit.dense_worker.engine.test_scheduler import Cluster, expected_output, make_sequence
 
 PROTO = Path(__file__).parents[4] / "protos" / "gateway.proto"
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.waiting_queue import WaitingQueue
+from tests.support.dense.scheduler_cluster import make_sequence
 from tests.support.dense.sequences import ask
-from tests.unit.dense_worker.engine.test_scheduler import make_sequence
 
 MAX_PROMPT_LEN, MAX_OUTPUT_LEN = 40, 60
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.step import StepPlan
+from tests.support.dense.scheduler_cluster import Cluster, expected_output, make_sequence
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
-from tests.unit.dense_worker.engine.test_scheduler import Cluster, expected_output, make_sequence
 
 POLICIES: list[Policy] = ["guaranteed_no_evict", "max_utilization"]
 STEPS_TO_OPEN = 1  # one plan has already been made when the new client arrives

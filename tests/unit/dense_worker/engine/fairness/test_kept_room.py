@@ -10,8 +10,8 @@ from services.common.errors import CapacityError
 from services.common.fairness.kept_room import KEPT_PARTS, SMALL_PARTS
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.waiting_queue import WaitingQueue
+from tests.support.dense.scheduler_cluster import make_sequence
 from tests.support.dense.sequences import ask
-from tests.unit.dense_worker.engine.test_scheduler import make_sequence
 
 LIMIT = 640
 

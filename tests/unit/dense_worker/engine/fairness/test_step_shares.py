@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from services.dense_worker.engine.fairness.step_shares import divide_prefills, fill, limit_decodes
 from services.dense_worker.engine.sequence import Sequence
+from tests.support.dense.scheduler_cluster import make_sequence
 from tests.support.dense.sequences import ask
-from tests.unit.dense_worker.engine.test_scheduler import make_sequence
 
 
 def fill_one_by_one(levels: list[int], wishes: list[int], total: int) -> list[int]:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from services.dense_worker.engine.fairness.step_shares import MAX_VALUES, limit_values
 from services.dense_worker.engine.sequence import Sequence
 from services.step import StepPlan
+from tests.support.dense.scheduler_cluster import expected_output, make_sequence
 from tests.support.dense.sequences import ask
 from tests.support.reports import prompt_logprobs
 from tests.unit.dense_worker.engine.fairness.test_fair_scheduler import SharedCluster
-from tests.unit.dense_worker.engine.test_scheduler import expected_output, make_sequence
 
 VOCAB_SIZE = 1024
 prompts = st.tuples(

@@ -12,10 +12,10 @@ from services.dense_worker.engine.planning.step_planner import TILE_ROWS
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence
 from services.step import StepPlan
+from tests.support.dense.scheduler_cluster import Cluster, expected_output, make_sequence, new_session
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
 from tests.unit.dense_worker.engine.planning.test_prompt_pace import TimedCluster, num_prompt_tokens
-from tests.unit.dense_worker.engine.test_scheduler import Cluster, expected_output, make_sequence, new_session
 
 BUDGET = 1024
 

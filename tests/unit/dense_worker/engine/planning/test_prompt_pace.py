@@ -15,9 +15,9 @@ from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import InFlight, PublishedPlan
 from services.step import StepPlan
+from tests.support.dense.scheduler_cluster import Cluster, expected_output, make_sequence, new_session
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
-from tests.unit.dense_worker.engine.test_scheduler import Cluster, expected_output, make_sequence, new_session
 
 BUDGET, PROMPT_LEN = 512, 2000
 

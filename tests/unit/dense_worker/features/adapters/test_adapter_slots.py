@@ -17,9 +17,9 @@ from services.dense_worker.engine.session import InFlight
 from services.dense_worker.features.adapters.adapter_feature import AdapterFeature, SequenceAdapter
 from services.lora.adapter import Adapter
 from services.pb import dense_pb2
+from tests.support.dense.scheduler_cluster import Cluster, expected_output, make_sequence, new_session
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
-from tests.unit.dense_worker.engine.test_scheduler import Cluster, expected_output, make_sequence, new_session
 
 ADAPTERS = [Adapter(name, name * 64, f"/{name}") for name in "abcde"]
 

@@ -19,9 +19,9 @@ from services.dense_worker.features.beams.beam_reports import AnswersReport, Sea
 from services.dense_worker.features.beams.search import BeamSearch, SearchState
 from services.gateway.link.search_record import SearchRecord
 from services.pb import dense_pb2
+from tests.support.dense.scheduler_cluster import make_sequence, new_session
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
-from tests.unit.dense_worker.engine.test_scheduler import make_sequence, new_session
 from tests.unit.dense_worker.features.beams.test_scheduler_beams import (
     NUM_TOKENS,
     BeamCluster,

@@ -23,9 +23,9 @@ from services.dense_worker.features.beams.beam_policy import BeamPolicy
 from services.dense_worker.features.beams.beam_reports import AnswersReport
 from services.dense_worker.features.beams.search import BeamSearch, Hypothesis
 from services.step import PlanAccepted, StepPlan, StepResult
+from tests.support.dense.scheduler_cluster import Cluster, expected_output, make_sequence, sample
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
-from tests.unit.dense_worker.engine.test_scheduler import Cluster, expected_output, make_sequence, sample
 
 NUM_TOKENS = 24  # of the vocabulary
 STOP_TOKENS = frozenset([3, 11])

@@ -19,8 +19,8 @@ from services.dense_worker.features.drafting.forced_tokens import MAX_FORCED
 from services.dense_worker.features.drafting.measured_drafting import ForcedDrafting
 from services.dense_worker.features.drafting.step_costs import StepCosts
 from services.dense_worker.features.sequence_feature import SequenceFeature
+from tests.support.dense.scheduler_cluster import expected_output, make_sequence, next_token, requests
 from tests.support.examples import examples
-from tests.unit.dense_worker.engine.test_scheduler import expected_output, make_sequence, next_token, requests
 from tests.unit.dense_worker.features.drafting.test_measured_drafting import COSTS, FreeSteps, TimedCluster
 
 

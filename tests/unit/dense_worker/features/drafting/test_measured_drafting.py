@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.observer import StepStats
 from services.dense_worker.engine.sequence import Sequence
+from services.dense_worker.engine.session import PublishedPlan
 from services.dense_worker.features.drafting.acceptance import Acceptance
 from services.dense_worker.features.drafting.drafting import DraftCounts
 from services.dense_worker.features.drafting.measured_drafting import MeasuredDrafting
@@ -21,10 +22,10 @@ from services.dense_worker.features.drafting.ngram.ngram_predictor import NgramD
 from services.dense_worker.features.drafting.step_costs import StepCosts
 from services.dense_worker.features.drafting.time_budget import MAX_LOSS_STEPS, MAX_STEPS, SHARE
 from services.step import StepPlan
+from tests.support.dense import scheduler_cluster
+from tests.support.dense.scheduler_cluster import Cluster, expected_output, make_sequence, requests
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
-from tests.unit.dense_worker.engine import test_scheduler
-from tests.unit.dense_worker.engine.test_scheduler import Cluster, expected_output, make_sequence, requests
 
 LENGTHS = (2, 3)
 NUM_ANSWERS = 16
@@ -73,7 +74,7 @@ class TimedCluster(Cluster):
         """The part of the newest step's duration in which later tokens were drafted."""
         return 0.0
 
-    def _complete(self, published: test_scheduler.PublishedPlan) -> None:
+    def _complete(self, published: PublishedPlan) -> None:
         num_outputs = len(self.outputs)
         super()._complete(published)
         plan = published.plan
@@ -111,7 +112,7 @@ def run(
     num_answers: int = NUM_ANSWERS,
 ) -> TimedCluster:
     """Answers of 44 tokens each, `num_seqs` at a time."""
-    monkeypatch.setattr(test_scheduler, "next_token", text)
+    monkeypatch.setattr(scheduler_cluster, "next_token", text)
     cluster = TimedCluster(drafting, *costs)
     for seq_id in range(1, 1 + num_answers):
         sequence = make_sequence(seq_id, 20, 44)
@@ -182,7 +183,7 @@ def test_without_matches_every_step_is_planned_ahead(monkeypatch: pytest.MonkeyP
 
 def test_earlier_answers_help_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """All answers are the same, and no answer repeats itself."""
-    monkeypatch.setattr(test_scheduler, "next_token", lambda seq_id, position: unpredictable(1, position))
+    monkeypatch.setattr(scheduler_cluster, "next_token", lambda seq_id, position: unpredictable(1, position))
     history = AnswerHistory(LENGTHS, 2**14)
     cluster = TimedCluster(make_drafting(history=history), *COSTS["gpu"])
     num_steps = []

@@ -15,8 +15,8 @@ from services.dense_worker.features.drafting.measured_drafting import MeasuredDr
 from services.dense_worker.features.drafting.model_drafter import ModelDrafter, ModelPredictor
 from services.dense_worker.features.drafting.step_costs import StepCosts
 from services.step import StepPlan, StepResult
-from tests.unit.dense_worker.engine import test_scheduler
-from tests.unit.dense_worker.engine.test_scheduler import expected_output, make_sequence
+from tests.support.dense import scheduler_cluster
+from tests.support.dense.scheduler_cluster import expected_output, make_sequence
 from tests.unit.dense_worker.features.drafting.medusa.test_medusa_drafter import (
     NO_DEVICE,
     IsRight,
@@ -86,7 +86,7 @@ class DraftingCluster(TimedCluster):
             num_rows += num_late + len(entry.draft_token_ids)
             first = self._num_cached[entry.seq_id] = num_known + len(token_ids)
             drafts[entry.seq_id] = [
-                test_scheduler.next_token(entry.seq_id, first + place)
+                scheduler_cluster.next_token(entry.seq_id, first + place)
                 + (not self._is_right(entry.seq_id, first + place, place // 2))
                 for place in range(num_tokens)
             ]
@@ -111,7 +111,7 @@ def run(
     without_room: frozenset[int] = frozenset(),
 ) -> DraftingCluster:
     """Answers of 60 tokens each, `num_seqs` at a time; their texts cannot be copied."""
-    monkeypatch.setattr(test_scheduler, "next_token", unpredictable)
+    monkeypatch.setattr(scheduler_cluster, "next_token", unpredictable)
     cluster = DraftingCluster(drafting, costs, is_right, without_room)
     for seq_id in range(1, 1 + num_answers):
         cluster.scheduler.add(make_sequence(seq_id, prompt_len, 60))

@@ -12,9 +12,7 @@ from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.step import SequenceOpened
 from tests.support.dense.eager_drafting import EagerDrafting
-from tests.support.dense.sequences import ask
-from tests.support.examples import examples
-from tests.unit.dense_worker.engine.test_scheduler import (
+from tests.support.dense.scheduler_cluster import (
     WINDOWS,
     Cluster,
     expected_output,
@@ -22,6 +20,8 @@ from tests.unit.dense_worker.engine.test_scheduler import (
     next_token,
     requests,
 )
+from tests.support.dense.sequences import ask
+from tests.support.examples import examples
 
 
 class SomeDrafts(EagerDrafting):

@@ -19,8 +19,8 @@ from services.dense_worker.features.images.images_feature import SequenceImages
 from services.dense_worker.features.images.prepare_images import prepare_images, why_no_pictures
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.parameters import parameters, parts_of_type
+from tests.support.dense.scheduler_cluster import make_sequence
 from tests.support.dense.vision_models import make_vision_model
-from tests.unit.dense_worker.engine.test_scheduler import make_sequence
 
 
 @pytest.mark.parametrize(

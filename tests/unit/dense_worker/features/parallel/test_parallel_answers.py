@@ -21,10 +21,10 @@ from services.dense_worker.features.fork_policy import ForkPolicy
 from services.dense_worker.features.parallel.parallel_answers import ParallelAnswers
 from services.step import StepPlan
 from tests.support.dense.eager_drafting import EagerDrafting
+from tests.support.dense.scheduler_cluster import BLOCK_SIZE, STOP_TOKEN, WINDOWS, Cluster, expected_output
 from tests.support.dense.sequences import ask, new_sequence
 from tests.support.examples import examples
 from tests.support.reports import prompt_logprobs
-from tests.unit.dense_worker.engine.test_scheduler import BLOCK_SIZE, STOP_TOKEN, WINDOWS, Cluster, expected_output
 from tests.unit.dense_worker.features.drafting.test_scheduler_drafts import SomeDrafts
 
 ID_GAP = 10  # between the first answers to two prompts

@@ -24,10 +24,10 @@ from services.dense_worker.features.drafting.medusa.medusa_drafter import Medusa
 from services.dense_worker.features.drafting.step_costs import StepCosts
 from services.dense_worker.runner.step_hook import FollowUp
 from services.step import StepPlan, StepResult
+from tests.support.dense import scheduler_cluster
+from tests.support.dense.scheduler_cluster import expected_output, make_sequence, requests
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
-from tests.unit.dense_worker.engine import test_scheduler
-from tests.unit.dense_worker.engine.test_scheduler import expected_output, make_sequence, requests
 from tests.unit.dense_worker.features.drafting.test_measured_drafting import (
     COSTS,
     FreeSteps,
@@ -98,7 +98,7 @@ def drafts_after(plan: StepPlan, result: StepResult, is_right: IsRight) -> dict[
     for entry, token_ids in zip(plan.entries, result.token_ids.rows(), strict=True):
         if token_ids:
             first = entry.position + entry.num_tokens - entry.num_logits + 1 + len(token_ids)
-            right = [test_scheduler.next_token(entry.seq_id, first + head) for head in range(NUM_HEADS)]
+            right = [scheduler_cluster.next_token(entry.seq_id, first + head) for head in range(NUM_HEADS)]
             found[entry.seq_id] = [
                 token_id if is_right(entry.seq_id, first + head, head) else token_id + 1
                 for head, token_id in enumerate(right)
@@ -120,7 +120,7 @@ def run(
     num_answers: int = 16,
 ) -> HeadsCluster:
     """Answers of 44 tokens each, `num_seqs` at a time; their texts cannot be copied."""
-    monkeypatch.setattr(test_scheduler, "next_token", unpredictable)
+    monkeypatch.setattr(scheduler_cluster, "next_token", unpredictable)
     cluster = HeadsCluster(drafting, *costs, heads_s, is_right)
     for seq_id in range(1, 1 + num_answers):
         cluster.scheduler.add(make_sequence(seq_id, 20, 44))
@@ -189,7 +189,7 @@ def test_heads_that_become_right_are_used_again(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_sequences_that_may_have_no_drafts_use_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_scheduler, "next_token", unpredictable)
+    monkeypatch.setattr(scheduler_cluster, "next_token", unpredictable)
     drafting = MeasuredDrafting(MedusaDrafter(NO_DEVICE, NUM_HEADS), 7, FreeSteps(32, 64))
     cluster = HeadsCluster(drafting, *COSTS["gpu"], 0.1, always)
     sequences = [make_sequence(seq_id, 3, 40) for seq_id in (1, 2)]
@@ -232,7 +232,7 @@ def test_every_sequence_gets_its_tokens(
 ) -> None:
     """With early stops, preemptions, new attachments, and cancelled sequences."""
 
-    class Server(test_scheduler.Cluster):
+    class Server(scheduler_cluster.Cluster):
         def result_of(self, plan: StepPlan) -> StepResult:
             result = super().result_of(plan)
             heads.run(plan, result, self.follow_up)
