@@ -13,20 +13,21 @@ TensorMap = ctypes.c_uint64 * 16  # CUtensorMap, which must begin at a multiple 
 def map_of(
     data: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
 ) -> ctypes.Array[ctypes.c_uint64]:
-    """How the copy unit finds boxes of a tensor of bfloat16. What is beyond `sizes` is zeros.
+    """How the copy unit finds boxes of a tensor of bfloat16 or of bytes. What is beyond `sizes` is zeros.
 
     data: where it begins, at a multiple of 16 bytes; sizes, box: elements of each dimension, the one that lies
-    together first; strides: bytes, multiples of 16, of all dimensions but that one. A box is 64 elements of 128 bytes
-    wide, which are swizzled. Raises DeviceError for a map that the driver refuses. The memory must outlive the kernels
+    together first; strides: bytes, multiples of 16, of all dimensions but that one. A box is 128 bytes wide, which
+    are swizzled. Raises DeviceError for a map that the driver refuses. The memory must outlive the kernels
     that read it.
     """
     from cuda.bindings import driver
 
     from services.channel.cuda_flags import check
 
+    types = driver.CUtensorMapDataType
     made = check(
         driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            types.CU_TENSOR_MAP_DATA_TYPE_UINT8 if data.itemsize == 1 else types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
             len(sizes),
             data.data_ptr(),
             [driver.cuuint64_t(size) for size in sizes],

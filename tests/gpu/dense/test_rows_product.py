@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 from services.dense_worker.backends.cuda_backend import CudaBackend
 from services.dense_worker.kernels.linear.linear_choice import LinearChoice
+from services.dense_worker.kernels.linear.quantized.operands import CodeScales
 from services.dense_worker.kernels.linear.rows_product import RowsProduct, RowsShape
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
@@ -72,9 +73,7 @@ def test_gated_product(rows_product: RowsProduct, shape: tuple[int, int], num_ro
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
 @pytest.mark.parametrize("shape", ADDED)
-def test_product_is_added_and_begins_the_norm(
-    rows_product: RowsProduct, shape: tuple[int, int], num_rows: int
-) -> None:
+def test_product_is_added_and_begins_the_norm(rows_product: RowsProduct, shape: tuple[int, int], num_rows: int) -> None:
     """Squares of an earlier step with more tiles are not added."""
     case = make_case(num_rows, shape)
     norm, residual = make_norm(case, shape[0]), case.residual.clone()
@@ -162,6 +161,40 @@ def test_backend_multiplies_all_layers_so(
     exact_qkv, exact_residual = exact_stroke(segments_of(weights).middle[0], case.x, case.residual)
     assert error(qkv, exact_qkv) < 1e-2 and error(residual, exact_residual) < 1e-2
     assert len(found) == 4 and len(set(found)) == 3, "o and down have one shape"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("plain", (6336, 4096)),
+        ("gated", (6008, 272)),
+        ("gated", (11008, 4096)),
+        ("added", (3016, 272)),
+        ("added", (4096, 11008)),
+    ],
+)
+def test_products_of_codes_have_the_scales_of_rows_and_weights(
+    rows_product: RowsProduct, kind: str, shape: tuple[int, int], num_rows: int
+) -> None:
+    case = make_case(num_rows, shape)
+    is_gated, is_added = kind == "gated", kind == "added"
+    values = case.gate_up if is_gated else case.weight
+    x, weight = case.x.to(torch.float8_e4m3fn), (values * shape[1] ** 0.5).to(torch.float8_e4m3fn)
+    row_scales = 0.5 + torch.rand(num_rows, device="cuda")
+    weight_scales = (0.5 + torch.rand(len(weight), device="cuda")) * shape[1] ** -0.5
+    out = case.residual.clone() if is_added else case.nan(num_rows, shape[0])
+    exact = (x.double() * row_scales[:, None]) @ (weight.double() * weight_scales[:, None]).T
+    if is_gated:
+        gate, up = exact.chunk(2, 1)
+        exact = torch.nn.functional.silu(gate) * up
+    elif is_added:
+        exact = exact + out.double()
+    scales = CodeScales(row_scales, weight_scales, torch.bfloat16)
+    fused = {"activation": SWIGLU if is_gated else None, "residual": out if is_added else None}
+    multiply(rows_product, x, weight, out, scales=scales, **fused)
+    case.check(out, exact)
 
 
 def make_case(num_rows: int, shape: tuple[int, int]) -> Case:

@@ -1,12 +1,13 @@
-// Products of 2 to 64 rows with bfloat16 weights on Hopper. Their time is that of reading the weights.
+// Products of 2 to 64 rows with weights in bfloat16 or FP8 on Hopper. Their time is that of reading the weights.
 //
-// A program has all features that an SM must have. Weights are the tall operand. One thread copies tiles of 64
-// in_features into a ring in shared memory: the first tiles of weights before the kernel before has ended, rows after
-// it. One warpgroup multiplies. Reference: `skinny_linear`.
+// A program has all features that an SM must have. Weights are the tall operand. One thread copies tiles of
+// 128 bytes of in_features into a ring in shared memory: the first tiles of weights before the kernel before has ended,
+// rows after it. One warpgroup multiplies. Reference: `skinny_linear`.
 //
 // Compiled with KIND, GROUPS (8 features each, and for GATED 8 of gate and 8 of up: of a program, or of a cluster if
-// KIND is SPLIT), SHARED_BYTES, HAS_DELTAS: of the rows' adapters, whose ranks are as more in_features. Their x A^T comes
-// from the kernel before, which tells by counters that x is complete, and that its sums are: see `triton_fused_hopper`.
+// KIND is SPLIT), SHARED_BYTES, IS_FP8, HAS_DELTAS: of the rows' adapters, whose ranks are as more in_features. Their x A^T
+// comes from the kernel before, which tells by counters that x is complete, and that its sums are: see
+// `triton_fused_hopper`.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -24,6 +25,7 @@ struct Params {
     const u16 *residual, *gain;  // [n, out_features] and, of the norm after, [out_features]; null: none
     u16 *out, *weighted;
     float* squares_after;
+    const float *row_scales, *weight_scales;  // of codes: [n], and of the weights' rows
     u32 num_rows, num_groups, in_features, out_stride, residual_stride, num_squares, num_squares_after;
     float eps;
 #if HAS_DELTAS
@@ -34,7 +36,7 @@ struct Params {
 #endif
 };
 
-constexpr int TILE = 64;  // in_features of a stage: rows of 128 bytes
+constexpr int TILE = IS_FP8 ? 128 : 64, STEPS = 4;  // in_features of a stage, 128 bytes; steps of the tensor cores
 constexpr int GROUP_ROWS = KIND == GATED ? 16 : 8, GROUP_BYTES = GROUP_ROWS * 128;
 constexpr int FEATURES = GROUPS * 8, NUM_TILES = (GROUPS * GROUP_ROWS + 63) / 64;
 constexpr int CLUSTER = KIND == SPLIT ? 2 : 1;  // programs
@@ -44,7 +46,7 @@ constexpr u64 LEAVES_FIRST = 0x12F0000000000000ull, LEAVES_LAST = 0x14F000000000
 
 struct Shared {
     u64 full[MAX_STAGES], empty[MAX_STAGES];
-    float factors[64];  // of the norm before
+    float factors[64];  // of the norm before, or scales of rows
     float squares[KIND == SPLIT ? GROUPS : 1][64];  // of the norm after
 };
 
@@ -97,11 +99,18 @@ __device__ __forceinline__ u64 descriptor(u32 address) {  // rows of 128 bytes, 
     return (u64)((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
 
-// sums [64 features, N rows] += 16 columns of weights times those of rows
+// sums [64 features, N rows] += 32 bytes of weights' columns times those of rows
+#if IS_FP8
+#define TYPES "k32.f32.e4m3.e4m3"
+#define ORDER
+#else
+#define TYPES "k16.f32.bf16.bf16"
+#define ORDER ", 0, 0"
+#endif
 #define SUMS(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])
 #define MULTIPLY(n, list, w, x, p, ...)                                                                         \
     asm volatile("{ .reg .pred adds; setp.ne.b32 adds, " p ", 0;\n"                                             \
-                 "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" list "}, " w ", " x ", adds, 1, 1, 0, 0; }" \
+                 "wgmma.mma_async.sync.aligned.m64n" n TYPES " {" list "}, " w ", " x ", adds, 1, 1" ORDER "; }" \
                  : __VA_ARGS__ : "l"(weights), "l"(rows), "r"((int)adds))
 #define LIST_4 "%0,%1,%2,%3"
 #define LIST_8 LIST_4 ",%4,%5,%6,%7"
@@ -259,7 +268,7 @@ __device__ __forceinline__ void sum_products(int num_stages, Ring<N> ring, float
         const u64 weights = descriptor(ring.weights()), rows = descriptor(ring.rows());
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-        for (int step = 0; step < TILE / 16; step++)  // of 32 bytes; a tile of weights has 8 KB
+        for (int step = 0; step < STEPS; step++)  // of 32 bytes; a tile of weights has 8 KB
 #pragma unroll
             for (int tile = 0; tile < NUM_TILES; tile++)
                 multiply<N>(sums[tile], weights + tile * 512 + step * 2, rows + step * 2, i > 0 || step > 0);
@@ -276,16 +285,35 @@ __device__ __forceinline__ void sum_products(int num_stages, Ring<N> ring, float
         for (float& sum : of_tile) asm volatile("" : "+f"(sum)::"memory");
 }
 
+// Of codes: scales of the two sums of a row that lie in one thread, of gate and up or of two features.
+struct Scales {
+    float of[IS_FP8 ? NUM_TILES : 1][2];
+
+    __device__ __forceinline__ void read(const Params& p, const Part& part) {
+        const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_features = p.num_groups * 8;
+#pragma unroll
+        for (int tile = 0; IS_FP8 && tile < NUM_TILES; tile++) {
+            const u32 feature = part.first_group * 8 + (KIND == GATED ? (tile * 4 + warp) * 8 : tile * 64 + warp * 16) + lane / 4;
+            const u32 other = KIND == GATED ? num_features + feature : feature + 8;
+            of[tile][0] = feature < num_features ? p.weight_scales[feature] : 0;
+            of[tile][1] = other < num_features * (KIND == GATED ? 2 : 1) ? p.weight_scales[other] : 0;
+        }
+    }
+};
+
 template <int N>
 __device__ __forceinline__ void write(
-    const Params& p, const Part& part, const float (&sums)[NUM_TILES][N / 2], const float* factors, u16* staged) {
-    constexpr int PITCH = FEATURES + 8;
+    const Params& p, const Part& part, const float (&sums)[NUM_TILES][N / 2], const Scales& scales, const float* factors,
+    u16* staged) {
+    constexpr int PITCH = (FEATURES + 23) / 32 * 32 + 8;  // threads of a warp write to different banks
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < NUM_TILES * N / 4; i++) {
         const int tile = i / (N / 4), of_tile = i % (N / 4), row = of_tile / 2 * 8 + lane % 4 * 2 + of_tile % 2;
         const float* sum = sums[tile] + of_tile / 2 * 4 + of_tile % 2;
-        const float factor = p.squares == nullptr ? 1 : factors[row], lower = sum[0] * factor, upper = sum[2] * factor;
+        const float factor = IS_FP8 || p.squares != nullptr ? factors[row] : 1;
+        const float lower = (IS_FP8 ? sum[0] * scales.of[tile][0] : sum[0]) * factor;
+        const float upper = (IS_FP8 ? sum[2] * scales.of[tile][1] : sum[2]) * factor;
         if (KIND == GATED) {
             const int feature = (tile * 4 + warp) * 8 + lane / 4;
             const float gate = rounded(lower), activated = rounded(__fdividef(gate, 1 + __expf(-gate)));
@@ -324,34 +352,57 @@ __device__ __forceinline__ void send_sums(const Part& part, const float (&sums)[
     }
 }
 
+// How `add_and_write` shares out groups: several threads have groups of one row.
+template <int N> struct Share {
+    static constexpr int OWN_ROWS = Ring<N>::OWN_ROWS, FITTING = NUM_THREADS / OWN_ROWS;
+    static constexpr int NUM_PARTS = FITTING < GROUPS ? FITTING : GROUPS, MOST = (GROUPS + NUM_PARTS - 1) / NUM_PARTS;
+    const int own_row = threadIdx.x % OWN_ROWS, part = threadIdx.x / OWN_ROWS;  // no part from NUM_PARTS on
+    Eight residual[MOST]{}, gain[MOST]{};
+    float4 scales[IS_FP8 ? MOST : 1][2]{};
+
+    // Reads what does not depend on the sums.
+    __device__ __forceinline__ void read(const Params& p, const Part& of) {
+        const u32 row = of.rank * OWN_ROWS + own_row;
+#pragma unroll
+        for (int i = 0; i < MOST; i++) {
+            const int group = part + i * NUM_PARTS, first = (of.first_group + group) * 8;
+            if (part >= NUM_PARTS || group >= of.num_groups) continue;
+            if (p.residual != nullptr && row < p.num_rows)
+                residual[i].all = *(const uint4*)(p.residual + (u64)row * p.residual_stride + first);
+            if (p.gain != nullptr) gain[i].all = *(const uint4*)(p.gain + first);
+            if (IS_FP8)
+                for (int half = 0; half < 2; half++) scales[i][half] = *(const float4*)(p.weight_scales + first + half * 4);
+        }
+    }
+};
+
 template <int N>
-__device__ __forceinline__ void add_and_write(const Params& p, const Part& part, const float* received, Shared* shared) {
+__device__ __forceinline__ void add_and_write(
+    const Params& p, const Part& part, const Share<N>& share, const float* received, Shared* shared) {
     constexpr int OWN_ROWS = Ring<N>::OWN_ROWS, PITCH = Ring<N>::PITCH;
-    constexpr int FITTING = NUM_THREADS / OWN_ROWS, NUM_PARTS = FITTING < GROUPS ? FITTING : GROUPS;  // threads of a row
-    const int own_row = threadIdx.x % OWN_ROWS, row = part.rank * OWN_ROWS + own_row, part_of_row = threadIdx.x / OWN_ROWS;
-    const bool is_row = row < p.num_rows;
-    if (part_of_row < NUM_PARTS) {
-        for (int group = part_of_row; group < part.num_groups; group += NUM_PARTS) {
-            const int first = (part.first_group + group) * 8;
-            Eight residual{}, gain{}, out, weighted;
-            float squares = 0;
-            if (p.residual != nullptr && is_row) residual.all = *(const uint4*)(p.residual + (u64)row * p.residual_stride + first);
-            if (p.gain != nullptr) gain.all = *(const uint4*)(p.gain + first);
+    const int own_row = share.own_row;
+    const u32 row = part.rank * OWN_ROWS + own_row;
 #pragma unroll
-            for (int each = 0; each < 8; each++) {
-                float sum = 0;
+    for (int i = 0; i < Share<N>::MOST; i++) {
+        const int group = share.part + i * Share<N>::NUM_PARTS, first = (part.first_group + group) * 8;
+        if (share.part >= Share<N>::NUM_PARTS || group >= part.num_groups) continue;
+        Eight out, weighted;
+        float squares = 0;
 #pragma unroll
-                for (int from = 0; from < CLUSTER; from++)
-                    sum += received[(from * FEATURES + group * 8 + each) * PITCH + own_row];
-                const float y = rounded(rounded(sum) + wide(residual.each[each]));
-                out.each[each] = narrow(y), weighted.each[each] = narrow(y * wide(gain.each[each]));
-                squares += y * y;
-            }
-            shared->squares[group][own_row] = squares;
-            if (is_row) {
-                *(uint4*)(p.out + (u64)row * p.out_stride + first) = out.all;
-                if (p.gain != nullptr) *(uint4*)(p.weighted + (u64)row * p.num_groups * 8 + first) = weighted.all;
-            }
+        for (int each = 0; each < 8; each++) {
+            float sum = 0;
+#pragma unroll
+            for (int from = 0; from < CLUSTER; from++)
+                sum += received[(from * FEATURES + group * 8 + each) * PITCH + own_row];
+            if (IS_FP8) sum *= (&share.scales[i][0].x)[each] * shared->factors[row];
+            const float y = rounded(rounded(sum) + wide(share.residual[i].each[each]));
+            out.each[each] = narrow(y), weighted.each[each] = narrow(y * wide(share.gain[i].each[each]));
+            squares += y * y;
+        }
+        shared->squares[group][own_row] = squares;
+        if (row < p.num_rows) {
+            *(uint4*)(p.out + (u64)row * p.out_stride + first) = out.all;
+            if (p.gain != nullptr) *(uint4*)(p.weighted + (u64)row * p.num_groups * 8 + first) = weighted.all;
         }
     }
     if (p.gain == nullptr) return;
@@ -383,6 +434,7 @@ template <int N> __device__ __forceinline__ void run(const Params& p) {
         Ring<N> ahead = ring;
         for (int i = 0; i < Ring<N>::NUM_STAGES && i < part.num_stages; i++, ahead.advance()) copy_weights_of(p, part, ahead, i);
     }
+    if (threadIdx.x == NUM_THREADS + 32) asm volatile("prefetch.tensormap [%0];" ::"l"(&p.rows) : "memory");
     __syncthreads();
     if (KIND == SPLIT) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #if HAS_DELTAS
@@ -397,6 +449,7 @@ template <int N> __device__ __forceinline__ void run(const Params& p) {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 
+    Share<KIND == SPLIT ? N : 64> share;  // of SPLIT
     if (warp == 4 && lane == 0) {
         for (int i = 0; i < part.num_stages; i++, ring.advance()) {
             if (i >= Ring<N>::NUM_STAGES) {
@@ -412,7 +465,9 @@ template <int N> __device__ __forceinline__ void run(const Params& p) {
         }
 #endif
     } else if (warp == 5) {
-        if (p.squares != nullptr)
+        if (IS_FP8)
+            for (int row = lane; row < N; row += 32) shared->factors[row] = row < p.num_rows ? p.row_scales[row] : 0;
+        else if (p.squares != nullptr)
             for (int first = 0; first < N; first += 16) {  // two threads sum the squares of a row
                 const int row = first + lane / 2;
                 const float4* from = (const float4*)(p.squares + row * p.num_squares) + lane % 2;
@@ -426,13 +481,17 @@ template <int N> __device__ __forceinline__ void run(const Params& p) {
         asm volatile("bar.arrive 2, %0;" ::"n"(NUM_THREADS + 32) : "memory");
     } else if (warp < 4) {
         float sums[NUM_TILES][N / 2];
+        Scales scales;
+        if constexpr (KIND != SPLIT) scales.read(p, part);
+        else if (!HAS_DELTAS) share.read(p, part);
         sum_products<N>(part.num_stages + deltas.count, ring, sums);
+        if constexpr (KIND == SPLIT && HAS_DELTAS) share.read(p, part);  // the kernels that write it have ended by now
         asm volatile("bar.sync 2, %0;" ::"n"(NUM_THREADS + 32) : "memory");  // factors are there, and the ring is free
         if constexpr (KIND == SPLIT) {
             await_cluster();  // its other program has begun
             send_sums<N>(part, sums, begin + Ring<N>::NUM_STAGES * Ring<N>::STAGE_BYTES);
         } else {
-            write<N>(p, part, sums, shared->factors, (u16*)memory);
+            write<N>(p, part, sums, scales, shared->factors, (u16*)memory);
         }
     }
     if constexpr (KIND == SPLIT) {
@@ -440,7 +499,7 @@ template <int N> __device__ __forceinline__ void run(const Params& p) {
         if (warp >= 4) await_cluster();
         arrive_in_cluster();
         await_cluster();
-        if (warp < 4) add_and_write<N>(p, part, (const float*)(memory + Ring<N>::NUM_STAGES * Ring<N>::STAGE_BYTES), shared);
+        if (warp < 4) add_and_write<N>(p, part, share, (const float*)(memory + Ring<N>::NUM_STAGES * Ring<N>::STAGE_BYTES), shared);
     }
 #if HAS_DELTAS
     asm volatile("griddepcontrol.wait;" ::: "memory");  // so that this kernel's end implies that of the one before

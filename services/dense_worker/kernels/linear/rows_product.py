@@ -1,4 +1,4 @@
-"""Products of 2 to 64 rows with bfloat16 weights on Hopper, in CUDA C++ (`rows_product.cu`).
+"""Products of 2 to 64 rows with weights in bfloat16 or FP8 on Hopper, in CUDA C++ (`rows_product.cu`).
 
 What more rows cost in `triton_skinny` is what comes after the products. Here programs that split in_features exchange
 their sums through the shared memory of a cluster, and a thread that only copies runs ahead of those that multiply.
@@ -8,7 +8,7 @@ Reference: `skinny_linear`.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from services.dense_worker.kernels.tensor_map import TensorMap, map_of, num_rows
 
 if TYPE_CHECKING:
     from services.dense_worker.kernels.cuda_source import CudaKernel
+    from services.dense_worker.kernels.linear.quantized.operands import CodeScales
     from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 log = structlog.get_logger()
@@ -38,7 +39,7 @@ _GATED_GROUPS = range(6, 17)
 _CLUSTER = 2  # programs that split in_features
 _NUM_THREADS = 192
 _ALIGNMENT = 16  # bytes, of what the copy unit reads and threads write
-_TILE = 64  # in_features
+_TILE_BYTES = 128  # of in_features
 # Of an SM's shared memory, for the kernels that wait for flags, which take 1 KB each: without it the program of one SM
 # begins only when another one's has ended.
 _SPARE_BYTES = 4 << 10
@@ -52,6 +53,7 @@ class RowsShape:
     kind: int  # as the source's
     num_groups: int  # of a program, or of a cluster
     num_programs: int
+    is_fp8: bool = False
 
 
 _PLAIN, _GATED, _SPLIT = range(3)
@@ -63,10 +65,11 @@ class _Params(ctypes.Structure):
     _fields_ = [
         *((name, TensorMap) for name in ("weights", "last_group", "rows")),
         *((name, ctypes.c_void_p) for name in ("squares", "residual", "gain", "out", "weighted", "squares_after")),
+        *((name, ctypes.c_void_p) for name in ("row_scales", "weight_scales")),
         *((name, ctypes.c_uint32) for name in ("num_rows", "num_groups", "in_features", "out_stride")),
         *((name, ctypes.c_uint32) for name in ("residual_stride", "num_squares", "num_squares_after")),
         ("eps", ctypes.c_float),
-        ("_padding", ctypes.c_uint64 * 6),  # the source's struct is aligned as its maps are
+        ("_padding", ctypes.c_uint64 * 4),  # the source's struct is aligned as its maps are
     ]
 
 
@@ -104,11 +107,13 @@ class RowsProduct:
         residual: torch.Tensor | None,
         norm: SplitNorm | None,
         norm_after: SplitNorm | None,
+        scales: CodeScales | None = None,
     ) -> RowsShape | None:
         """The kernel for such a product; None: `skinny_linear` computes it."""
         if not self._launcher.is_hopper or not _MIN_ROWS <= len(x) <= _ROW_COUNTS[-1] or bias is not None:
             return None
-        if not x.dtype == weight.dtype == out.dtype == torch.bfloat16:
+        dtype = torch.bfloat16 if scales is None else torch.float8_e4m3fn
+        if not x.dtype == weight.dtype == dtype or out.dtype != torch.bfloat16:
             return None
         is_silu = activation is None or (activation.is_gated and activation.function is Activation.SILU)
         is_added = residual is not None or norm_after is not None
@@ -118,10 +123,16 @@ class RowsProduct:
         places = [place for tensor in tensors for place in (tensor.data_ptr(), tensor.stride(0) * tensor.itemsize)]
         if norm_after is not None:
             places += [norm_after.weight.data_ptr(), norm_after.rows.data_ptr()]
+        if scales is not None:
+            if scales.dtype != torch.bfloat16 or norm is not None or norm_after is not None:
+                return None
+            places.append(scales.weights.data_ptr())
         if any(place % _ALIGNMENT for place in places):
             return None
         is_gated = activation is not None
         shape = choose_rows_shape(out.shape[1], self._launcher.num_sms, is_gated=is_gated, is_added=is_added)
+        if shape is not None and scales is not None:
+            shape = replace(shape, is_fp8=True)
         return shape if shape is not None and self._can_load(shape) else None
 
     def multiply(
@@ -134,6 +145,7 @@ class RowsProduct:
         norm: SplitNorm | None,
         norm_after: SplitNorm | None,
         deltas: RowDeltas | None = None,
+        scales: CodeScales | None = None,
     ) -> None:
         """As `skinny_linear`, with one of the kernels that `shape_of` has loaded; `deltas`, if these have them."""
         assert (deltas is not None) is self._has_deltas, "kernels have deltas or not"
@@ -157,6 +169,8 @@ class RowsProduct:
         if norm_after is not None:
             params.gain, params.weighted = norm_after.weight.data_ptr(), norm_after.rows.data_ptr()
             params.squares_after, params.num_squares_after = norm_after.squares.data_ptr(), norm_after.squares.shape[1]
+        if scales is not None:
+            params.row_scales, params.weight_scales = scales.rows.data_ptr(), scales.weights.data_ptr()
         if isinstance(params, _ParamsWithDeltas) and deltas is not None:
             _set_deltas(params, shape, block_rows, deltas, num_features)
         kernels[block_rows](shape.num_programs, params)
@@ -183,7 +197,7 @@ class RowsProduct:
         from services.dense_worker.kernels.cuda_source import compiled
 
         sizes = {"KIND": shape.kind, "GROUPS": shape.num_groups, "SHARED_BYTES": self._shared_bytes}
-        constants = sizes | {"HAS_DELTAS": int(self._has_deltas)}
+        constants = sizes | {"IS_FP8": int(shape.is_fp8), "HAS_DELTAS": int(self._has_deltas)}
         return compiled(Path(__file__).with_name("rows_product.cu"), constants, self._device)
 
 
@@ -209,39 +223,41 @@ def _num_splits(kind: int) -> int:
 def _set_maps(
     params: _Params, shape: RowsShape, block_rows: int, x: torch.Tensor, weight: torch.Tensor, num_features: int
 ) -> None:
-    """Of boxes of 64 in_features. Those of gate and up together have 8 features of each in turn."""
+    """Of boxes of 128 bytes of in_features. Those of gate and up together have 8 features of each in turn."""
     in_features, row_bytes = weight.shape[1], weight.stride(0) * weight.itemsize
+    width = _TILE_BYTES // weight.itemsize
     num_parts = shape.num_programs // _num_splits(shape.kind)
     num_together = shape.num_groups - bool(num_features // _GROUP % num_parts)
     for name, num_groups in (("weights", num_together), ("last_group", 1)):
         if shape.kind == _GATED:
             sizes = in_features, _GROUP, 2, num_features // _GROUP
-            strides, box = (row_bytes, num_features * row_bytes, _GROUP * row_bytes), (_TILE, _GROUP, 2, num_groups)
+            strides, box = (row_bytes, num_features * row_bytes, _GROUP * row_bytes), (width, _GROUP, 2, num_groups)
         else:
-            sizes, strides, box = (in_features, num_features), (row_bytes,), (_TILE, _GROUP * num_groups)
+            sizes, strides, box = (in_features, num_features), (row_bytes,), (width, _GROUP * num_groups)
         setattr(params, name, map_of(weight, sizes, strides, box))
     x_sizes = in_features, num_rows_there(x, block_rows)
-    params.rows = map_of(x, x_sizes, (x.stride(0) * x.itemsize,), (_TILE, block_rows))
+    params.rows = map_of(x, x_sizes, (x.stride(0) * x.itemsize,), (width, block_rows))
 
 
 def _set_deltas(
     params: _ParamsWithDeltas, shape: RowsShape, block_rows: int, deltas: RowDeltas, num_features: int
 ) -> None:
     """Maps of B by projection, in boxes of 64 ranks and a program's features. Beyond its features there are zeros."""
+    width = _TILE_BYTES // deltas.b.itemsize
     num_ranks, row_bytes = deltas.b.shape[1], deltas.b.stride(0) * deltas.b.itemsize
     ends = *deltas.first_features[1:], len(deltas.b)
     for index, (first, end) in enumerate(zip(deltas.first_features, ends, strict=True)):
         if shape.kind == _GATED:  # the other half of the box is beyond
             sizes = num_ranks, _GROUP, 1, num_features // _GROUP
             strides = row_bytes, num_features * row_bytes, _GROUP * row_bytes
-            params.b[index] = map_of(deltas.b[first:end], sizes, strides, (_TILE, _GROUP, 2, shape.num_groups))
+            params.b[index] = map_of(deltas.b[first:end], sizes, strides, (width, _GROUP, 2, shape.num_groups))
         else:
-            box = _TILE, _GROUP * shape.num_groups
+            box = width, _GROUP * shape.num_groups
             params.b[index] = map_of(deltas.b[first:end], (num_ranks, end - first), (row_bytes,), box)
         params.first_features[index] = first
     hidden = deltas.hidden.flatten(0, 1)
     hidden_bytes = hidden.stride(0) * hidden.itemsize
-    params.hidden = map_of(hidden, (hidden.shape[1], len(hidden)), (hidden_bytes,), (_TILE, block_rows))
+    params.hidden = map_of(hidden, (hidden.shape[1], len(hidden)), (hidden_bytes,), (width, block_rows))
     params.ranks, params.row_slots = deltas.ranks.data_ptr(), deltas.row_slots.data_ptr()
     params.counters, params.num_tiles_before = deltas.counters.data_ptr(), deltas.num_tiles
     params.num_projections, params.group_size = len(deltas.first_features), deltas.group_size

@@ -26,6 +26,7 @@ from services.dense_worker.kernels.linear.quantized.scaled_weight import ScaledW
 from services.dense_worker.kernels.linear.quantized.triton_gemv_quantized import can_gemv, gemv_quantized
 from services.dense_worker.kernels.linear.quantized.triton_prepare import prepare_input
 from services.dense_worker.kernels.linear.quantized.triton_skinny_quantized import PROGRAMS_PER_SM, skinny_quantized
+from services.dense_worker.kernels.linear.rows_product import RowsProduct
 from services.dense_worker.kernels.linear.triton_skinny import skinny_linear
 from services.dense_worker.kernels.linear.triton_tiles import SplitWorkspace
 from services.dense_worker.kernels.norm.norm import Norm, RmsNorm
@@ -59,17 +60,23 @@ def gemv_by_format(
     launcher: KernelLauncher, device: torch.device, dtype: torch.dtype
 ) -> dict[type, QuantizedGemv]:
     """The kernels of each format, for a model in `dtype`. They share a workspace for partial sums."""
-    splits = SplitWorkspace(device, launcher.num_sms * PROGRAMS_PER_SM)
-    return {each: QuantizedGemv(launcher, splits, dtype, operands) for each, operands in OPERANDS.items()}
+    splits, rows = SplitWorkspace(device, launcher.num_sms * PROGRAMS_PER_SM), RowsProduct(launcher, device)
+    return {each: QuantizedGemv(launcher, splits, rows, dtype, operands) for each, operands in OPERANDS.items()}
 
 
 class QuantizedGemv:
     """StreamingKernels of a quantized format, for one stream."""
 
     def __init__(
-        self, launcher: KernelLauncher, splits: SplitWorkspace, dtype: torch.dtype, operands: QuantizedOperands
+        self,
+        launcher: KernelLauncher,
+        splits: SplitWorkspace,
+        rows: RowsProduct,
+        dtype: torch.dtype,
+        operands: QuantizedOperands,
     ) -> None:
-        self._launcher, self._splits, self._dtype, self._operands = launcher, splits, dtype, operands
+        self._launcher, self._splits, self._rows = launcher, splits, rows
+        self._dtype, self._operands = dtype, operands
 
     def can_multiply(self, linear: Linear) -> bool:
         """Whether nothing stands against it."""
@@ -107,6 +114,12 @@ class QuantizedGemv:
             assert prepared.scale is not None, "codes have scales"
             scales = CodeScales(prepared.scale.flatten(), matrix.scale, self._dtype)
             codes, weights = prepared.values[0], linear.weight.matrix.data
+            shape = self._rows.shape_of(
+                codes, weights, linear.bias_data, out, norm=None, norm_after=None, scales=scales, **fused
+            )
+            if shape is not None:
+                self._rows.multiply(shape, codes, weights, out, residual, None, None, scales=scales)
+                return
             skinny_linear(self._launcher, codes, weights, linear.bias_data, out, self._splits, scales=scales, **fused)
             return
         skinny_quantized(self._launcher, prepared, matrix, linear.bias_data, out, self._dtype, self._splits, **fused)

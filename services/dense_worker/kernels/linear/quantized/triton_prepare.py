@@ -17,6 +17,7 @@ from services.dense_worker.kernels.linear.quantized.operands import InputForm, P
 from services.dense_worker.kernels.linear.quantized.triton_scales import greater, scale_of_greatest, to_codes
 from services.dense_worker.kernels.linear.quantized.triton_token_codes import can_quantize, quantize_rows
 from services.dense_worker.kernels.linear.triton_activation import activated
+from services.dense_worker.kernels.linear.triton_tiles import MAX_ROWS
 from services.dense_worker.kernels.norm.norm import RmsNorm
 from services.dense_worker.kernels.norm.triton_norm import normalize
 from services.dense_worker.kernels.triton_launch import KernelLauncher, begin
@@ -36,7 +37,9 @@ def prepare_input(
     num_rows, in_features = x.shape
     if activation is not None and activation.is_gated:
         in_features //= 2
-    values = torch.empty(form.num_versions, num_rows, in_features, dtype=form.dtype, device=x.device)
+    # A product's copy unit is slow where the rows of a tile are not all there.
+    num_there = max(num_rows, MAX_ROWS) if form.num_versions == 1 and num_rows > 1 else num_rows
+    values = torch.empty(form.num_versions, num_there, in_features, dtype=form.dtype, device=x.device)[:, :num_rows]
     num_groups = 1 if form.group_size is None else triton.cdiv(in_features, form.group_size)
     scale = None
     if form.element is not None:
