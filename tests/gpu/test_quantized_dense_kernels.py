@@ -19,6 +19,8 @@ from services.dense_worker.backends.cuda_linear import CudaLinear
 from services.dense_worker.kernels.linear.linear_choice import LinearKernel
 from services.dense_worker.kernels.linear.quantized.operands import InputForm
 from services.dense_worker.kernels.linear.quantized.triton_prepare import prepare_input
+from services.dense_worker.kernels.linear.triton_tiles import MAX_ROWS
+from services.dense_worker.kernels.tensor_map import num_rows_there
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 FP8, INT8 = Element.FP8, Element.INT8
@@ -227,6 +229,17 @@ def test_codes_and_scales_of_inputs_are_those_of_the_reference(
             assert torch.equal(codes, expected)
         elif element is INT8:  # the interpreter does not round e4m3, and rounds twice where a GPU does once
             assert (codes - expected).abs().max() <= 1 and (codes != expected).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("num_rows", [2, 20, 64])
+def test_all_rows_of_a_tile_lie_in_the_memory_of_codes(
+    launcher: KernelLauncher, kernel_device: torch.device, num_rows: int
+) -> None:
+    """Where the copy unit would have to leave some out, it is slow."""
+    x = RandomWeights(kernel_device, torch.float16).randn(num_rows, 96)
+    codes = prepare_input(launcher, x, InputForm(torch.int8, element=INT8)).values[0]
+    assert codes.shape == x.shape and codes.stride() == (96, 1)
+    assert num_rows_there(codes, MAX_ROWS) == MAX_ROWS
 
 
 def test_groups_of_the_input_have_scales_of_their_own(
