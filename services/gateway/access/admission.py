@@ -7,13 +7,14 @@ Running answers are left to the scheduler. Refusals are cheap: most come before 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from services.common.errors import CapacityError, Draining
 from services.common.fairness.client_turns import Client
-from services.common.fairness.kept_room import may_wait, refusal
+from services.common.fairness.kept_room import KEPT_PARTS, may_wait, refusal
 from services.common.shared_counts import Counts
 from services.gateway.access.access import Caller
 from services.gateway.link.journal import Journal
@@ -34,7 +35,7 @@ class Admission:
         self._journal = journal
         self._max_num_waiting = max_num_waiting  # answers
         self._max_num_waiting_tokens = max_num_waiting_tokens  # prompt tokens of these answers
-        self._preparing = (counts or Counts()).gauge("preparing")  # requests being read and tokenized
+        self._preparing = (counts or Counts()).gauge("preparing")  # answers to requests being read and tokenized
         self._preparing_of = Counter[Client]()  # the same by client; a client without has no entry
         self.num_open = 0  # requests whose answers are not complete
         self._all_closed = asyncio.Event()
@@ -46,21 +47,46 @@ class Admission:
         """Whether new requests are refused because the gateway is about to stop."""
         return self._is_draining
 
-    def open(self, caller: Caller, *, is_part: bool = False) -> Ticket:
-        """Accepts a request. Raises `Draining`, `CapacityError` or `RateLimited`. The caller closes the ticket.
+    @contextlib.contextmanager
+    def room(self, caller: Caller, num_answers: int) -> Iterator[Callable[[int], None]]:
+        """A context in which the queue has room for so many answers of a batch, which are given up one after another by
+        what it gives: otherwise each of many batches would get a part of the queue, and all would be refused. One that
+        is larger than the queue joins it as others leave.
+
+        Raises `CapacityError`.
+        """
+        if num_answers > self._max_num_waiting - self._max_num_waiting // KEPT_PARTS:
+            num_answers = 1
+        self.check_queue(caller, num_answers, 1)
+        num_left = num_answers
+
+        def give_up(count: int) -> None:
+            nonlocal num_left
+            count = min(count, num_left)
+            num_left -= count
+            self._count_preparing(caller, -count)
+
+        self._count_preparing(caller, num_answers)
+        try:
+            yield give_up
+        finally:
+            give_up(num_left)
+
+    def open(self, caller: Caller, num_answers: int = 1, *, is_part: bool = False) -> Ticket:
+        """Accepts a request for so many answers. Raises `Draining`, `CapacityError` or `RateLimited`. The caller closes
+        the ticket.
 
         `is_part`: of a client's request that `Usage.open_request` has counted; only its tokens count further.
         """
         if self._is_draining:
             raise Draining("the gateway is about to stop and accepts no new requests")
-        self.check_queue(caller, 1, 1)  # at least one answer and one token
+        self.check_queue(caller, num_answers, 1)  # at least one token
         if not is_part:
             caller.usage.open_request()
-        self._preparing.add(1)
-        self._preparing_of[caller.number] += 1
+        self._count_preparing(caller, num_answers)
         self.num_open += 1
         self._all_closed.clear()
-        return Ticket(self, caller, is_part=is_part)
+        return Ticket(self, caller, num_answers, is_part=is_part)
 
     def check_queue(self, caller: Caller, num_answers: int, num_tokens: int) -> None:
         """Raises `CapacityError` if these do not fit. The limit of tokens does not apply to an empty queue.
@@ -104,10 +130,13 @@ class Admission:
             pass
         return self.num_open
 
-    def note_prepared(self, caller: Caller) -> None:
-        """Counts that a ticket's request is in the journal, or has ended before."""
-        self._preparing.add(-1)
-        self._preparing_of[caller.number] -= 1
+    def note_prepared(self, caller: Caller, num_answers: int) -> None:
+        """Counts that the answers to a ticket's request are in the journal, or have ended before."""
+        self._count_preparing(caller, -num_answers)
+
+    def _count_preparing(self, caller: Caller, count: int) -> None:
+        self._preparing.add(count)
+        self._preparing_of[caller.number] += count
         if not self._preparing_of[caller.number]:
             del self._preparing_of[caller.number]
 
@@ -135,9 +164,10 @@ class Admission:
 class Ticket:
     """What one request counts towards all limits, from its arrival until its end."""
 
-    def __init__(self, admission: Admission, caller: Caller, *, is_part: bool = False) -> None:
+    def __init__(self, admission: Admission, caller: Caller, num_preparing: int, *, is_part: bool = False) -> None:
         self._admission = admission
         self._caller = caller
+        self._num_preparing = num_preparing  # answers that the queue has room for while the request is read
         self._is_part = is_part
         self._num_answers = 0 if is_part else 1  # that the caller's usage has open because of it
         self._is_preparing = True
@@ -183,4 +213,4 @@ class Ticket:
     def _end_preparation(self) -> None:
         if self._is_preparing:
             self._is_preparing = False
-            self._admission.note_prepared(self._caller)
+            self._admission.note_prepared(self._caller, self._num_preparing)

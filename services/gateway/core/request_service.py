@@ -6,8 +6,8 @@ All APIs pass requests as `GenerateRequest` messages, which are checked in one m
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence, Set
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Sequence, Set
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from services.common.config import GatewaySection
@@ -80,6 +80,11 @@ class Part:
 
 
 WHOLE = Part()
+
+
+def num_answers_of(message: gateway_pb2.GenerateRequest) -> int:
+    """How many answers a request asks for, whose numbers have not been checked."""
+    return max(1, message.n, message.best_of)
 
 
 class RequestService:
@@ -188,7 +193,8 @@ class RequestService:
         span = self._tracer.start("request", message.traceparent)
         message.traceparent = span.traceparent  # so that the workers' spans are below this one
         try:
-            ticket = self._admission.open(caller, is_part=part.is_counted)
+            num_answers = min(num_answers_of(message), self.section.max_answers)  # it is not checked yet
+            ticket = self._admission.open(caller, num_answers, is_part=part.is_counted)
             held = HeldMemory(self.memory, caller.number)
             ticket.at_close(held.release)
             async with nullcontext() if part.is_being_read else self.reading([message], caller):
@@ -206,6 +212,12 @@ class RequestService:
                 self.metrics.on_rejected(error)
             span.end(str(error) or type(error).__name__)
             raise
+
+    def room(
+        self, messages: Sequence[gateway_pb2.GenerateRequest], caller: Caller
+    ) -> AbstractContextManager[Callable[[int], None]]:
+        """Room in the queue for the answers to several prompts: see `Admission.room`."""
+        return self._admission.room(caller, sum(map(num_answers_of, messages)))
 
     def reading(
         self, messages: Sequence[gateway_pb2.GenerateRequest], caller: Caller

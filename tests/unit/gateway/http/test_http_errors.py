@@ -14,6 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from services.gateway import __version__
+from services.pb import dense_pb2
 from tests.support.clients.http_clients import async_client, connect, events, request_bytes
 from tests.support.clients.http_gateway import CHAT, CHATS, COMPLETIONS, MODEL, PROMPT, USER, check_error, with_client
 from tests.support.running_gateway import RunningGateway, run, running_gateway, until
@@ -291,3 +292,21 @@ def test_a_request_for_too_many_answers_is_told_the_limit_that_it_can_keep_to(
                 check_error(response, 400, field, f"{field} is {count}", limit)
 
     with_client(tmp_path, FakeDense(lambda _: []), test, **most)
+
+
+def test_as_many_batches_wait_as_the_queue_has_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read beside each other: each would get a part of the room, and all would be refused."""
+
+    async def test(client: httpx2.AsyncClient, _: RunningGateway) -> None:
+        body = PROMPT | {"prompt": ["a"] * 8, "max_tokens": 1, "n": 2}
+        posts = [asyncio.create_task(client.post(COMPLETIONS, json=body)) for _ in range(10)]
+        await until(lambda: sum(each.done() for each in posts) == 7)
+        refused = [post.result() for post in posts if post.done()]
+        assert all(each.status_code == 429 and "waiting answers; with 16 more" in each.text for each in refused)
+        for post in posts:
+            post.cancel()
+        await asyncio.wait(posts)
+
+    dense = FakeDense(lambda _: [5])
+    monkeypatch.setattr(dense, "_step", lambda _: dense_pb2.StepOutput())  # no answer begins
+    with_client(tmp_path, dense, test, max_num_waiting=64)
