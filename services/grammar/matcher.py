@@ -132,6 +132,11 @@ class GrammarMatcher:
         return self._mask_s + self._token_s + self._forced_s
 
     @property
+    def has_found(self) -> bool:
+        """Whether no other thread is still finding its next mask."""
+        return self._ahead is None or self._ahead.is_found
+
+    @property
     def is_complete(self) -> bool:
         """Whether the text is complete and nothing can follow."""
         self._await_mask()
@@ -390,6 +395,10 @@ class _MasksAhead:
     def allows_one(self, matcher: GrammarMatcher) -> bool:
         """Whether the mask of a matcher, which has been awaited, allows a single token, as where one is forced."""
         return bool(self._allows_one[self.rows[id(matcher)]])
+
+    @property
+    def is_found(self) -> bool:
+        return self._found is None or self._found.done()
 
     def wait(self) -> None:
         if self._found is not None:

@@ -17,7 +17,7 @@ from services.dense_worker.engine.observer import EngineObserver
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.feature import Feature
-from services.dense_worker.runner.model_runner import ModelRunner
+from services.dense_worker.runner.model_runner import ModelRunner, RunningStep
 from services.step import NewSequence, PlanAccepted, RaggedTokens, SequenceOpened, StepPlan, StepResult
 
 TIMEOUT_S = 10.0
@@ -27,7 +27,7 @@ LIMITS = SchedulerLimits(4, 16, 64, 100, "guaranteed_no_evict")
 
 
 @dataclass
-class FakeStep:
+class FakeStep(RunningStep):
     runs_when_collected: ClassVar[bool] = False
     plan: StepPlan
 

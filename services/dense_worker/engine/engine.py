@@ -277,6 +277,7 @@ class Engine(GatewayEngine):
         """
         num_tokens, begin_s, has_waited = step.published.plan.num_tokens, session.begin_of(step), False
         while not step.running.is_done():
+            step.running.sample(waits=False)
             leaves_s = self._timing.leaves_at(num_tokens, begin_s, is_quick=session.has_few_streams)
             if (left_s := leaves_s - time.monotonic()) <= 0.0:
                 break
@@ -339,6 +340,7 @@ class Engine(GatewayEngine):
         """
         channel, plan, timeout_s = step.channel, step.published.plan, self._result_timeout_s
         deadline = time.monotonic() + timeout_s
+        step.running.sample(waits=True)
         while not step.running.is_done():
             if self._make_some_calls(session, _POLL_S):
                 self._publish_openings(session)

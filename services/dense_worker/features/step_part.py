@@ -67,6 +67,11 @@ class StepPart:
     reads_layers: bool = False  # `take_layer` takes something; then the step is in no CUDA graph
     input_embeds: InputEmbeds | None = None  # vectors in place of embeddings
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether editors find at once what they need of it, the tokens of the step before being known."""
+        return True
+
     def before_layers(self, channel: Channel) -> None:
         """Enqueues, or does, what crosses the seam before the layers of the step. Raises the errors of `Channel.wait`.
         """

@@ -7,7 +7,7 @@ next step; the host reads it from pinned memory after an event.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -212,7 +212,7 @@ class CudaModelRunner(ModelRunner):
         with torch.cuda.stream(self._stream):
             step = self.prepare(self.bind(plan))
             sample = self._enqueue(step, channel, stage) if plan.entries else None
-        launched = _Launched(self, channel, sample)
+        launched = _Launched(self, channel, sample, step.parts.values())
         if step.waits_for_tokens:
             self._unsampled = launched
         else:
@@ -224,12 +224,17 @@ class CudaModelRunner(ModelRunner):
         """Enqueues the sampling of a step that had to wait for the tokens of the one before, if they are known now.
 
         Editors may take the host some milliseconds to find their masks, while the device runs the step's layers.
-        Not called before it must be: so the attention worker gets the plan of the next step first, and the gateways
-        get the tokens of the step before.
+        Where that is not over, this is not called before it must be: so the attention worker gets the plan of the
+        next step first, and the gateways get the tokens of the step before.
         """
         launched, self._sampleable = self._sampleable, None
         if launched is not None:
             self._finish(launched)
+
+    def sample_if_ready(self) -> None:
+        """The same if editors need not wait."""
+        if self._sampleable is not None and self._sampleable.is_ready:
+            self.sample_next()
 
     def note_collected(self) -> None:
         """The oldest step in flight has been collected: the one after it can be sampled."""
@@ -422,10 +427,16 @@ class _Launched(RunningStep):
 
     runs_when_collected = False
 
-    def __init__(self, runner: CudaModelRunner, channel: Channel, sample: Callable[[], PendingTokens] | None) -> None:
+    def __init__(
+        self,
+        runner: CudaModelRunner,
+        channel: Channel,
+        sample: Callable[[], PendingTokens] | None,
+        parts: Collection[StepPart],
+    ) -> None:
         self._runner = runner
         self._channel = channel
-        self._sample = sample
+        self._sample, self._parts = sample, parts
         self._tokens: PendingTokens | None = None
         self._event: torch.cuda.Event | None = None  # the end of the whole step
         self._sampled_event: torch.cuda.Event | None = None  # where its follow-up begins; None: it has none
@@ -450,10 +461,17 @@ class _Launched(RunningStep):
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether editors have found what they need to sample it."""
+        return all(part.is_ready for part in self._parts)
+
     def is_done(self) -> bool:
-        if self._event is None:  # no further step has been launched
-            self._runner.sample_next()
         return self._event is not None and self._event.query()
+
+    def sample(self, *, waits: bool) -> None:
+        if self._event is None:  # no further step has been launched
+            (self._runner.sample_next if waits else self._runner.sample_if_ready)()
 
     def collect(self) -> StepResult:
         self._channel.check()

@@ -36,8 +36,14 @@ class RunningStep:
     runs_when_collected: ClassVar[bool] = True  # on the thread that calls `collect`; otherwise on a device, at once
 
     def is_done(self) -> bool:
-        """Whether `collect` would return without waiting. May enqueue the rest of the step."""
+        """Whether `collect` would return without waiting."""
         return True
+
+    def sample(self, *, waits: bool) -> None:
+        """Enqueues the sampling of a step that had to wait for the tokens of the one before, which has been collected.
+
+        `waits`: until editors have found what they need, which may take milliseconds; otherwise only if they have.
+        """
 
     def follow_with(self, follow_up: FollowUp) -> None:
         """Asks for this after the step, as a part of it.

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -320,6 +321,26 @@ def test_masks_are_begun_before_the_caller_goes_on(forms: Forms, monkeypatch: py
         assert begun
     finally:
         sys.setswitchinterval(interval_s)
+
+
+def test_a_matcher_says_whether_another_thread_still_finds_its_mask(
+    forms: Forms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matcher_module, "AHEAD_S", -1.0)
+    find_masks, may_find = matcher_module._find_masks, threading.Event()
+
+    def find(*arguments: Any, **options: Any) -> None:
+        assert may_find.wait(60.0)
+        find_masks(*arguments, **options)
+
+    monkeypatch.setattr(matcher_module, "_find_masks", find)
+    matchers = [forms.matcher(SPELLED) for _ in range(3)]
+    GrammarMatcher.find_ahead(matchers[:2])
+    found = [each.has_found for each in matchers]
+    may_find.set()
+    assert found == [False, False, True]
+    assert np.array_equal(allowed(matchers[0]), allowed(matchers[2]))
+    assert matchers[1].has_found
 
 
 @pytest.mark.parametrize("is_restored", [False, True])

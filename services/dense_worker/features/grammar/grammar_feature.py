@@ -29,6 +29,11 @@ class GrammarRows(StepPart):
     rows: FeatureRows
     waits_for_tokens: bool  # a row is sampled, and the step before samples the token that its grammar lacks
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether no other thread is still finding masks."""
+        return all([grammar.matcher.has_found for grammar in self.rows.features])
+
     def read(self, result: StepResult) -> None:
         """Each grammar takes the tokens of its sequence. Those that are complete, or fail, end their sequences."""
         token_ids, counts = result.token_ids.token_ids, result.token_ids.counts

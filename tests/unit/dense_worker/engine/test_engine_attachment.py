@@ -26,6 +26,7 @@ from tests.support.scripted_attention import (
     RecordingAttention,
     SilentAttention,
     SlowRunner,
+    SlowStep,
     make_attachment,
     started_engine,
 )
@@ -329,3 +330,27 @@ def test_an_engine_that_leaves_captures_nothing_for_what_it_has_closed() -> None
     time.sleep(DELAY_S)
     engine.stop(TIMEOUT_S)
     assert runner.events == ["captured", "closed"]
+
+
+def test_the_next_plan_leaves_before_a_step_waits_for_what_samples_it() -> None:
+    events: queue.Queue[tuple[str, int]] = queue.Queue()
+
+    class UnsampledStep(SlowStep):
+        """It ends when it has been sampled, for which something is missing until somebody waits for it."""
+
+        def sample(self, *, waits: bool) -> None:
+            if waits:
+                events.put(("sample", self.plan.step_id))
+                self.has_ended.set()
+
+    class UnsampledRunner(FakeRunner):
+        def launch(self, plan: StepPlan, channel: object) -> UnsampledStep:
+            events.put(("launch", plan.step_id))
+            return UnsampledStep(plan, threading.Event())
+
+    reports: queue.Queue[StepReport] = queue.Queue()
+    engine = started_engine(UnsampledRunner(), FakeAttention(bad_step=0), reports, timeout_s=TIMEOUT_S)
+    engine.submit(new_sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=3))
+    found = [events.get(timeout=TIMEOUT_S) for _ in range(5)]
+    engine.stop(TIMEOUT_S)
+    assert found == [("launch", 1), ("launch", 2), ("sample", 1), ("launch", 3), ("sample", 2)]

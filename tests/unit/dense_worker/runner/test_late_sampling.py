@@ -101,6 +101,7 @@ def run_ahead(runner: ModelRunner, steps: list[StepPlan]) -> list[StepResult]:
     for plan in [*steps, None]:
         launched = None if plan is None else runner.launch(plan, CHANNEL)
         if running is not None:
+            running.sample(waits=True)
             assert running.is_done()
             results.append(running.collect())
         running = launched
@@ -184,6 +185,7 @@ def test_a_step_waits_only_for_tokens_that_its_grammars_need(cuda_runner: CudaMo
     assert not latest.is_done()
     ahead.collect()
     late.collect()
+    latest.sample(waits=True)
     assert latest.is_done()
     assert len(latest.collect().token_ids.rows()[0]) == 1
 
@@ -235,8 +237,13 @@ def test_masks_wait_for_the_next_plan_and_its_layers_wait_for_them(
     latest = cuda_runner.launch(third, CHANNEL)
     assert enqueued.take() == ["3 masks", "layers"], "on the device, a step begins with the tokens of the one before"
     ahead.collect()
+    monkeypatch.setattr(GrammarMatcher, "has_found", False)
+    latest.sample(waits=False)
+    assert not latest.is_done() and enqueued.take() == [], "other threads still look for the masks"
+    latest.sample(waits=True)
     assert latest.is_done() and enqueued.take() == ["3 masks"], "no further step is launched"
-    assert latest.is_done() and enqueued.take() == []
+    latest.sample(waits=True)
+    assert enqueued.take() == []
 
 
 NOTHING: Any = None  # is enqueued after a step
