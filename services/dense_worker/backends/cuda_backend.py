@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -83,6 +84,7 @@ class CudaBackend(TorchBackend):
         called.
         """
         self._config, self._max_num_tokens, self._dtype = config, max_num_tokens, weights.dtype
+        self._lora = lora
         operations = operations or CudaOperations(
             config, max_num_tokens, weights.dtype, weights.device, lora, is_deterministic=is_deterministic
         )
@@ -165,16 +167,18 @@ class CudaBackend(TorchBackend):
         if unmeasured is None and num_rows not in self._rows_to_choose:
             return
         before = [loads.clone() for loads in self._loads]
-        try:
-            if unmeasured is not None:
-                linears, most_rows = unmeasured
-                self._operations.products.choice.measure(linears, most_rows, self._random_step(most_rows))
-            if num_rows in self._rows_to_choose:
-                self._rows_to_choose.remove(num_rows)
-                with self._operations.products.matmuls.choosing():
-                    self._random_step(num_rows)()
-        except torch.OutOfMemoryError as error:
-            log.warning("no room to measure products", num_rows=num_rows, reason=str(error))
+        # With the adapters of the step before, their kernels would run, whatever is chosen.
+        with nullcontext() if self._lora is None else self._lora.activated(False):
+            try:
+                if unmeasured is not None:
+                    linears, most_rows = unmeasured
+                    self._operations.products.choice.measure(linears, most_rows, self._random_step(most_rows))
+                if num_rows in self._rows_to_choose:
+                    self._rows_to_choose.remove(num_rows)
+                    with self._operations.products.matmuls.choosing():
+                        self._random_step(num_rows)()
+            except torch.OutOfMemoryError as error:
+                log.warning("no room to measure products", num_rows=num_rows, reason=str(error))
         for loads, counted in zip(self._loads, before, strict=True):
             loads.copy_(counted)  # those were no tokens of requests
 

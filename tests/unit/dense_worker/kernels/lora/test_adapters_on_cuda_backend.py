@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -143,3 +143,36 @@ def test_with_deterministic_rows_keep_their_bits_beside_adapters(tmp_path: Path,
     reference = TorchBackend(load_weights(merged, config, torch.float16, CPU))
     expected = run_step(reference, config, torch.float16, token_ids, rows)
     assert relative_error(adapted, expected) < 2e-2
+
+
+def test_kernels_are_measured_without_the_adapters_of_the_step_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With them the same kernels would run whatever is chosen, and noise would choose."""
+
+    class ActiveRows(RowsInTorch):
+        @contextmanager
+        def activated(self, is_active: bool = True) -> Iterator[None]:
+            was_active, self.is_active = self.is_active, self.is_active and is_active
+            yield
+            self.is_active = was_active
+
+    def measure(choice: LinearChoice, linears: list[Linear], num_rows: int, run: Callable[[], object]) -> None:
+        measured.append((num_rows, lora.is_active))
+        run()
+
+    monkeypatch.setattr(LinearChoice, "measure", measure)
+    model = make_model_dir(tmp_path / "model", "llama")
+    config = load_model_config(model)
+    weights = load_weights(model, config, torch.float16, CPU)
+    lora: Any = ActiveRows(parts_of_type(Linear, weights.layers), 2, torch.float16, CPU)
+    lora.store(1, read_adapter(make_adapter(tmp_path / "adapter", model), adapted_shapes(config), 64))
+    measured = list[tuple[int, bool]]()
+    with fake_triton_kernels():
+        from services.dense_worker.backends.cuda_backend import CudaBackend
+
+        backend = CudaBackend(weights, config, 100, lora, rows_of_graphs=(1, 8))
+        lora.begin_step(np.array([1, -1, 1]))
+        measured.clear()
+        backend.choose_products(8)
+    assert measured == [(16, False)] and lora.is_active
