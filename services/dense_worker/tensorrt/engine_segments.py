@@ -18,7 +18,7 @@ from services.dense_worker.tensorrt.engine_plan_cache import CachedEnginePlan, E
 from services.dense_worker.tensorrt.profiles import Limits, Profile, check_cover, num_reached, profile_index
 from services.step import StepPlan
 
-KEPT = "kept"  # an output that nobody reads
+KEPT = "kept"  # how the names of outputs begin that nobody reads
 ALIGNMENT_BYTES = 256  # of every address that TensorRT is given
 Binding = tuple[str, torch.Tensor]
 
@@ -228,11 +228,12 @@ def profiles_of(plans: EnginePlans) -> list[Profile]:
 
 
 def _kept(engine: Engine, profile: Profile, device: torch.device) -> tuple[Binding, ...]:
-    """Memory for the output that `onnx_forms.py` adds."""
-    tensor = engine.tensors().get(KEPT)
-    if tensor is None:
-        return ()
-    return ((KEPT, torch.empty(profile.high, *tensor.shape[1:], dtype=tensor.dtype, device=device)),)
+    """Memory for the outputs that `onnx_forms.py` adds."""
+    return tuple(
+        (name, torch.empty(profile.high, *tensor.shape[1:], dtype=tensor.dtype, device=device))
+        for name, tensor in engine.tensors().items()
+        if name.startswith(KEPT)
+    )
 
 
 def _load_engine(api: TensorRT, cached: CachedEnginePlan, weights: Weights) -> Engine:

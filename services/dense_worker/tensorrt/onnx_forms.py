@@ -21,8 +21,8 @@ _MAX_ROWS = 32
 def fit_products(network: bytes, profile: Profile) -> bytes:
     """The same network, or one with other forms of its products if `profile` is one size of up to 32 rows.
 
-    One row: the product with long sums becomes a multiplication and a sum. Its input becomes the output `KEPT`, because
-    otherwise TensorRT computes the input anew for each sum.
+    One row: products with long sums become a multiplication and a sum. The input of each becomes an output whose name
+    begins with `KEPT`, because otherwise TensorRT computes the input anew for each sum.
     More rows: products with few outputs become sums of two halves, if something is added to them: the kernel that adds
     it adds the halves, too.
     """
@@ -56,10 +56,12 @@ def _long_sums(
     """x [1, in], weight [out, in] -> [1, out]"""
     (x, weight), [output] = gemm.input, gemm.output
     elem_type = next(value.type.tensor_type.elem_type for value in graph.input if value.name == weight)
-    graph.output.append(helper.make_tensor_value_info(KEPT, elem_type, [1, num_inputs]))
-    yield _node("Identity", [x], KEPT)
+    num_kept = sum(value.name.startswith(KEPT) for value in graph.output)
+    kept = f"{KEPT}_{num_kept}" if num_kept else KEPT
+    graph.output.append(helper.make_tensor_value_info(kept, elem_type, [1, num_inputs]))
+    yield _node("Identity", [x], kept)
     products, sums = f"{output}_products", f"{output}_sums"
-    yield _node("Mul", [KEPT, weight], products)
+    yield _node("Mul", [kept, weight], products)
     yield _node("ReduceSum", [products, _constant(graph, f"{output}_axis", [1])], sums, keepdims=0)
     yield _node("Reshape", [sums, _constant(graph, f"{output}_shape", [1, num_outputs])], output)
 

@@ -63,6 +63,19 @@ def test_plans_for_one_size_compute_what_torch_computes(tmp_path: Path) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
+def test_each_long_product_of_one_row_keeps_its_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_forms, "_LONG_SUM", 63)  # o has long sums, too
+    path = make_model_dir(tmp_path / "model", "llama")
+    api, plans = build(path, tmp_path / "plans", "1,4")
+    assert products_of(plans, "middle", 0) == {"whole": 2, "halved": 0, "kept": 2}
+    config: ModelConfig = load_model_config(path)
+    weights = load_weights(path, config, torch.float32, CPU)
+    segments = TensorRTSegments(api, plans, weights, config, Limits(4, 4), lambda: 7)
+    step: Any = (config, torch.float32, [0], [0])
+    expected = run_step(TorchBackend(weights), *step)
+    torch.testing.assert_close(run_step(segments, *step), expected, rtol=0, atol=1e-5)
+
+
 def test_short_products_that_are_added_are_halved_for_few_rows(tmp_path: Path) -> None:
     _, plans = build(make_model_dir(tmp_path / "model", "llama"), tmp_path / "plans", "1,4,33")
     of_one = {"whole": 3, "halved": 0, "kept": 1}  # down is a sum
