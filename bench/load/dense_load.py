@@ -7,6 +7,7 @@ dense worker's host its messages go by a socket, as those of gateways do.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import secrets
 import time
@@ -25,6 +26,7 @@ from services.pb import dense_pb2, dense_pb2_grpc, sampling_pb2, sequence_pb2
 from services.rpc.stream_socket import StreamSocket, read_offer
 
 FIRST_SEQ_ID = 1
+_REASON_S = 1.0  # for a stream to end after its socket
 
 _Send = Callable[[dense_pb2.GatewayMessage], Awaitable[None]]
 
@@ -149,6 +151,8 @@ class _Reader:
         if socket is not None:
             await asyncio.wait([self._have_ended, socket.closed], return_when=asyncio.FIRST_COMPLETED)
             socket.abort()
+            if not self._have_ended.done():
+                await _raise_reason(call, socket)
         else:
             async for output in call:
                 self.take(output)
@@ -175,6 +179,16 @@ class _Reader:
             self._num_open -= 1
         if not self._num_open and not self._have_ended.done():
             self._have_ended.set_result(None)
+
+
+async def _raise_reason(call: grpc.aio.StreamStreamCall, socket: StreamSocket) -> None:
+    """Raises the error for which the socket was closed too early, if it is known: the stream ends with the worker's."""
+    if socket.error is not None and not isinstance(socket.error, OSError):
+        raise LoadError(f"a message of the dense worker cannot be read: {socket.error!r}") from socket.error
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_REASON_S):
+            async for _ in call:
+                pass
 
 
 async def _reach_socket(call: grpc.aio.StreamStreamCall, reader: _Reader) -> StreamSocket | None:
