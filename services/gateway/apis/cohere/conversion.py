@@ -103,21 +103,27 @@ def _document(given: str | Document) -> dict[str, Any]:
 
 def _message_of(each: CohereMessage) -> gateway_pb2.ChatMessage:
     message = gateway_pb2.ChatMessage(role=each.role, tool_call_id=each.tool_call_id or "")
-    texts = [each.tool_plan or ""]
+    texts, reasoning = [each.tool_plan or ""], list[str]()  # joined once: a message may have a thousand parts
+    position = len(texts[0])
     for part in [each.content] if isinstance(each.content, str) else each.content or ():
-        if isinstance(part, str):
-            texts.append(part)
-        elif isinstance(part, TextContent):
-            texts.append(part.text)
-        elif isinstance(part, ThinkingContent):
-            message.reasoning += part.thinking
-        elif isinstance(part, DocumentContent):
-            data = part.document.data
-            texts.append(data if isinstance(data, str) else to_json(data).decode())
+        if isinstance(part, ThinkingContent):
+            reasoning.append(part.thinking)
         elif isinstance(part, ImageContent):
             image = part.image_url
-            message.pictures.add(position=len("".join(texts)), url=image.url, detail=image.detail or "")
-    message.content = "".join(texts)
+            message.pictures.add(position=position, url=image.url, detail=image.detail or "")
+        else:
+            texts.append(_text_of(part))
+            position += len(texts[-1])
+    message.content, message.reasoning = "".join(texts), "".join(reasoning)
     for call in each.tool_calls or ():
         message.tool_calls.add(id=call.id, name=call.function.name, arguments=call.function.arguments or "")
     return message
+
+
+def _text_of(part: str | TextContent | DocumentContent) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, TextContent):
+        return part.text
+    data = part.document.data
+    return data if isinstance(data, str) else to_json(data).decode()

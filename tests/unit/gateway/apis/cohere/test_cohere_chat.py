@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import httpx2
 import openai
 import pytest
 
+from services.gateway.apis.cohere.conversion import cohere_message
+from services.gateway.apis.cohere.schema import CohereChatRequest
 from tests.support.chats.chat_models import TIME, WEATHER, make_chat_model, prompt_text, with_chat_model
 from tests.support.clients.gateway_calls import EOS, ids
 from tests.support.clients.http_clients import async_client
@@ -248,3 +251,18 @@ def test_errors_are_coheres(tmp_path: Path) -> None:
 
     dense = FakeDense(lambda submit: ids(" a") * 1000, step_s=0.01)
     with_client(tmp_path, dense, test, connect_timeout_s=1.0)
+
+
+def test_a_message_of_many_parts_is_read_in_linear_time() -> None:
+    long = "a" * 1_500_000 + "\N{GRINNING FACE}"
+    parts = [[{"type": "thinking", "thinking": long}, *[{"type": "thinking", "thinking": "b"}] * 1000]]
+    picture = {"type": "image_url", "image_url": {"url": "data:"}}
+    parts.append([{"type": "text", "text": long}, *[picture] * 500, {"type": "text", "text": "c"}, picture])
+    messages = [{"role": "user", "content": each} for each in parts]
+    body = CohereChatRequest.model_validate(BODY | {"messages": messages})
+    begin_s = time.thread_time()
+    thought, shown = cohere_message(body, "id", reasons=False).chat.messages
+    assert time.thread_time() - begin_s < 0.2  # nothing else runs meanwhile; one copy for each part took 2 s
+    assert thought.reasoning == long + "b" * 1000
+    assert shown.content == long + "c"
+    assert [each.position for each in shown.pictures] == [len(long)] * 500 + [len(long) + 1]
