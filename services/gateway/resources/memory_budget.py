@@ -156,13 +156,15 @@ class MemoryBudget:
 
     def note_settled(self, holder: HeldMemory, num_bytes: int, num_of_body: int) -> None:
         """Lets those go on who wait for one that is settled now, or gone, and had so much that was not settled."""
+        was_last = False
         for last in self._last.values():
             if last.holder is holder:
                 last.set(None)
+                was_last = True
         if num_bytes:
             self.add_unsettled(-num_bytes, -num_of_body)
-            if self._waiting_of:
-                self._grant()
+        if (num_bytes or was_last) and self._waiting_of:
+            self._grant()
 
     def note_body_ended(self, holder: HeldMemory) -> None:
         """Lets another body go beyond the line: this one needs no more for itself."""

@@ -11,9 +11,16 @@ import pytest
 
 from services.common.errors import CapacityError, InvalidRequest
 from services.gateway.resources import memory_budget
-from services.gateway.resources.memory_budget import SMALL_BYTES, SMALL_PARTS, TINY_BYTES, HeldMemory, MemoryBudget
+from services.gateway.resources.memory_budget import (
+    SMALL_BYTES,
+    SMALL_PARTS,
+    TINY_BYTES,
+    HeldMemory,
+    MemoryBudget,
+    Purpose,
+)
 
-GREEDY, OTHER, ANYBODY = (0, 1), (0, 2), (0, 0)
+GREEDY, OTHER, THIRD, ANYBODY = (0, 1), (0, 2), (0, 3), (0, 0)
 LONG_S = 60.0  # longer than any test
 
 
@@ -285,6 +292,35 @@ def test_who_leaves_with_its_part_just_given_gives_it_back() -> None:
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         assert budget.num_held == 0
+
+    run(test())
+
+
+def test_who_leaves_with_the_place_beyond_the_line_just_given_lets_the_next_have_it() -> None:
+    async def test() -> None:
+        budget = MemoryBudget(64_000, LONG_S, 10)
+        body = Purpose.BODY
+        for client in (OTHER, THIRD):  # so that neither holds little
+            await HeldMemory(budget, client).reserve(2000, "logits")
+        await HeldMemory(budget, GREEDY).reserve(15_000, "its body", purpose=body)
+        last = HeldMemory(budget, GREEDY)
+        await last.reserve(8000, "its body", purpose=body)  # beyond the line
+
+        async def ask(client: tuple[int, int]) -> None:
+            held = HeldMemory(budget, client)
+            try:
+                await held.reserve(8000, "its body", purpose=body)
+            except asyncio.CancelledError:
+                held.release()
+                raise
+
+        first, second = (asyncio.create_task(ask(client)) for client in (OTHER, THIRD))
+        await settle()
+        assert budget.num_waiting == 2
+        last.end_body()  # the place is given to the first, which leaves before it has noticed
+        first.cancel()
+        await settle()
+        assert first.cancelled() and second.done() and budget.num_waiting == 0
 
     run(test())
 
