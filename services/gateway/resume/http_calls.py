@@ -20,6 +20,7 @@ from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.shorten import quote
 from services.gateway.http.connection import while_connected
 from services.gateway.http.errors import describe, dialect_of, error_response
+from services.gateway.resources.memory_budget import HeldMemory, hold_body
 from services.gateway.resume.recording import AnswerReader, Received, Recording
 from services.gateway.resume.resumption import Call, Resumption
 
@@ -110,13 +111,20 @@ class HttpResumption:
         """Has the application answer the request, whoever reads the answer."""
         sink = _Sink(recording)
         # What it changes in the state is of this run alone; only the connection may end before it.
+        of_connection: HeldMemory = scope["state"]["held"]
+        held = HeldMemory(of_connection.budget, of_connection.client)  # its waits outlast the connection, too
+        hold_body(held)
         state = {
             **scope["state"],
+            "held": held,
             "request_id": recording.record.run.request_id,
             "send_body": sink.send,
             "body_writer": None,  # everything goes into the recording
         }
-        await self._app({**scope, "state": state}, _Body(body).receive, sink.send)
+        try:
+            await self._app({**scope, "state": state}, _Body(body).receive, sink.send)
+        finally:
+            held.release()
         await sink.close()
 
 

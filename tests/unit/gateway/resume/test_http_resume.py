@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.clients.gateway_calls import ids
-from tests.support.clients.http_clients import async_client, socket_path
+from tests.support.clients.http_clients import async_client, connect, request_bytes, socket_path
 from tests.support.examples import examples
 from tests.support.running_gateway import RunningGateway, run, running_gateway, until
 from tests.support.workers.fake_dense import FakeDense
@@ -399,6 +399,32 @@ def test_refused_requests_leave_no_memory_counted(tmp_path: Path) -> None:
 
     limits = {"max_resumable": 1, "max_held_bytes": 400_000, "resume_timeout_s": 60}
     with_gateway(tmp_path, test, lambda _: ids(" a") * 1000, step_s=0.05, **limits)
+
+
+def test_a_request_whose_client_leaves_goes_on_waiting_for_memory(tmp_path: Path) -> None:
+    limits = {"max_held_bytes": 200_000, "max_held_wait_s": 60.0, "store_responses": True, "resume": True}
+    dense = FakeDense(lambda _: ids(" a") * 16, max_model_len=100_000)
+
+    async def test(gateway: RunningGateway) -> None:
+        first = (await post(gateway, None, {"input": "Hi " * 7500, "max_output_tokens": 16}, "/v1/responses")).json()
+        _, upload = await connect(gateway.http_address)
+        upload.write(request_bytes("/v1/completions", b" " * 40_000)[:-10_000])  # counts as 120,000 bytes
+        await asyncio.sleep(0.1)
+        _, leaving = await connect(gateway.http_address)
+        more = {"input": "more", "previous_response_id": first["id"], "max_output_tokens": 16}  # needs 90,000 bytes
+        leaving.write(request_bytes("/v1/responses", more, {"Idempotency-Key": "k"}))
+        await asyncio.sleep(0.1)
+        assert len(dense.submits) == 1  # it waits
+        leaving.close()
+        await asyncio.sleep(0.1)
+        upload.close()
+        await until(lambda: len(dense.submits) == 2)
+
+    async def body() -> None:
+        async with running_gateway(tmp_path, dense, **limits) as gateway:
+            await test(gateway)
+
+    run(body())
 
 
 def test_one_client_leaves_room_for_others(tmp_path: Path) -> None:
