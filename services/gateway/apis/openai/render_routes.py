@@ -100,6 +100,7 @@ def render_routes(service: RequestService) -> APIRouter:
                 lists += await tokenized(message, request)
             else:
                 lists.append(each)
+        request.state.held.settle()
         params = sampling_params(body)
         if body.n_predict is None:
             params.setdefault("max_tokens", DEFAULT_COMPLETION_TOKENS)
@@ -123,6 +124,7 @@ def render_routes(service: RequestService) -> APIRouter:
         message = gateway_pb2.TokenizeRequest(chat=chat, add_special_tokens=body.add_special_tokens)
         with client_field_names(PARAM_NAMES):
             [token_ids] = await tokenized(message, request)
+        request.state.held.settle()
         params = sampling_params(body)
         if body.max_completion_tokens is not None:
             params["max_tokens"] = body.max_completion_tokens

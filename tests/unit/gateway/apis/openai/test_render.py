@@ -9,6 +9,7 @@ import httpx2
 import pytest
 
 from tests.support.clients.gateway_calls import EOS, ids
+from tests.support.clients.http_clients import connect, request_bytes
 from tests.support.clients.http_gateway import CHATS, COMPLETIONS, check_error, with_client
 from tests.support.running_gateway import RunningGateway
 from tests.support.workers.fake_dense import FakeDense
@@ -100,3 +101,22 @@ def test_what_cannot_be_rendered_is_named(tmp_path: Path) -> None:
             check_error(await client.post(f"{path}/render", json=body), status, param)
 
     with_client(tmp_path, FakeDense(lambda submit: [EOS]), test)
+
+
+@pytest.mark.parametrize(("path", "asked"), [
+    (COMPLETIONS, {"prompt": ["a b " * 3000] * 40}), (CHATS, {"messages": [USER | {"content": "a b " * 120_000}]}),
+])  # fmt: skip
+def test_an_answer_that_nobody_reads_needs_no_more_memory(tmp_path: Path, path: str, asked: dict[str, Any]) -> None:
+    """So no other request waits until it has got more."""
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        reader, writer = await connect(gateway.http_address)
+        writer.write(request_bytes(f"{path}/render", asked))
+        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        other = {"prompt": "a", "logprobs": 20, "n": 2, "max_tokens": 1200}  # holds 600,000 bytes
+        response = await client.post(COMPLETIONS, json=other)
+        assert response.status_code == 200, response.text
+        writer.transport.abort()
+
+    dense = FakeDense(lambda submit: ids("a") * submit.spec.max_tokens, max_model_len=400_000)
+    with_client(tmp_path, dense, test, max_held_bytes=14_500_000, max_held_wait_s=0.5)
