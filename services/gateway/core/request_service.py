@@ -395,6 +395,7 @@ class RequestService:
             await answer.reserve(BYTES_PER_CHARACTER * len(text), "texts", field, "send fewer tokens at once")
             texts.append(text)
             await asyncio.sleep(0)
+        answer.settle()
         return texts
 
     def count_requests(self, count: int, caller: Caller) -> None:

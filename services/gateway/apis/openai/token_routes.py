@@ -106,7 +106,9 @@ def token_routes(service: RequestService, vectors: Vectors) -> APIRouter:
         service.names_for(request.state.caller).check(body.model or "")
         refuse_embeds(body, "a template writes texts only")
         message = gateway_pb2.TokenizeRequest(chat=chat_of(body))
-        return JSONResponse({"prompt": await service.render_chat(message, request.state.caller)})
+        text = await service.render_chat(message, request.state.caller)
+        request.state.held.settle()
+        return JSONResponse({"prompt": text})
 
     @router.get("/tokenizer_info", response_class=Response, responses={200: {"model": TokenizerInfo}})
     async def tokenizer_info() -> Response:

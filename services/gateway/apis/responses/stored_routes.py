@@ -50,6 +50,7 @@ def stored_response_routes(service: RequestService, store: ResponseStore | None)
         stored = _find(response_id, request)
         limit_and_work = service.section.max_body_values, service.heavy_work
         async with read_conversation(stored.input_items, *limit_and_work, request.state.held, None) as items:
+            request.state.held.settle()
             return JSONResponse(_page(items, limit, order, after))
 
     @router.post(PATH + "/cancel")

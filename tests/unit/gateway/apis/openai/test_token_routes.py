@@ -15,7 +15,7 @@ from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2
 from tests.support.clients import http_gateway
 from tests.support.clients.gateway_calls import with_gateway
-from tests.support.clients.http_clients import async_client
+from tests.support.clients.http_clients import async_client, connect, request_bytes
 from tests.support.clients.http_gateway import CHATS, USER, say
 from tests.support.running_gateway import RunningGateway
 from tests.support.workers.fake_dense import FakeDense
@@ -139,6 +139,21 @@ def test_the_texts_of_many_tokens_are_held(tmp_path: Path) -> None:
         assert len((await gateway.stub.Detokenize(message)).text) > 10_000
 
     with_client(tmp_path, test, max_held_bytes=2_000_000)
+
+
+def test_texts_that_nobody_reads_need_no_more_memory(tmp_path: Path) -> None:
+    """So no other request waits until they have got more."""
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        reader, writer = await connect(gateway.http_address)
+        tokens = [[LONGEST] * 2000] * 20
+        writer.write(request_bytes("/detokenize", {"tokens": tokens}))
+        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        response = await client.post("/detokenize", json={"tokens": tokens[:1]})
+        assert response.status_code == 200, response.text
+        writer.transport.abort()
+
+    with_client(tmp_path, test, max_held_bytes=6_000_000, max_held_wait_s=0.5)
 
 
 def test_a_chat_with_content_parts_is_tokenized(tmp_path: Path) -> None:
