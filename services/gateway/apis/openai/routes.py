@@ -22,6 +22,10 @@ from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.field_names import client_field_names
 from services.gateway.http.json_route import json_route
+from services.gateway.text.tools.tool import check_tools_size
+from services.pb import gateway_pb2
+
+MAX_OPTIONS_BYTES = 2**20  # of tools, form, template and the like, which all have limits of their own below it
 
 
 def completion_routes(service: RequestService) -> APIRouter:
@@ -87,7 +91,9 @@ def completion_routes(service: RequestService) -> APIRouter:
         limits, chats, most = service.limits, body.chats, service.section.max_prompts
         if len(chats) > most:
             raise InvalidRequest(f"there are {len(chats)} chats, must be 1 to {most}", "messages")
-        messages = [chat_message(each, f"{request_id}-{i}", limits) for i, each in enumerate(chats)]
+        messages = [chat_message(chats[0], f"{request_id}-0", limits)]
+        _check_options(messages[0])  # before there are as many copies as chats
+        messages += [chat_message(each, f"{request_id}-{i}", limits) for i, each in enumerate(chats[1:], 1)]
         for each, message in zip(chats, messages, strict=True):
             await read_chat_embeds(each, message, service.prompt_embeds, limits.max_model_len)
         kept = chats[0].without_messages()
@@ -117,3 +123,11 @@ def completion_routes(service: RequestService) -> APIRouter:
         )
 
     return router
+
+
+def _check_options(message: gateway_pb2.GenerateRequest) -> None:
+    """Raises `InvalidRequest` if what is beside the chat's messages is larger than any options that are allowed."""
+    check_tools_size(message.chat.tools)
+    num_bytes = message.ByteSize() - sum(each.ByteSize() for each in message.chat.messages)
+    if num_bytes > MAX_OPTIONS_BYTES:
+        raise InvalidRequest(f"the options of each chat have {num_bytes} bytes, at most {MAX_OPTIONS_BYTES} allowed")

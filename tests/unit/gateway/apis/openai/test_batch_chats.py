@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import pytest
 
+from services.gateway.apis.openai import routes
+from services.gateway.apis.openai.conversion import chat_message
+from services.pb import gateway_pb2
 from tests.support.clients.gateway_calls import EOS, ids
 from tests.support.clients.http_gateway import CHATS, check_error, with_client
 from tests.support.running_gateway import RunningGateway
@@ -64,3 +68,33 @@ def test_what_one_answer_to_each_cannot_have_is_refused(tmp_path: Path) -> None:
         assert (await client.post(URL, json={"messages": TALKS} | neutral)).status_code == 200
 
     with_client(tmp_path, FakeDense(lambda submit: [*ids(" one"), EOS]), test, max_prompts=5)
+
+
+@pytest.mark.parametrize("options", [
+    {"tools": [
+        {"type": "function", "function": {"name": f"f{i}", "description": "d" * 32_000, "parameters": {}}}
+        for i in range(50)
+    ]},
+    {"response_format": {
+        "type": "json_schema",
+        "json_schema": {"name": "f", "schema": {"type": "string", "description": "d" * 1_600_000}},
+    }},
+    {"chat_template": "d" * 1_600_000},
+], ids=["tools", "form", "template"])  # fmt: skip
+def test_options_that_are_too_long_are_not_copied_for_each_chat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """A body of 1.6 MB would become 100 MB, which nobody has counted."""
+    sizes = list[int]()
+
+    def counted(*arguments: Any) -> gateway_pb2.GenerateRequest:
+        sizes.append((message := chat_message(*arguments)).ByteSize())
+        return message
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        param = "tools" if "tools" in options else None
+        check_error(await client.post(URL, json={"messages": TALKS[:1] * 64} | options), 400, param, "bytes")
+        assert sum(sizes) < 2_000_000
+
+    monkeypatch.setattr(routes, "chat_message", counted)
+    with_client(tmp_path, repeating(), test)
