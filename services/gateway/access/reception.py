@@ -268,7 +268,8 @@ class _Waiting:
                 largest = max(self._limits, key=lambda each: len(self._limits[each]))
                 oldest = next(iter(self._limits[largest]))
                 self._leave(largest, oldest)
-                oldest.reschedule(asyncio.get_running_loop().time())
+                if not oldest.expired():  # otherwise it ends anyway
+                    oldest.reschedule(asyncio.get_running_loop().time())
             yield
         finally:
             self._leave(client, limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -92,3 +93,27 @@ def test_a_stream_that_waits_for_its_next_request_does_not_end_for_those_of_anot
             each.call.cancel()
 
     with_gateway(tmp_path, test)
+
+
+def test_a_call_whose_time_is_up_does_not_fail_the_one_that_comes_then() -> None:
+    async def body() -> None:
+        calls, ended = reception._Waiting(1), list[str]()
+        loop = asyncio.get_running_loop()
+
+        async def wait() -> None:
+            async with asyncio.timeout(0.02) as limit:
+                with calls.one_more((0, 1), limit):
+                    await asyncio.sleep(60)
+
+        def come() -> None:
+            with calls.one_more((0, 1), asyncio.Timeout(None)):
+                ended.append("has come")
+
+        waiting = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        loop.call_at(loop.time() + 0.021, come)  # in the same iteration, because the loop is late
+        time.sleep(0.05)  # noqa: ASYNC251
+        await asyncio.wait({waiting})
+        assert isinstance(waiting.exception(), TimeoutError) and ended == ["has come"]
+
+    asyncio.run(body())
