@@ -102,6 +102,8 @@ class Connection:
         """A context in which nothing is read. Raises `ClientDisconnect` as soon as the client disconnects."""
         task, has_gone = asyncio.current_task(), False
         assert task is not None, "a request runs in a task"
+        if self._transport.is_closing():
+            raise ClientDisconnect
 
         def cancel() -> None:
             nonlocal has_gone
