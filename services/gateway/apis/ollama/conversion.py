@@ -55,9 +55,11 @@ def chat_message(body: OllamaChatRequest, request_id: str, names: ModelNames) ->
 def generate_message(
     body: OllamaGenerateRequest, request_id: str, names: ModelNames, *, has_template: bool
 ) -> gateway_pb2.GenerateRequest:
-    """The message for a text. `has_template`: whether the model has a chat template, in which the text is put."""
+    """The message for a text. `has_template`: whether the model has a chat template, in which the text is put. Pictures
+    are always part of a chat: a model without a template refuses it.
+    """
     message = _common_message(body, request_id, names)
-    if has_template and not body.raw and not body.suffix:
+    if (has_template or body.images) and not body.raw and not body.suffix:
         message.chat.CopyFrom(generate_chat(body))
         return message
     message.prompt = "\n\n".join(filter(None, ("" if body.raw else body.system, body.prompt)))

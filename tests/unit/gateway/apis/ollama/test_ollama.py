@@ -12,8 +12,8 @@ import numpy as np
 import openai
 import pytest
 
-from services.gateway.apis.ollama.conversion import chat_message
-from services.gateway.apis.ollama.schema import OllamaChatRequest
+from services.gateway.apis.ollama.conversion import chat_message, generate_message
+from services.gateway.apis.ollama.schema import OllamaChatRequest, OllamaGenerateRequest
 from services.gateway.request.model_names import ModelNames
 from tests.support.chats.chat_models import TIME, WEATHER, with_chat_model
 from tests.support.clients.gateway_calls import EOS, REFERENCE, ids
@@ -96,6 +96,13 @@ def test_generate_puts_its_text_into_the_chat_template_unless_it_is_raw(tmp_path
 
     dense = until_eos()
     with_client(tmp_path, dense, test)
+
+
+def test_pictures_are_part_of_a_chat_which_a_model_without_a_template_refuses() -> None:
+    names = ModelNames((MODEL,), False, "")
+    body = OllamaGenerateRequest(model=MODEL, prompt="What is this?", images=["aGVsbG8="])
+    message = generate_message(body, "id", names, has_template=False)
+    assert [len(each.pictures) for each in message.chat.messages] == [1]
 
 
 def test_options_have_ollamas_names_and_defaults(tmp_path: Path) -> None:
