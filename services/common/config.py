@@ -480,7 +480,8 @@ class Config(Section):
         if not model.path.is_dir():
             raise ValueError(f"model.path {str(model.path)!r} is not a directory")
         addresses = [self.gateway.address, self.gateway.http_address, self.dense.address, self.attention.address]
-        if len(set(addresses)) != len(addresses):
+        chosen = [each for each in addresses if not each.endswith(":0")]  # port 0: each gets another one that is free
+        if len(set(chosen)) != len(chosen):
             raise ValueError(f"gateway, HTTP, dense and attention addresses must differ: {', '.join(addresses)}")
         return self
 

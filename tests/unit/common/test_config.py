@@ -38,6 +38,11 @@ def test_a_dumped_config_reads_back_equal(name: str, tmp_path: Path) -> None:
     assert load_config(file) == config
 
 
+def test_several_services_may_listen_at_any_free_port() -> None:
+    config = load_config(None, ["gateway.address=127.0.0.1:0", "gateway.http_address=127.0.0.1:0"])
+    assert config.gateway.address == config.gateway.http_address
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
