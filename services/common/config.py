@@ -659,6 +659,13 @@ def _describe(error: pydantic.ErrorDict) -> str:
     return f"{key} = {error['input']!r}: {message}" if key else message
 
 
+# Which of the gateway's addresses is meant by names that others have for parts of them: not found by spelling.
+_ADDRESS_PARTS = {
+    **dict.fromkeys(["host", "port", "http_host", "http_port"], "http_address"),
+    **dict.fromkeys(["grpc_address", "grpc_host", "grpc_port"], "address"),
+}
+
+
 def _nearest_key(section: str | None, name: str) -> str | None:
     """The key that may have been meant: one of the section, or of the one that is spelt like it, or else of any.
 
@@ -666,6 +673,8 @@ def _nearest_key(section: str | None, name: str) -> str | None:
     """
     sections = {each: [*field.annotation.model_fields] for each, field in Config.model_fields.items()}  # type: ignore[union-attr]
     own = section if section in sections else next(iter(_nearest(section or "", sections)), None)
+    if own == "gateway" and name in _ADDRESS_PARTS:
+        return f"gateway.{_ADDRESS_PARTS[name]}"
     if own is not None and (found := _nearest(name, sections[own])):
         return f"{own}.{found[0]}"
     keys = {key: each for each, names in sections.items() for key in names}

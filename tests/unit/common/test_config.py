@@ -52,6 +52,9 @@ def test_several_services_may_listen_at_any_free_port() -> None:
         ("schedulr.policy=x", ["unknown config key schedulr: did you mean scheduler.policy?"]),
         ("gatway.address=x", ["unknown config key gatway: did you mean gateway.address?"]),  # others have one, too
         ("dens.addres=x", ["unknown config key dens: did you mean dense.address?"]),
+        ("gateway.http_port=9090", ["unknown config key gateway.http_port: did you mean gateway.http_address?"]),
+        ("gateway.grpc_address=x", ["unknown config key gateway.grpc_address: did you mean gateway.address?"]),
+        ("gatway.port=9090", ["unknown config key gatway: did you mean gateway.http_address?"]),
         ("gatway.xyz=x", ["unknown config key gatway: did you mean gateway?"]),
         ("model.num_layers=0", ["model.num_layers", "0", "greater than or equal to 1"]),
         ("model.num_layers=two", ["model.num_layers", "two", "integer"]),
