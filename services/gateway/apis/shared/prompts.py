@@ -124,7 +124,8 @@ def check_prompts(
     """
     num_prompts = num_embeds + len(prompts)
     if not 1 <= num_prompts <= max_prompts:
-        raise InvalidRequest(f"there are {num_prompts} prompts, must be 1 to {max_prompts}", "prompt")
+        allowed = f"must be 1 to {max_prompts} (gateway.max_prompts)"
+        raise InvalidRequest(f"there are {num_prompts} prompts, {allowed}", "prompt")
     longest = max(prompts, key=len, default=None)
     if isinstance(longest, list) and len(longest) > max_prompt_len and not are_cut:  # before copying them costs time
         raise too_long(max_prompt_len, f"a prompt has {len(longest)}", "prompt", len(longest))

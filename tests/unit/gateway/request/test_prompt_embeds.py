@@ -135,7 +135,7 @@ def test_wrong_embeddings_get_a_400_that_names_them(tmp_path: Path) -> None:
         ([], {}, "prompt"),
         (7, {}, "prompt_embeds"),
         ([encoded(ones), "QUJD"], {}, r"prompt_embeds[1] is no file of torch.save"),
-        ([encoded(ones)] * 65, {}, "65 prompts, must be 1 to 64"),
+        ([encoded(ones)] * 65, {}, "65 prompts, must be 1 to 64 (gateway.max_prompts)"),
         (encoded(ones[0]), {}, f"has the shape [{HIDDEN_SIZE}], must be [num_tokens, {HIDDEN_SIZE}]"),
         (encoded(ones[:, 1:]), {}, f"has the shape [2, {HIDDEN_SIZE - 1}]"),
         (encoded(ones[:0]), {}, f"has the shape [0, {HIDDEN_SIZE}]"),
