@@ -77,8 +77,8 @@ def test_all_ends_find_the_abort_of_one_rank(seams: list[Seam], abort: Callable[
 def test_a_step_that_was_launched_before_the_abort_of_another_rank_is_not_collected(seams: list[Seam]) -> None:
     tie(seams)
     runner = SimpleNamespace(note_collected=lambda: None)
-    _Launched(runner, seams[0].dense, None).collect()
-    step = _Launched(runner, seams[0].dense, None)
+    _Launched(runner, seams[0].dense, None, ()).collect()
+    step = _Launched(runner, seams[0].dense, None, ())
     seams[2].attention.abort()
     with pytest.raises(ChannelAborted):
         step.collect()
