@@ -99,7 +99,7 @@ class DenseWorker(Service):
         self._start_engine(observers)
         self._announce(bound_address)
         for feature in self._model.features:
-            self._loop.call_later(READ_AHEAD_S, feature.read_ahead)
+            self._opened.callback(self._loop.call_later(READ_AHEAD_S, feature.read_ahead).cancel)
 
     async def run(self) -> None:
         """Runs until cancelled. Raises errors of the engine or of the client of the attention worker."""

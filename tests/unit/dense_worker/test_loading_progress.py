@@ -1,4 +1,4 @@
-"""What a dense worker reports of itself while it loads."""
+"""What a dense worker reports of itself while it loads, and what it does once it has."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from services.common.child_options import ChildOptions, Standby
 from services.common.config import load_config
 from services.common.errors import ConfigError
 from services.dense_worker import service
+from services.dense_worker.features.feature import Feature
+from services.dense_worker.features.grammar.grammar_feature import GrammarFeature
 from services.dense_worker.service import DenseWorker
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.client import open_channel
@@ -73,5 +75,30 @@ def test_only_a_worker_that_replaces_another_starts_while_its_metrics_address_is
             with pytest.raises(ConfigError, match="begins to load" if has_predecessor else "port in use"):
                 await worker.start()
             await worker.stop()
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_has_stopped_does_not_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_read = 0
+
+    def read_ahead(feature: Feature) -> None:
+        nonlocal num_read
+        num_read += 1
+
+    monkeypatch.setattr(Feature, "read_ahead", read_ahead)
+    monkeypatch.setattr(GrammarFeature, "read_ahead", read_ahead)
+    monkeypatch.setattr(service, "READ_AHEAD_S", 0.2)
+    config = load_config(None, [f"dense.address=unix:{tmp_path}/dense.sock", "dense.device=cpu"])
+
+    async def main() -> None:
+        for stops_at_once in (True, False):
+            worker = DenseWorker(config, ChildOptions())
+            await worker.start()
+            if stops_at_once:
+                await worker.stop()
+            await asyncio.sleep(0.4)
+            assert bool(num_read) != stops_at_once
+        await worker.stop()
 
     asyncio.run(main())
