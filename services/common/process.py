@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import importlib.abc
@@ -29,6 +30,8 @@ GPU_STANDBY_BYTES = 2**29 + 2**31
 LOW_PRIORITY = 10  # added to the nice value: a tenth of a core beside a thread that is always busy
 CGROUPS = Path("/sys/fs/cgroup")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STACKS_SIGNAL = signal.SIGUSR2
+STACKS_FILE = "stacks"  # name of the file in memory that has them
 _PR_SET_PDEATHSIG = 1
 _PF_EXITING = 4  # among the flags of a process in Linux's include/linux/sched.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # see mallopt(3)
@@ -44,6 +47,16 @@ def end_at_signals() -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: os._exit(0))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def write_stacks_at_signal() -> None:
+    """Lets the launcher see what this process does if it hangs, see `services/launch/hang.py`. Call it before imports.
+
+    `STACKS_SIGNAL` writes the stacks of all threads to a file in memory, which this process keeps open, even while one
+    of them holds the interpreter lock.
+    """
+    with contextlib.suppress(OSError):
+        faulthandler.register(STACKS_SIGNAL, os.memfd_create(STACKS_FILE), all_threads=True)
 
 
 def set_up_grpc() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from services.common.process import end_at_signals, set_up_grpc
+from services.common.process import end_at_signals, set_up_grpc, write_stacks_at_signal
 
 end_at_signals()
+write_stacks_at_signal()
 set_up_grpc()
 
 from services.common.early_start import await_arguments  # noqa: E402

@@ -19,6 +19,7 @@ from services.common.config import AttentionSection, Config, DenseSection, dump_
 from services.common.errors import PeerError
 from services.launch.early_services import EarlyServices, start_process
 from services.launch.gpus import is_on_gpu
+from services.launch.hang import describe_hang
 from services.launch.lifelines import Lifelines
 from services.rpc.client import PeerTls, read_peer_tls
 
@@ -28,7 +29,7 @@ STOPPED = (0, -signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL)  # return codes 
 ATTENTION_ROLE, DENSE_ROLE = "attn_worker", "dense_worker"
 SECTIONS = {ATTENTION_ROLE: "attention", DENSE_ROLE: "dense"}  # of the config, by the worker's role
 SHAPE_FILE = "model.shape"  # in the launcher's directory
-MAX_WAITERS = 4  # threads that wait for the end of one process: to watch, drain, stop and kill it
+MAX_WAITERS = 5  # threads that wait for the end of one process: to watch, drain, stop and kill it, or look at it
 
 
 def worker_name(role: str, number: int) -> str:
@@ -213,6 +214,7 @@ class Child:
             await self._wait(grace_s)
         except subprocess.TimeoutExpired:
             log.warning("killing", role=self.role, grace_s=grace_s)
+            await self.log_hang()
             self._process.kill()
             await self._wait(None)
 
@@ -220,6 +222,19 @@ class Child:
         """Waits on a separate thread: asyncio has few threads, and with many services all of them would wait."""
         assert self._process is not None
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._process.wait, timeout_s)
+
+    async def log_hang(self) -> None:
+        """Logs what the process is doing, if it still runs; within a few seconds."""
+        if self.pid is not None and self.is_running:
+            hang = await asyncio.get_running_loop().run_in_executor(self._threads, describe_hang, self.pid)
+            log.error("what a service that hangs does", role=self.role, pid=self.pid, **hang._asdict())
+
+    async def kill_hanging(self, reason: str) -> None:
+        """Logs what the process is doing, then kills it, so that it is restarted."""
+        process = self._process
+        await self.log_hang()
+        if process is self._process:  # else it has ended and was restarted meanwhile
+            self.kill(reason)
 
     def kill(self, reason: str) -> None:
         """Kills the process, which is then restarted."""

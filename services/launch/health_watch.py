@@ -101,11 +101,12 @@ class HealthWatch:
             self._records = {pid: self._records.get(pid) or HealthRecord() for pid in children}
             await asyncio.gather(*(self._check(child, self._records[pid]) for pid, child in children.items()))
             records = [(child, self._records[pid]) for pid, child in children.items() if child.pid == pid]
-            for child, reason in self.find_culprits(records, time.monotonic()):
+            culprits = self.find_culprits(records, time.monotonic())
+            for child, reason in culprits:
                 handoffs = _unread_handoffs(child.pid)
                 what = "restarting a service that makes no progress"
                 log.error(what, role=child.role, reason=reason, unread_handoffs=handoffs)
-                child.kill(reason)
+            await asyncio.gather(*(child.kill_hanging(reason) for child, reason in culprits))
 
     def note_started(self) -> None:
         """Notes that all children serve, as somebody else has seen: one may hang before its first check."""

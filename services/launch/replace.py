@@ -261,7 +261,7 @@ class DenseReplacer:
             await stub.TakeOver(dense_pb2.TakeOverRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             log.error("the old dense worker does not come back", reason=_describe(error), pid=old.pid)
-            old.kill("it does not take over again")  # after a restart it attaches by itself
+            await old.kill_hanging("it does not take over again")  # after a restart it attaches by itself
 
 
 async def _present_status(old: Child, stub: dense_pb2_grpc.DenseWorkerStub) -> dense_pb2.DenseStatus:

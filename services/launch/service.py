@@ -18,6 +18,7 @@ import structlog
 from services.channel.shm_cleanup import SHM_DIR, remove_stale_regions
 from services.common.config import Config, add_api_key, service_manager_of_environment
 from services.common.encoders.encoder_types import is_encoder
+from services.common.errors import PeerError
 from services.common.max_model_len import check_before_start
 from services.common.several_attention_workers import check_attention_workers, has_several
 from services.common.several_lanes import check_lanes_config
@@ -220,7 +221,11 @@ class Launcher(Service):
     async def _use(self) -> None:
         """Prints the answer to a prompt and returns, or prints the addresses and serves."""
         config, arguments = self._config, self._arguments
-        await self._wait_started()
+        try:
+            await self._wait_started()
+        except PeerError:
+            await asyncio.gather(*(child.log_hang() for child in self._children))
+            raise
         for child in self._children:
             child.may_restart = True
         for watch in self._health:

@@ -211,7 +211,7 @@ class Standby:
                 try:
                     ready.result()
                 except PeerError as error:
-                    spare.child.kill(str(error))
+                    await spare.child.kill_hanging(str(error))
                 await asyncio.wait([spare.child.watching, taken], return_when=asyncio.FIRST_COMPLETED)
         finally:
             ready.cancel()
@@ -250,7 +250,7 @@ class Standby:
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
             log.error("the standby does not take over", role=self._name, pid=child.pid, reason=reason)
-            child.kill(f"it does not take over: {reason}")
+            await child.kill_hanging(f"it does not take over: {reason}")
 
     async def _handle_failure(self, child: Child) -> None:
         """Waits before the next spare is started, or gives it up. Raises `PeerError` if the first one reports why."""

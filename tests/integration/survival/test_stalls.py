@@ -134,7 +134,7 @@ class WatchedService:
     def pid(self) -> int:
         return self._services.pid_of(self.role)
 
-    def kill(self, reason: str) -> None:
+    async def kill_hanging(self, reason: str) -> None:
         self.reasons.append(reason)
         os.kill(self.pid, signal.SIGKILL)
 

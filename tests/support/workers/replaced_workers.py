@@ -84,6 +84,9 @@ class FakeChild(dense_pb2_grpc.DenseWorkerServicer):
             self.calls.append(f"{self.name} stop")
         self._is_over.set()
 
+    async def kill_hanging(self, reason: str) -> None:
+        self.kill(reason)
+
     def kill(self, reason: str) -> None:
         self.calls.append(f"{self.name} kill: {reason}")
 

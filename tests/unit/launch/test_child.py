@@ -10,12 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from services.common.child_options import ChildOptions, Standby
 from services.common.config import Config, LaunchSection
 from services.common.errors import PeerError
 from services.launch.child import Child
 from services.launch.children import Children
+from services.launch.hang import describe_hang
 from services.launch.lifelines import Lifelines
 
 TIMEOUT_S = 60.0
@@ -98,5 +100,27 @@ def test_a_stop_does_not_wait_for_a_delayed_restart(tmp_path: Path) -> None:
             while not child.last_end:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             await children.stop(1.0)
+
+    asyncio.run(run())
+
+
+def test_the_log_says_what_a_child_does_before_it_is_killed_because_it_hangs(tmp_path: Path) -> None:
+    """A pipe without a writer in place of its config: its main thread waits for it."""
+
+    async def run() -> None:
+        child = make_child(tmp_path, "attn_worker", Config(), ChildOptions(standby="loaded"))
+        child.config_file.unlink()
+        os.mkfifo(child.config_file)
+        watcher = asyncio.create_task(child.watch())
+        async with asyncio.timeout(TIMEOUT_S):
+            await asyncio.sleep(0)
+            while "load_config" not in describe_hang(child.pid or 0).stacks:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+            with capture_logs() as logs:
+                await child.kill_hanging("no answer to 3 health checks")
+            with pytest.raises(PeerError, match="signal SIGKILL from the launcher: no answer to 3 health checks"):
+                await watcher
+        [line] = [each for each in logs if each["event"] == "what a service that hangs does"]
+        assert line["role"] == "attn_worker" and "in load_config" in line["stacks"] and line["threads"]
 
     asyncio.run(run())

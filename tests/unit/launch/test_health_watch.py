@@ -184,7 +184,7 @@ class ChildWithoutFiles(FakeChild):
     def tls(self) -> None:
         raise ConfigError("TLS file 'peer.pem' cannot be read")
 
-    def kill(self, reason: str) -> None:
+    async def kill_hanging(self, reason: str) -> None:
         raise AssertionError(reason)
 
 
@@ -205,7 +205,7 @@ class DeafChild(FakeChild):
     pid, address, is_running, tls = os.getpid(), "127.0.0.1:1", True, None
     reason = ""
 
-    def kill(self, reason: str) -> None:
+    async def kill_hanging(self, reason: str) -> None:
         self.reason = reason
 
 
