@@ -43,7 +43,7 @@ def _threads_of(pid: int) -> str:
     lines = [_describe_thread(Path(f"/proc/{pid}/task/{each}")) for each in threads[:MAX_THREADS]]
     if len(threads) > MAX_THREADS:
         lines.append(f"and {len(threads) - MAX_THREADS} more")
-    return "; ".join(lines)
+    return "; ".join([*lines, _describe_reads(pid)])
 
 
 def _describe_thread(directory: Path) -> str:
@@ -58,6 +58,16 @@ def _describe_thread(directory: Path) -> str:
         return ", ".join(words)
     except (OSError, KeyError, ValueError) as error:  # it has ended, or the kernel counts none of this
         return f"{directory.name}: {error}"
+
+
+def _describe_reads(pid: int) -> str:
+    """A start takes long if the page cache has lost the modules and the storage is slow; no other figure shows it."""
+    try:
+        counts = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+        faults = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[9]
+        return f"read {int(counts['read_bytes']) >> 20} MiB from storage, {faults} major faults"
+    except (OSError, KeyError, ValueError) as error:
+        return f"reads: {error}"
 
 
 def _stacks_of(pid: int) -> str:
