@@ -135,7 +135,7 @@ def _measure(
 
 def _print_record(record: EnginePlanRecord) -> None:
     key = record.key
-    print(f"{key.file_stem}.plan: {record.plan_bytes / 1e6:.2f} MB, built in {record.build_s} s")
+    print(f"{key.plan_name}: {record.plan_bytes / 1e6:.2f} MB, built in {record.build_s} s")
     print(f"  for       {key.tensorrt}, GPU {key.gpu}, {key.num_sms or 'any number of'} SMs, {key.dtype}")
     print(f"  profile   {key.profile}")
     for title, tensors in (("inputs", record.inputs), ("outputs", record.outputs)):

@@ -150,7 +150,7 @@ class EnginePlanBuilder:
                 report(f"{title}: building, {self._cache.why_missing(key)}")
                 cached = self._build(key, network, dtype, report)
         megabytes, seconds = cached.record.plan_bytes / 1e6, cached.record.build_s
-        report(f"{title}: built {key.file_stem}.plan, {megabytes:.2f} MB in {seconds} s")
+        report(f"{title}: built {key.plan_name}, {megabytes:.2f} MB in {seconds} s")
         return cached
 
     def _build(self, key: EnginePlanKey, network: bytes, dtype: torch.dtype, report: Report) -> CachedEnginePlan:
@@ -197,7 +197,7 @@ class EnginePlanBuilder:
 
 
 def _found(title: str, key: EnginePlanKey) -> str:
-    return f"{title}: found {key.file_stem}.plan"
+    return f"{title}: found {key.plan_name}"
 
 
 def _dynamic_inputs(graph: onnx.GraphProto) -> list[str]:

@@ -48,6 +48,11 @@ class EnginePlanKey:
         digest = hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()
         return f"{self.segment}-{digest[:16]}"
 
+    @property
+    def plan_name(self) -> str:
+        """The plan's file name."""
+        return f"{self.file_stem}.plan"
+
     def differences(self, built: EnginePlanKey) -> list[str]:
         """The differences between this key and the key of the plan `built`, in words."""
         names = [f.name for f in fields(self) if getattr(self, f.name) != getattr(built, f.name)]
@@ -113,14 +118,17 @@ class EnginePlanCache:
         write_atomically(self._record_path(record.key), json.dumps(asdict(record), indent=1).encode())
 
     def why_missing(self, key: EnginePlanKey) -> str:
-        """Why `find` returns None, in words: the plan is damaged, or how the most similar plan differs.
+        """Why `find` returns None, in words: a file is damaged, or how the most similar plan differs.
 
         Only plans of the same segment and profile are compared.
         """
+        path = self._record_path(key)
+        if path.exists() and self._read_record(path) is None:
+            return f"{path.name} is damaged or cannot be read"
         keys = (record.key for record in self.records())
         others = [other for other in keys if (other.segment, other.profile) == (key.segment, key.profile)]
         if key in others:
-            return f"{self._plan_path(key).name} is missing, damaged or was changed"
+            return f"{key.plan_name} is missing, damaged or was changed"
         if not others:
             return "no plan yet"
         return "; ".join(min((key.differences(other) for other in others), key=len))
@@ -164,7 +172,7 @@ class EnginePlanCache:
         return self.directory / f"timing-{digest[:16]}.cache"
 
     def _plan_path(self, key: EnginePlanKey) -> Path:
-        return self.directory / f"{key.file_stem}.plan"
+        return self.directory / key.plan_name
 
     def _record_path(self, key: EnginePlanKey) -> Path:
         return self.directory / f"{key.file_stem}.json"

@@ -238,7 +238,8 @@ def _kept(engine: Engine, profile: Profile, device: torch.device) -> tuple[Bindi
 
 def _load_engine(api: TensorRT, cached: CachedEnginePlan, weights: Weights) -> Engine:
     """A plan that came from somewhere else must not read beyond the tensors it is given."""
-    title = cached.record.key.title
+    key = cached.record.key
+    title = f"{key.title} ({key.plan_name})"
     engine = api.load(title, cached.plan)
     found = engine.tensors()
     for name, tensor in weights.items():

@@ -299,7 +299,7 @@ def have_no_memory(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
 FAILURES: dict[str, tuple[Callable[[Machine, pytest.MonkeyPatch], None], str]] = {
     "onnx is not read": (fail_call("parse"), "cannot read the ONNX of first 1-4@2: unsupported operator"),
     "no tactic": (fail_call("build_serialized_network"), "cannot build a plan for first 1-4@2: no tactic found"),
-    "no context": (fail_call("create_execution_context"), "no context for first 1-4@2: out of memory"),
+    "no context": (fail_call("create_execution_context"), r"for first 1-4@2 \(first-\w+\.plan\): out of memory"),
     "full disk": (lambda _, patch: refuse_to_write(patch, errno.ENOSPC), "plans has no space for first-"),
     "quota": (lambda _, patch: refuse_to_write(patch, errno.EDQUOT), "plans has no space for first-"),
     "read-only": (lambda _, patch: refuse_to_write(patch, errno.EROFS), r"plan cannot be written: Read-only"),

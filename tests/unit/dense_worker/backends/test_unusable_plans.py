@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,12 +14,13 @@ import structlog.testing
 import torch
 
 from services.common.config import DenseSection, ModelSection
-from services.common.errors import ConfigError
+from services.common.errors import CapacityError, ConfigError
 from services.common.model_config import load_model_config
 from services.common.resolve import ResolvedModel
 from services.dense_worker.backends import select
 from services.dense_worker.backends.select import PreparedBackend, prepare_backend
 from services.dense_worker.tensorrt.api import TensorRT
+from services.dense_worker.tensorrt.files import atomic_file
 from services.dense_worker.tensorrt.gpu import Gpu
 from services.dense_worker.tensorrt.profiles import Limits
 from tests.support.model_configs import write_config
@@ -32,17 +35,19 @@ class Machine:
 
     def __init__(self, directory: Path) -> None:
         self.plan_dir, self.path = directory / "plans", write_config(directory / "model", "llama")
-        self.gpu, self.version, self.dtype, self.num_layers = H200, "8.6.0", torch.float16, None
+        self.gpu, self.version, self.dtype = H200, "8.6.0", torch.float16
+        self.lines: list[str] = []  # of the last start
         self.prepare("tensorrt", build="auto")
 
     def prepare(self, backend: str, build: str = "never") -> PreparedBackend:
+        self.lines.clear()
         source = ModelSection(path=self.path, load_format="dummy")
         model = ResolvedModel(load_model_config(self.path), self.dtype, torch.device("cpu"), 64)
         section = DenseSection(backend=backend, build=build, plan_dir=self.plan_dir, profiles="1-16")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(select, "current_gpu", lambda device: self.gpu)
             patch.setattr(select, "load_tensorrt", lambda: TensorRT(make_tensorrt(self.version)))
-            return prepare_backend(section, source, model, Limits(8, 4), lambda line: None)
+            return prepare_backend(section, source, model, Limits(8, 4), self.lines.append)
 
 
 @pytest.fixture
@@ -101,17 +106,18 @@ def cut_the_record(machine: Machine) -> None:
     record.write_text(record.read_text()[:99])
 
 
-CASES: dict[Callable[[Machine], None], str] = {
-    have_another_gpu: r"segment first 1-16@4 \(gpu NVIDIA H100 instead of NVIDIA H200\)",
-    have_fewer_sms: r"segment first 1-16@4 \(num_sms 66 instead of 132\)",
-    have_another_version: r"segment first 1-16@4 \(tensorrt TensorRT 8\.6\.1 instead of TensorRT 8\.6\.0\)",
-    have_another_dtype: r"segment first 1-16@4 \(dtype float32 instead of float16; network [0-9a-f]{12}… instead of",
-    have_another_network: r"segment first 1-16@4 \(network [0-9a-f]{12}… instead of [0-9a-f]{12}…\)",
-    cut_the_plan: r"segment middle 1-16@4 \(middle-[0-9a-f]+\.plan is missing, damaged or was changed\)",
-    empty_the_plan: r"segment middle 1-16@4 \(middle-[0-9a-f]+\.plan is missing, damaged or was changed\)",
-    change_a_byte: r"segment middle 1-16@4 \(middle-[0-9a-f]+\.plan is missing, damaged or was changed\)",
-    have_a_directory_for_a_plan: r"segment middle 1-16@4 \(middle-[0-9a-f]+\.plan is missing, damaged or was changed\)",
-    cut_the_record: r"segment middle 1-16@4 \(no plan yet\)",
+DAMAGED_PLAN = r"middle-[0-9a-f]+\.plan is missing, damaged or was changed"
+CASES: dict[Callable[[Machine], None], tuple[str, str]] = {  # the first plan that does not fit, and what is said of it
+    have_another_gpu: ("first", "gpu NVIDIA H100 instead of NVIDIA H200"),
+    have_fewer_sms: ("first", "num_sms 66 instead of 132"),
+    have_another_version: ("first", r"tensorrt TensorRT 8\.6\.1 instead of TensorRT 8\.6\.0"),
+    have_another_dtype: ("first", "dtype float32 instead of float16; network [0-9a-f]{12}… instead of [0-9a-f]{12}…"),
+    have_another_network: ("first", "network [0-9a-f]{12}… instead of [0-9a-f]{12}…"),
+    cut_the_plan: ("middle", DAMAGED_PLAN),
+    empty_the_plan: ("middle", DAMAGED_PLAN),
+    change_a_byte: ("middle", DAMAGED_PLAN),
+    have_a_directory_for_a_plan: ("middle", DAMAGED_PLAN),
+    cut_the_record: ("middle", r"middle-[0-9a-f]+\.json is damaged or cannot be read"),
 }
 
 
@@ -119,22 +125,50 @@ CASES: dict[Callable[[Machine], None], str] = {
 def test_an_unusable_plan_is_one_line_that_names_it_and_with_auto_torch_runs(
     machine: Machine, change: Callable[[Machine], None]
 ) -> None:
+    segment, reason = CASES[change]
+    expected = rf"segment {segment} 1-16@4 \({reason}\)"
     change(machine)
     with pytest.raises(ConfigError) as raised:
         machine.prepare("tensorrt")
     message = str(raised.value)
-    assert re.search(CASES[change], message) and str(machine.plan_dir) in message and "\n" not in message
+    assert re.search(expected, message) and str(machine.plan_dir) in message and "\n" not in message
     with structlog.testing.capture_logs() as logs:
         assert machine.prepare("auto").tensorrt is None
     assert [entry["event"] for entry in logs] == ["dense backend is torch"]
-    assert re.search(CASES[change], logs[0]["reason"])
+    assert re.search(expected, logs[0]["reason"])
 
 
 @pytest.mark.parametrize("change", [each for each in CASES if each is not have_a_directory_for_a_plan])
-def test_a_worker_that_may_build_replaces_what_is_unusable(
+def test_a_worker_that_may_build_says_what_is_unusable_and_replaces_it(
     machine: Machine, change: Callable[[Machine], None]
 ) -> None:
+    segment, reason = CASES[change]
     change(machine)
     machine.prepare("tensorrt", build="auto")
+    building = [line for line in machine.lines if ": building, " in line]
+    assert re.fullmatch(rf"\[[123]/3\] {segment} 1-16@4: building, {reason}", building[0])
+    assert len(building) == (3 if segment == "first" else 1)
     found = machine.prepare("tensorrt").tensorrt
     assert found is not None and set(found.plans) == {"first", "middle", "last"}
+
+
+def test_a_plan_that_cannot_be_replaced_is_an_error_that_names_file_and_cause(machine: Machine) -> None:
+    have_a_directory_for_a_plan(machine)
+    with pytest.raises(ConfigError, match=rf"^{plan_file(machine)} cannot be written: Is a directory$"):
+        machine.prepare("tensorrt", build="auto")
+
+
+def test_a_disk_too_full_to_replace_a_damaged_plan_is_an_error_that_names_file_and_cause(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    change_a_byte(machine)
+    expected = rf"{machine.plan_dir} has no space for {plan_file(machine).name}, \d+ bytes"
+    with monkeypatch.context() as full, pytest.raises(CapacityError, match=rf"^{expected}$"):
+        full.setattr(atomic_file.os, "fsync", fsync)
+        machine.prepare("tensorrt", build="auto")
+    assert re.search(f": building, {DAMAGED_PLAN}$", machine.lines[-1])
+    machine.prepare("tensorrt", build="auto")  # there is space again
+    assert machine.prepare("tensorrt").tensorrt is not None

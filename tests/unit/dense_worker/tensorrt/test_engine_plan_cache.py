@@ -122,6 +122,8 @@ def test_a_damaged_or_half_written_plan_counts_as_missing(cache: EnginePlanCache
     record.write_text(record.read_text()[:50])
     assert cache.find(KEY) is None and cache.records() == []
     record.write_text(json.dumps({"format": "of a later version"}))
+    assert cache.find(KEY) is None and cache.why_missing(KEY) == f"{record.name} is damaged or cannot be read"
+    record.unlink()
     assert cache.find(KEY) is None and cache.why_missing(KEY) == "no plan yet"
     cache.store(cached())
     assert cache.find(KEY) == cached()

@@ -301,7 +301,7 @@ def test_a_context_that_cannot_be_made_is_an_error_at_start(
     trt = make_tensorrt("10.0.1")
     plans = build(trt, networks, tmp_path)
     trt.fail = "create_execution_context"
-    with pytest.raises(ConfigError, match=r"no context for first 1-4@2: out of memory"):
+    with pytest.raises(ConfigError, match=r"no context for first 1-4@2 \(first-\w+\.plan\): out of memory"):
         TensorRTSegments(TensorRT(trt), plans, weights, config, LIMITS, lambda: STREAM)
 
 
@@ -322,12 +322,12 @@ def test_plans_of_another_model_version_or_gpu_are_refused(
         TensorRTSegments(TensorRT(trt), plans, weights, config, LIMITS, lambda: STREAM)
 
     with pytest.raises(
-        ConfigError, match=r"plan of first 1-4@2: the engine plan file is of another version: 10\.0\.1"
+        ConfigError, match=r"plan of first 1-4@2 \(first-\w+\.plan\): the engine plan .* of another version: 10\.0\.1"
     ):
         load(make_tensorrt("10.3.0"), config, plans)
     with pytest.raises(ConfigError, match=r"of another gpu: GPU A, not GPU B"):
         load(make_tensorrt("10.0.1", gpu="GPU B"), config, plans)
-    with pytest.raises(ConfigError, match=r"plan of first 5-16@8: magic tag"):
+    with pytest.raises(ConfigError, match=r"plan of first 5-16@8 \(first-\w+\.plan\): magic tag"):
         whole, damaged, *others = plans["first"]
         damaged = replace(damaged, plan=damaged.plan[9:])
         load(make_tensorrt("10.0.1"), config, {**plans, "first": [whole, damaged, *others]})
