@@ -54,6 +54,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         self._watchdog: Watchdog | None = None
         self._features: SequenceOf[Feature] = ()
         self._receivers: dict[str, Feature] = {}  # by the kind of their messages
+        self._known: set[str] = set()  # what a spec may ask for
         self._info: dense_pb2.DenseInfo | None = None  # None: refuse gateways
         self._is_ready = asyncio.Event()  # set while there is an info
         self._streams = GatewayStreams(tracer)
@@ -63,6 +64,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         """Called when the model is loaded. features: those of the engine"""
         self._engine, self._watchdog, self._features = engine, watchdog, features
         self._receivers = {feature.message: feature for feature in features if feature.message}
+        self._known = {name for feature in features for name in (feature.name, *feature.further_names)}
 
     def set_info(self, info: dense_pb2.DenseInfo | None) -> None:
         """Makes the worker serve gateways, or with None refuse them as UNAVAILABLE."""
@@ -330,11 +332,13 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         Raises `InvalidRequest` if it cannot have one.
         """
         spec = sequence.spec
-        known = {name for feature in self._features for name in (feature.name, *feature.further_names)}
-        if unknown := spec.features.keys() - known:
+        if unknown := spec.features.keys() - self._known:
             raise InvalidRequest(f"this dense worker has no feature {min(unknown)!r}: it is of another version")
-        found = [feature.admit(spec, submit, sequence.stream) for feature in self._features]
-        sequence.features = tuple([each for each in found if each is not None])
+        asked = spec.asked_features
+        for feature in self._features:
+            if feature.name in asked or feature.sees_all:
+                admitted = feature.admit(spec, submit, sequence.stream)
+                sequence.features += () if admitted is None else (admitted,)
         preparations = [each.prepare() for each in sequence.features]
         return [each for each in preparations if each is not None]
 

@@ -69,6 +69,20 @@ class SequenceSpec:
         return self.tenant, self.client
 
     @property
+    def asked_features(self) -> set[str]:
+        """The names of the features that it asks for: by a message, a field of its own, or an option."""
+        asked = set(self.features)
+        if self.adapter is not None:
+            asked.add("adapter")
+        if self.prompt_embeds is not None:
+            asked.add("prompt_embeds")
+        if self.source is not None:
+            asked.add("source")
+        if self.sampling.structured_output is not None:
+            asked.add("structured_output")
+        return asked
+
+    @property
     def prefix_key(self) -> bytes:
         """What sequences that share blocks have in common besides their tokens: salt, adapter, vectors, and source."""
         key = self.cache_salt.encode()

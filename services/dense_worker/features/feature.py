@@ -33,8 +33,9 @@ class Feature:
     editors: SequenceOf[type[LogitsEditor]] = ()  # of logits, after all others
     has_kernels: bool = False  # steps with and without its rows run other kernels: `begin_step`, `activated`
     gives_vectors: bool = False  # many steps have some of it in place of embeddings, so that a GPU captures them
-    name: str = ""  # its key in `SequenceSpec.features`, by which it is asked for, if it is asked for there
-    further_names: SequenceOf[str] = ()  # other keys there that it reads
+    name: str = ""  # by which a spec asks for it: one of `SequenceSpec.asked_features`
+    further_names: SequenceOf[str] = ()  # other keys in `SequenceSpec.features` that it reads
+    sees_all: bool = False  # `admit` is also called for sequences that do not ask for it, which it may refuse
     message: str = ""  # the kind of `GatewayMessage` that `receive` takes, if there is one
 
     def start(self, post: Callable[[Event], None]) -> None:
@@ -58,7 +59,7 @@ class Feature:
         """Ends its threads."""
 
     def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceFeature | None:
-        """What a new sequence has of it; None: nothing. Raises `InvalidRequest` if it cannot have what it asks for.
+        """What a new sequence that asks for it has of it; None: nothing. Raises `InvalidRequest` if it cannot have that.
 
         submit: the message that the spec is from; stream: the number of the stream by which it came
         """

@@ -84,7 +84,8 @@ def with_embeds(embeds: LoadedEmbeds, num_prompt_tokens: int) -> SequenceEmbeds:
 
 
 def _reports(spec: SequenceSpec) -> tuple[SequenceFeature, ...]:
-    found = [feature.admit(spec, dense_pb2.Submit(), stream=0) for feature in REPORTING]
+    asked = [feature for feature in REPORTING if feature.name in spec.asked_features]
+    found = [feature.admit(spec, dense_pb2.Submit(), stream=0) for feature in asked]
     return tuple(each for each in found if each is not None)
 
 

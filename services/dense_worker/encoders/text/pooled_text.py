@@ -30,6 +30,7 @@ class TextPooling(Feature):
     """Refuses whatever is no input for a vector."""
 
     name = NAME
+    sees_all = True
     sequence_type = PooledText
 
     def __init__(self, token_heads: Collection[TokenHead]) -> None:

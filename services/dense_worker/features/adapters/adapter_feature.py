@@ -76,6 +76,7 @@ class SequenceAdapter(SequenceFeature):
 class AdapterFeature(Feature):
     """Has `num_slots` slots; 0: adapters are off, and no sequence can have one."""
 
+    name = "adapter"
     sequence_type = SequenceAdapter
 
     def __init__(self, num_slots: int, loader: Loader | None, store: LoraStore | None = None) -> None:
@@ -102,10 +103,9 @@ class AdapterFeature(Feature):
         if self._loader is not None:
             self._loader.close()
 
-    def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceAdapter | None:
+    def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceAdapter:
         """The adapter that the spec names. Raises `InvalidRequest` if adapters are off."""
-        if spec.adapter is None:
-            return None
+        assert spec.adapter is not None, "it asks for one"
         if not self.slots.num_slots:
             raise InvalidRequest(f"adapter {spec.adapter.name!r} cannot be used: dense.max_loras is 0", "model")
         return SequenceAdapter(spec.adapter, self.slots)

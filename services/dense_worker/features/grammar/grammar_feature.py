@@ -57,6 +57,7 @@ class GrammarRows(StepPart):
 class GrammarFeature(Feature):
     """Compiles grammars in threads, before their sequences join the queue."""
 
+    name = "structured_output"
     sequence_type = SequenceGrammar
     editors = (GrammarMask,)
 
@@ -72,11 +73,10 @@ class GrammarFeature(Feature):
         """Ends the threads that compile."""
         self._grammars.close()
 
-    def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceGrammar | None:
+    def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceGrammar:
         """A sequence with structured output has a grammar."""
         structure = spec.sampling.structured_output
-        if structure is None:
-            return None
+        assert structure is not None, "it asks for one"
         return SequenceGrammar(structure.field_name, partial(self._grammars.make, spec, tuple(submit.output_token_ids)))
 
     def prepare_step(self, step: StepView, rows: FeatureRows) -> GrammarRows:

@@ -50,8 +50,8 @@ class HiddenStatesFeature(Feature):
     name = NAME
     sequence_type = SequenceHiddenStates
 
-    def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceHiddenStates | None:
-        return SequenceHiddenStates() if NAME in spec.features else None
+    def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceHiddenStates:
+        return SequenceHiddenStates()
 
     def prepare_step(self, step: StepView, rows: FeatureRows) -> HiddenStateRows:
         return HiddenStateRows([computed_tokens(step, index) for index in rows.indexes.tolist()])

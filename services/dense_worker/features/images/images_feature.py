@@ -151,14 +151,11 @@ class ImagesFeature(Feature):
         """What the tower does."""
         return None if self.runs is None else self.runs.counts
 
-    def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceImages | None:
+    def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceImages:
         """The pictures that the spec names, which the stream has sent."""
-        message = spec.features.get(self.name)
-        if message is None:
-            return None
         if self.runs is None:
             raise InvalidRequest(f"this dense worker takes no pictures: {self._reason}", "messages")
-        pictures = self.received.find(spec, message, stream)
+        pictures = self.received.find(spec, spec.features[self.name], stream)
         longest = max(each.shape.num_tokens for each in pictures)
         if self._are_whole and self._max_tokens is not None and longest > self._max_tokens:
             raise InvalidRequest(

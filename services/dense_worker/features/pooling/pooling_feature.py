@@ -122,9 +122,7 @@ class PoolingFeature(Feature):
         """pooling: None if the model makes no vectors"""
         self._pooling, self._head = pooling, head
 
-    def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> PooledSequence | None:
-        if NAME not in spec.features:
-            return None
+    def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> PooledSequence:
         if self._pooling is None:
             raise InvalidRequest("this model makes no vectors: model.runner is not pooling")
         request = pooling_pb2.PoolingRequest.FromString(spec.features[NAME])

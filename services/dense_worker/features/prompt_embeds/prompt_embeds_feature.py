@@ -87,6 +87,7 @@ class EmbedRows:
 class PromptEmbedsFeature(Feature):
     """Collects the vectors that gateways send, in parts, before the first sequence that has them."""
 
+    name = "prompt_embeds"
     sequence_type = SequenceEmbeds
     message = "prompt_embeds_part"
 
@@ -94,10 +95,9 @@ class PromptEmbedsFeature(Feature):
         self._loader = loader
         self._received: dict[int, ReceivedEmbeds] = {}  # by the number of the stream
 
-    def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceEmbeds | None:
+    def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceEmbeds:
         """The vectors that the spec names, which the stream has sent."""
-        if spec.prompt_embeds is None:
-            return None
+        assert spec.prompt_embeds is not None, "it asks for them"
         received = self._received.get(stream, ReceivedEmbeds())
         return SequenceEmbeds(spec.num_prompt_tokens, partial(self._loader.load, spec.prompt_embeds, received))
 

@@ -44,8 +44,8 @@ class PromptLogprobsFeature(Feature):
     name = SequencePromptLogprobs.name
     sequence_type = SequencePromptLogprobs
 
-    def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequencePromptLogprobs | None:
-        return SequencePromptLogprobs(spec, submit) if self.name in spec.features else None
+    def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequencePromptLogprobs:
+        return SequencePromptLogprobs(spec, submit)
 
     def prepare_step(self, step: StepView, rows: FeatureRows) -> PromptLogprobRows | None:
         spans = []

@@ -43,9 +43,7 @@ class ProgressFeature(Feature):
 
     def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceProgress | None:
         """Nothing for a sequence with output: its prompt has been computed."""
-        if self.name not in spec.features or submit.output_token_ids:
-            return None
-        return SequenceProgress(spec, submit)
+        return None if submit.output_token_ids else SequenceProgress(spec, submit)
 
     def prepare_step(self, step: StepView, rows: FeatureRows) -> ProgressRows | None:
         tokens = prompt_tokens(step, rows)

@@ -54,8 +54,8 @@ class ContextLogitsFeature(Feature):
     name = SequenceContextLogits.name
     sequence_type = SequenceContextLogits
 
-    def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceContextLogits | None:
-        return SequenceContextLogits(spec, submit) if self.name in spec.features else None
+    def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceContextLogits:
+        return SequenceContextLogits(spec, submit)
 
     def prepare_step(self, step: StepView, rows: FeatureRows) -> ContextLogitRows | None:
         tokens = prompt_tokens(step, rows)

@@ -59,8 +59,8 @@ class GenerationLogitsFeature(Feature):
     name = NAME
     sequence_type = SequenceGenerationLogits
 
-    def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceGenerationLogits | None:
-        return SequenceGenerationLogits(spec.num_prompt_tokens) if NAME in spec.features else None
+    def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceGenerationLogits:
+        return SequenceGenerationLogits(spec.num_prompt_tokens)
 
     def prepare_step(self, step: StepView, rows: FeatureRows) -> GenerationLogitRows | None:
         sampled = []

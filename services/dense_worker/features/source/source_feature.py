@@ -128,6 +128,7 @@ class SourceFeature(Feature):
         """received: the pictures that gateways send; runs: of the encoder; None: there is none"""
         self._encoder = encoder
         self._config = model.encoder
+        self.sees_all = model.encoder is not None  # whose sequences all have a source
         self._scale = model.attention.scale
         self._layers = {layer: model.attention.layer_heads[layer] for layer in model.cross_layers}
         self._received, self._runs = received, runs
@@ -142,14 +143,12 @@ class SourceFeature(Feature):
         """What the encoder does."""
         return None if self._runs is None else self._runs.counts
 
-    def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceSource | None:
+    def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceSource:
         """What the encoder reads. Raises `InvalidRequest` if the model cannot read it, or has no encoder."""
-        if spec.source is None:
-            if self._config is None:
-                return None
-            raise InvalidRequest("the model has an encoder, and the sequence has no input for it", "prompt")
         if self._config is None:
             raise InvalidRequest("the sequence has an input for an encoder, and the model has none", "prompt")
+        if spec.source is None:
+            raise InvalidRequest("the model has an encoder, and the sequence has no input for it", "prompt")
         assert self._runs is not None, "the model has an encoder"
         message = source_pb2.Source.FromString(spec.features[NAME])
         num_rows = self._config.max_source_len

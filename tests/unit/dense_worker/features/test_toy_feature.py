@@ -69,8 +69,8 @@ class Toy(Feature):
 
     __hash__ = object.__hash__
 
-    def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> ToySequence | None:
-        return ToySequence(spec.request_id) if self.name in spec.features else None
+    def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> ToySequence:
+        return ToySequence(spec.request_id)
 
     def prepare_step(self, step: StepView, rows: FeatureRows) -> ToyRows:
         seq_ids = step.entries.seq_ids[rows.indexes].tolist()
@@ -117,8 +117,8 @@ class Run:
         sampling, prompt = SamplingParams(temperature=0.0), list(range(num_prompt_tokens))
         options = {"features": {Toy.name: b""}} if is_toy else {}
         sequence = new_sequence(seq_id, f"r{seq_id}", prompt, sampling, max_tokens, **options)
-        admitted = self.toy.admit(sequence.spec, dense_pb2.Submit(), stream=1)
-        sequence.features = () if admitted is None else (admitted,)
+        if self.toy.name in sequence.spec.asked_features:
+            sequence.features = (self.toy.admit(sequence.spec, dense_pb2.Submit(), stream=1),)
         self.engine.submit(sequence)
         return sequence
 

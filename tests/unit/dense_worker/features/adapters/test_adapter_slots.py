@@ -50,8 +50,8 @@ class AdapterCluster(Cluster):
     def add(self, seq_id: int, adapter: Adapter | None, prompt_len: int = 3, max_tokens: int = 4) -> Sequence:
         sequence = self.sequences[seq_id] = make_sequence(seq_id, prompt_len, max_tokens)
         ask(sequence, adapter=adapter)
-        admitted = self.feature.admit(sequence.spec, dense_pb2.Submit(), stream=1)
-        sequence.features = () if admitted is None else (admitted,)
+        if adapter is not None:
+            sequence.features = (self.feature.admit(sequence.spec, dense_pb2.Submit(), stream=1),)
         self.scheduler.add(sequence)
         return sequence
 
