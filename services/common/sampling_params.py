@@ -117,20 +117,21 @@ class SamplingParams:
     logprob_token_ids: tuple[int, ...] = ()
 
     @property
+    def given(self) -> set[str]:
+        """The names of the options that are not their defaults."""
+        return {name for name, default in _DEFAULTS.items() if getattr(self, name) != default}
+
+    @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken, so that filters and seed have no effect."""
         return self.temperature < GREEDY_BELOW
 
     @property
-    def has_penalties(self) -> bool:
-        """Whether any penalty applies, which depends on the tokens so far."""
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
-
-    @property
     def depends_on_output(self) -> bool:
         """Whether an option makes the next token depend on the output's last ones, besides its grammar."""
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
         has_rules = self.reasoning_limit is not None or self.timestamps is not None
-        return self.has_penalties or bool(self.bad_words) or has_rules
+        return penalties != (1.0, 0.0, 0.0) or bool(self.bad_words) or has_rules
 
     def validate(self) -> None:
         """Raises `InvalidRequest`, naming option, value and limit, for the first option out of its range."""
@@ -186,6 +187,7 @@ class SamplingParams:
 NUMBERS: dict[str, Number] = {
     each.name: each.metadata[Number] for each in fields(SamplingParams) if Number in each.metadata
 }
+_DEFAULTS = {each.name: each.default for each in fields(SamplingParams)}
 _BIAS = Number(0.0, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
 
 

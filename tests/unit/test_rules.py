@@ -13,6 +13,7 @@ FEWEST_LINES = 40
 LISTS = {
     "services.common.families.registry",
     "services.dense_worker.features.installed",
+    "services.dense_worker.sampling.editors",
     "services.gateway.apis.app",
     "services.gateway.features.installed",
 }

@@ -59,7 +59,7 @@ class Feature:
         """Ends its threads."""
 
     def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceFeature | None:
-        """What a new sequence that asks for it has of it; None: nothing. Raises `InvalidRequest` if it cannot have that.
+        """What a new sequence that asks for it has of it; None: nothing. Raises `InvalidRequest` if it cannot have it.
 
         submit: the message that the spec is from; stream: the number of the stream by which it came
         """

@@ -53,7 +53,7 @@ class EditedRows:
 class LogitsEditor:
     """No method waits for the device. Device memory is allocated when a sequence first needs the editor."""
 
-    order: ClassVar[int]  # those of a lower one are applied first
+    options: ClassVar[tuple[str, ...]]  # of `SamplingParams`: only sequences that change one of them may need it
     needs_float32: ClassVar[bool] = True  # else it edits logits of any float type
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None: ...
@@ -63,7 +63,9 @@ class LogitsEditor:
         """Warms up its own kernels on a GPU, for logits of these types."""
 
     def set(self, slot: int, sequence: EditedSequence) -> bool:
-        """Returns whether the sequence needs this editor; if so, stores its options and past tokens in `slot`."""
+        """Returns whether the sequence, which changes one of `options`, needs this editor. If so, stores what it has
+        and its past tokens in `slot`.
+        """
         raise NotImplementedError
 
     def apply(self, logits: torch.Tensor, rows: EditedRows) -> None:

@@ -139,7 +139,9 @@ class Sampler:
             num_logprobs or 0,
         )
         sequence = EditedSequence(params, prompt_token_ids, output_token_ids, stop_token_ids, features)
-        self._note_needs(slot, [editor.set(slot, sequence) for editor in self._editors])
+        given = params.given
+        needs = [not given.isdisjoint(editor.options) and editor.set(slot, sequence) for editor in self._editors]
+        self._note_needs(slot, needs)
         if params.logprob_token_ids:
             self._named[slot] = params.logprob_token_ids
 

@@ -24,6 +24,7 @@ FLOOR = -1e6
 class GrammarMask(LogitsEditor):
     """Grammars by slot, on the host."""
 
+    options = ("structured_output",)
     needs_float32 = False
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
@@ -44,9 +45,9 @@ class GrammarMask(LogitsEditor):
 
     def set(self, slot: int, sequence: EditedSequence) -> bool:
         """Stores the grammar."""
-        grammar = next((each for each in sequence.features if isinstance(each, SequenceGrammar)), None)
-        self._grammars[slot] = grammar and grammar.matcher
-        return grammar is not None
+        [grammar] = [each for each in sequence.features if isinstance(each, SequenceGrammar)]
+        self._grammars[slot] = grammar.matcher
+        return True
 
     def apply(self, logits: torch.Tensor, rows: EditedRows) -> None:
         """Sets all tokens but those that may come next to -inf."""

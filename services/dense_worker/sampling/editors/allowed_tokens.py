@@ -14,17 +14,14 @@ _NONE = -1  # padding of slots with fewer tokens than the table
 class AllowedTokens(LogitsEditor):
     """Sets of token ids by slot, on the device."""
 
-    order = 50
+    options = ("allowed_token_ids",)
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._token_ids = SlotTable(num_slots, 1, torch.int64, _NONE, device)
 
     def set(self, slot: int, sequence: EditedSequence) -> bool:
         """Stores `allowed_token_ids`."""
-        token_ids = sequence.params.allowed_token_ids
-        if not token_ids:
-            return False
-        self._token_ids.set(slot, np.array(token_ids, dtype=np.int64))
+        self._token_ids.set(slot, np.array(sequence.params.allowed_token_ids, dtype=np.int64))
         return True
 
     def apply(self, logits: torch.Tensor, rows: EditedRows) -> None:

@@ -23,7 +23,7 @@ _MAX_TAIL = MAX_BAD_WORD_TOKENS - 1
 class BadWords(LogitsEditor):
     """Words and the end of the output, which is compared with them, by slot; both with the newest token first."""
 
-    order = 30
+    options = ("bad_words",)
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._words = SlotTable(num_slots, 2, torch.int32, _NONE, device)
@@ -32,8 +32,6 @@ class BadWords(LogitsEditor):
     def set(self, slot: int, sequence: EditedSequence) -> bool:
         """Stores `bad_words` and the newest tokens of the output."""
         words = sequence.params.bad_words
-        if not words:
-            return False
         table = np.full((len(words), max(map(len, words))), _NONE, dtype=np.int32)
         for row, word in zip(table, words, strict=True):
             row[: len(word)] = word[::-1]

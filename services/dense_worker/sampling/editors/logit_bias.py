@@ -12,7 +12,7 @@ from services.dense_worker.sampling.slot_table import SlotTable
 class LogitBias(LogitsEditor):
     """Sets of biases by slot, on the device."""
 
-    order = 10
+    options = ("logit_bias",)
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         # The padding is a bias of 0 for token 0.
@@ -21,8 +21,6 @@ class LogitBias(LogitsEditor):
 
     def set(self, slot: int, sequence: EditedSequence) -> bool:
         """Stores `logit_bias`."""
-        if not sequence.params.logit_bias:
-            return False
         token_ids, biases = zip(*sequence.params.logit_bias, strict=True)
         self._token_ids.set(slot, np.array(token_ids, dtype=np.int64))
         self._biases.set(slot, np.array(biases, dtype=np.float32))

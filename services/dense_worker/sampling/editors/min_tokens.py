@@ -14,7 +14,7 @@ _NONE = -1  # padding of slots with fewer tokens than the table
 class MinTokens(LogitsEditor):
     """Minimum lengths and stop tokens by slot, on the host, which knows the length of every output."""
 
-    order = 40
+    options = ("min_tokens",)
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size

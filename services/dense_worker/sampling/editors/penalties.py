@@ -16,7 +16,7 @@ class Penalties(LogitsEditor):
     _is_in_prompt: bool [num_slots, vocab_size]
     """
 
-    order = 20
+    options = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._strengths = np.zeros((3, num_slots), dtype=np.float32)  # repetition, frequency, presence
@@ -27,8 +27,6 @@ class Penalties(LogitsEditor):
     def set(self, slot: int, sequence: EditedSequence) -> bool:
         """Stores the three penalties and counts the tokens that the sequence already has."""
         params = sequence.params
-        if not params.has_penalties:
-            return False
         self._strengths[:, slot] = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         if not len(self._output_counts):
             shape = (self._strengths.shape[1], self._output_counts.shape[1])

@@ -20,7 +20,7 @@ _BEFORE, _OPEN, _OVER = range(3)  # states of the reasoning of a slot
 class ReasoningLimit(LogitsEditor):
     """Limits and markers by slot."""
 
-    order = 60
+    options = ("reasoning_limit",)
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._device = device
@@ -33,8 +33,7 @@ class ReasoningLimit(LogitsEditor):
     def set(self, slot: int, sequence: EditedSequence) -> bool:
         """Stores the limit, and whether the reasoning is open after the tokens so far."""
         limit = sequence.params.reasoning_limit
-        if limit is None:
-            return False
+        assert limit is not None, "the sequence has a limit"
         output = sequence.output_token_ids
         begin = _NONE if limit.begin_token_id is None else limit.begin_token_id
         is_begun = begin == _NONE or begin in output[:MAX_BEGIN_TOKENS]

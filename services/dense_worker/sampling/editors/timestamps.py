@@ -18,7 +18,7 @@ _NONE = -1  # no token yet
 class Timestamps(LogitsEditor):
     """Rules and state of each slot: one row of int64 on the device, whose columns are named below."""
 
-    order = 45
+    options = ("timestamps",)
     FIRST, END, LAST_INITIAL, NEWEST, SECOND, LATEST = range(6)
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
@@ -29,8 +29,7 @@ class Timestamps(LogitsEditor):
     def set(self, slot: int, sequence: EditedSequence) -> bool:
         """Stores the rules, and what the output so far says."""
         rules, tokens = sequence.params.timestamps, list(sequence.output_token_ids)
-        if rules is None:
-            return False
+        assert rules is not None, "the sequence has rules"
         if self._token_ids is None:
             self._token_ids = torch.arange(self._vocab_size, device=self._table.device)
         times = [each for each in tokens if each >= rules.first_token_id]

@@ -82,7 +82,8 @@ def start(runner: ModelRunner, forms: Forms, forms_of: dict[int, StructuredOutpu
     runner.attach([CHANNEL])
     for seq_id, form in forms_of.items():
         features = () if form is None else (with_grammar(forms.matcher(form)),)
-        runner.open(make_state(seq_id, (5, 6), 2, SamplingParams(seed=seq_id), features=features))
+        params = SamplingParams(seed=seq_id, structured_output=form)
+        runner.open(make_state(seq_id, (5, 6), 2, params, features=features))
 
 
 def plans(seq_ids: list[int]) -> list[StepPlan]:
@@ -150,7 +151,8 @@ def test_drafts_that_a_form_forces_are_accepted_and_change_no_token(
         """The output of a sequence, and the number of steps. Each step is planned after the one before."""
         runner.attach([CHANNEL])
         grammar, token_ids, position, num_steps = forms.matcher(LONG), [5, 6], 0, 0
-        runner.open(make_state(1, (5, 6), 2, SamplingParams(**options), features=[with_grammar(grammar)]))
+        params = SamplingParams(**options, structured_output=LONG)
+        runner.open(make_state(1, (5, 6), 2, params, features=[with_grammar(grammar)]))
         while not grammar.is_complete:
             num_steps += 1
             drafts = tuple(ForcedTokens(with_grammar(grammar), Acceptance()).draft(num_drafts))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.sampling_params import SamplingParams
-from services.dense_worker.sampling.editors import EDITORS, collect_editors
+from services.dense_worker.sampling.editors import EDITORS
 from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence, LogitsEditor
 from services.dense_worker.sampling.sampler import Sampler
 from tests.support.examples import examples
@@ -90,6 +88,7 @@ def test_editors_compose_in_order_over_the_steps_of_a_mixed_batch(
 class Countdown(LogitsEditor):
     """An additional editor. It forces the newest token minus 1, only for even seeds."""
 
+    options = ("temperature",)
     made: Countdown
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
@@ -162,38 +161,3 @@ def test_editors_allocate_memory_only_when_needed() -> None:
     sampler.add(0, SamplingParams(temperature=0.0), [1], [], STOP)
     with pytest.raises(RuntimeError):
         sampler.add(1, SamplingParams(repetition_penalty=1.1), [1], [], STOP)
-
-
-def write_package(folder: Path, name: str, **modules: str) -> list[str]:
-    """Writes modules, and returns the paths of their package."""
-    (folder / name).mkdir()
-    (folder / name / "__init__.py").touch()
-    for module, text in modules.items():
-        (folder / name / f"{module}.py").write_text(text)
-    return [str(folder / name)]
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder from which packages are imported."""
-    monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
-
-
-def test_editors_of_a_folder_are_applied_by_their_order_and_not_by_their_names(folder: Path) -> None:
-    imported = "from ordered.a import Last\n\nclass Helper: ...\n\nclass First(Last):\n    order = 5\n"
-    paths = write_package(folder, "ordered", a="class Last:\n    order = 40\n", b=imported)
-    assert [each.__name__ for each in collect_editors("ordered", paths)] == ["First", "Last"]
-
-
-def test_editors_of_equal_orders_are_refused(folder: Path) -> None:
-    paths = write_package(folder, "equal", a="class One:\n    order = 40\n", b="class Two:\n    order = 40\n")
-    with pytest.raises(ValueError, match="One and Two both have the order 40"):
-        collect_editors("equal", paths)
-
-
-@pytest.mark.parametrize(("num", "text"), [(0, "order = 3"), (2, "class A:\n    order = 1\nclass B(A): ...")])
-def test_a_module_without_exactly_one_editor_is_refused(folder: Path, num: int, text: str) -> None:
-    paths = write_package(folder, f"wrong{num}", some=text)
-    with pytest.raises(ValueError, match=f"wrong{num}.some has {num} classes with an order, must have 1"):
-        collect_editors(f"wrong{num}", paths)

@@ -54,7 +54,3 @@ def test_outputs_that_grow_and_that_are_resumed(last_initial: int | None) -> Non
                 break
             output.append(rng.choice(choices))
             grown.append(rows, torch.tensor([7, output[-1]]))
-
-
-def test_other_sequences_do_without() -> None:
-    assert not Timestamps(1, VOCAB_SIZE, CPU).set(0, EditedSequence(SamplingParams(), PROMPT, (), ()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -50,8 +52,11 @@ def sample_first(
     """The first token of each row, all in one step, from logits of this type."""
     sampler = Sampler(len(params), VOCAB_SIZE, "cpu", (*EDITORS, GrammarMask), dtype)
     for slot, each in enumerate(params):
-        features = (with_grammar(forms.matcher(DIGITS)),) if with_form[slot] else ()
-        sampler.add(slot, each, [1], [], stop, None, features)
+        if with_form[slot]:
+            grammar = with_grammar(forms.matcher(DIGITS))
+            sampler.add(slot, replace(each, structured_output=DIGITS), [1], [], stop, None, [grammar])
+        else:
+            sampler.add(slot, each, [1], [], stop)
     logits = (torch.randn(len(params), VOCAB_SIZE, generator=torch.Generator().manual_seed(2)) * 4).to(dtype)
     zeros = np.zeros(len(params), dtype=np.int64)
     return sampler.sample(logits, np.arange(len(params)), zeros + 1, zeros).token_ids.tolist()
