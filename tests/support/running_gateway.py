@@ -7,6 +7,7 @@ import contextlib
 import functools
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ from tests.support.warm_process import WarmProcess, warm_server
 from tests.support.workers.fake_dense import FakeDense
 
 TEST_LIMIT_S = 100.0  # far beyond what any test needs, also with a process that it starts on a busy machine
+UNTIL_LIMIT_S = 40.0  # of one condition
 
 
 @functools.cache
@@ -146,8 +148,10 @@ class ServiceProcess:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Returns once `condition()` holds; the time limit is that of `run`."""
+    """Returns once `condition()` holds. Fails before the time limit of `run` is up, which says less."""
+    deadline = time.monotonic() + UNTIL_LIMIT_S
     while not condition():  # noqa: ASYNC110  there is no event to wait for
+        assert time.monotonic() < deadline, f"it still does not hold after {UNTIL_LIMIT_S} s"
         await asyncio.sleep(0.001)
 
 

@@ -87,9 +87,14 @@ def writes(*answers: str) -> Callable[[dense_pb2.Submit], list[int]]:
     return script
 
 
-def with_chat_model(tmp_path: Path, template: str, answers: list[str], test: Test, **options: Any) -> FakeDense:
+def with_chat_model(
+    tmp_path: Path, template: str, answers: list[str] | FakeDense, test: Test, **options: Any
+) -> FakeDense:
     """Runs `test` with the official client of OpenAI against a model that gives `answers`; returns its worker."""
-    dense = FakeDense(writes(*answers), max_model_len=options.pop("max_model_len", 4096))
+    if isinstance(answers, FakeDense):
+        dense = answers
+    else:
+        dense = FakeDense(writes(*answers), max_model_len=options.pop("max_model_len", 4096))
 
     async def body() -> None:
         model = make_chat_model(tmp_path / "model", template)

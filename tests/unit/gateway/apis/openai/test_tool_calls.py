@@ -10,9 +10,10 @@ import openai
 from transformers import AutoTokenizer
 
 from services.pb import gateway_pb2
-from tests.support.chats.chat_models import TIME, TOKENIZER, WEATHER, prompt_text, with_chat_model
+from tests.support.chats.chat_models import TIME, TOKENIZER, WEATHER, answer_tokens, prompt_text, with_chat_model
 from tests.support.clients.http_clients import async_client
 from tests.support.running_gateway import RunningGateway
+from tests.support.workers.fake_dense import FakeDense
 
 USER: list[Any] = [{"role": "user", "content": "How is the weather in Paris, and how late is it?"}]
 TOOLS: Any = [WEATHER, TIME]
@@ -176,7 +177,9 @@ def test_an_answer_without_parallel_calls_ends_after_the_first(tmp_path: Path) -
         assert {piece.index for chunk in chunks for piece in chunk.choices[0].delta.tool_calls or ()} == {0}
         assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
-    dense = with_chat_model(tmp_path, "hermes", [TWO], test)
+    # Whoever waits for the end of this answer waits for ever: it may not come before the cancellation.
+    endless = FakeDense(lambda submit: answer_tokens(TWO)[:-1], max_model_len=4096)
+    dense = with_chat_model(tmp_path, "hermes", endless, test)
     assert len(dense.cancelled_seq_ids) == 2, "the worker need not write the rest"
 
 
