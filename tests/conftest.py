@@ -7,6 +7,7 @@ import gc
 import json
 import random
 import signal
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 
 from tests.support.examples import MAX_QUICK_EXAMPLES, QUICK
 from tests.support.file_queue import FileQueue
+from tests.support.rewriting import RewritingProcess
 from tests.support.second_chance import MAX_SECOND_CHANCES
 
 # A shell's background job ignores Ctrl-C, and so would every process that a test starts.
@@ -42,6 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if num_processes := config.getoption("--processes"):
         max_second_chances = 0 if config.getoption("--no-second-chance") else MAX_SECOND_CHANCES
         config.pluginmanager.register(FileQueue(num_processes, max_second_chances))
+        if not sys.dont_write_bytecode:
+            config.pluginmanager.register(RewritingProcess(Path(__file__).parent.rglob("test_*.py"), config))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -150,7 +150,7 @@ class ServiceProcess:
 async def until(condition: Callable[[], bool]) -> None:
     """Returns once `condition()` holds. Fails before the time limit of `run` is up, which says less."""
     deadline = time.monotonic() + UNTIL_LIMIT_S
-    while not condition():  # noqa: ASYNC110  there is no event to wait for
+    while not condition():
         assert time.monotonic() < deadline, f"it still does not hold after {UNTIL_LIMIT_S} s"
         await asyncio.sleep(0.001)
 
