@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import secrets
+import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -192,9 +193,12 @@ async def _raise_reason(call: grpc.aio.StreamStreamCall, socket: StreamSocket) -
 
 
 async def _reach_socket(call: grpc.aio.StreamStreamCall, reader: _Reader) -> StreamSocket | None:
-    """The socket for the messages of a stream, as gateways use it; None: it is on another host, or there is none."""
+    """The socket for the messages of a stream, as gateways use it. None, which it says: it cannot be reached, so that
+    they go by gRPC, and take longer.
+    """
     offer = read_offer(await call.initial_metadata() or ())
     if offer is None:
+        print("Messages go by gRPC: the dense worker offers no socket.", file=sys.stderr)
         return None
 
     def receive(message: bytes) -> None:
@@ -202,7 +206,8 @@ async def _reach_socket(call: grpc.aio.StreamStreamCall, reader: _Reader) -> Str
 
     try:
         return await StreamSocket.reach(offer, receive, MAX_MESSAGE_BYTES)
-    except OSError:
+    except OSError as error:
+        print(f"Messages go by gRPC: the dense worker's socket cannot be reached: {error!r}", file=sys.stderr)
         return None
 
 
