@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from services.common.errors import InvalidRequest
 from services.common.shorten import quote
@@ -115,7 +116,9 @@ def _encode(message: _Message) -> gateway_pb2.ChatMessage:
         tool_calls=message.calls,
         tool_call_id=message.call_id,
     )
+    # Where the texts end: behind the first none, one, two...
+    ends = [0, *accumulate(len(text) + len(separator) for text in message.texts)]
     for num_texts, picture in message.pictures:
-        picture.position = len(separator.join(message.texts[:num_texts]))
+        picture.position = max(0, ends[num_texts] - len(separator))
         encoded.pictures.append(picture)
     return encoded
