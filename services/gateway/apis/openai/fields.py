@@ -32,12 +32,27 @@ class StreamOptions(RequestModel):
     include_obfuscation: bool | None = Field(None, description=IGNORED)
 
 
-class OpenAIFields(SamplingFields, AnswerFields, BeamFields, StructuredOutputFields):
+class UsageFields(RequestModel):
+    """Which counts of tokens a stream has."""
+
+    stream_options: StreamOptions | None = None
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether a stream ends with token counts."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def has_running_usage(self) -> bool:
+        """Whether every chunk of a stream has token counts."""
+        return self.has_usage and bool(self.stream_options.continuous_usage_stats)
+
+
+class OpenAIFields(SamplingFields, AnswerFields, UsageFields, BeamFields, StructuredOutputFields):
     """The fields that completions and chats share. Null always means the default."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNSUPPORTED, **LLAMA_CPP_OPTIONS}
 
-    stream_options: StreamOptions | None = None
     n_predict: CountOrAll | None = Field(
         None, description="llama.cpp's name of max_tokens; -1: to the end of the context"
     )
@@ -64,16 +79,6 @@ class OpenAIFields(SamplingFields, AnswerFields, BeamFields, StructuredOutputFie
         """Whether the answer has log-probabilities. In `logprobs` completions have a count, chats a switch."""
         given = getattr(self, "logprobs", None)
         return given is not None and given is not False
-
-    @property
-    def has_usage(self) -> bool:
-        """Whether a stream ends with token counts."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def has_running_usage(self) -> bool:
-        """Whether every chunk of a stream has token counts."""
-        return self.has_usage and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def num_named(self) -> int:

@@ -11,11 +11,11 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from services.gateway.apis.openai.answer_objects import FinishReasonName, PromptLogprobs, UsageObject
-from services.gateway.apis.openai.fields import OpenAIFields, StreamOptions
+from services.gateway.apis.openai.fields import OpenAIFields, UsageFields
 from services.gateway.apis.shared.generation_fields import IGNORED, NumLogprobs
 from services.gateway.apis.shared.logprobs import ChatLogprobs
 from services.gateway.apis.shared.other_servers import OF_CHATS
-from services.gateway.apis.shared.request_model import Int32, RequestModel, TokenIdList
+from services.gateway.apis.shared.request_model import Int32, TokenIdList
 
 
 class TokenSampling(OpenAIFields):
@@ -46,7 +46,7 @@ class TokenSampling(OpenAIFields):
         return self
 
 
-class TokenAnswerRequest(RequestModel):
+class TokenAnswerRequest(UsageFields):
     """A prompt of token ids, and the options of the answers."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"features": ({},)}
@@ -57,7 +57,6 @@ class TokenAnswerRequest(RequestModel):
     )
     model: str | None = Field(None, description="A name of the served model, or of an adapter, or none")
     stream: bool | None = Field(None, description="Send the token ids as server-sent events")
-    stream_options: StreamOptions | None = None
     request_id: str | None = Field(None, description="The request's name; the answer has it behind generate-tokens-")
     priority: Int32 | None = Field(None, description="Requests with a lower number are served earlier")
     cache_salt: str | None = Field(
@@ -69,16 +68,6 @@ class TokenAnswerRequest(RequestModel):
     @classmethod
     def _no_params(cls, value: Any) -> Any:
         return {} if value is None else value
-
-    @property
-    def has_usage(self) -> bool:
-        """Whether a stream ends with token counts."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def has_running_usage(self) -> bool:
-        """Whether every event of a stream has token counts."""
-        return self.has_usage and bool(self.stream_options.continuous_usage_stats)
 
 
 class TokenChoice(TypedDict):
