@@ -289,7 +289,7 @@ class RequestService:
     async def _reserve(self, request: GenerationRequest, held: HeldMemory, num_messages: int) -> None:
         """Reserves the memory of its features, which count together where they are of one kind."""
         needs = dict[str, list[tuple[str, HeldBytes]]]()  # by what it is: fields, and their bytes
-        for feature in features_of(request.spec):
+        for feature in features_of(request.spec.features):
             size = request.size(self.model.vocab_size, self.model.hidden_size, num_messages)
             if (need := feature.held(size)) is not None:
                 needs.setdefault(need.what, []).append((feature.field, need))

@@ -29,8 +29,8 @@ class Alignment(Report):
     is_shown_with_prompt = True
     is_in_grpc = False
 
-    def read(self, message: gateway_pb2.GenerateRequest, vocab_size: int) -> bytes | None:
-        return message.alignment.SerializeToString() if message.HasField(self.field) else None
+    def read(self, message: gateway_pb2.GenerateRequest, vocab_size: int) -> bytes:
+        return message.alignment.SerializeToString()
 
     def record(self) -> ReportRecord:
         return _Record()

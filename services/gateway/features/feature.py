@@ -50,8 +50,11 @@ class Feature:
     json_neutral: tuple[Any, ...] = (False,)  # values of the field that ask for nothing
 
     def read(self, message: gateway_pb2.GenerateRequest, vocab_size: int) -> bytes | None:
-        """What the dense worker's feature is asked for; None: nothing. Raises `InvalidRequest`."""
-        return b"" if getattr(message, self.field) else None
+        """What the dense worker's feature is asked for by a message that has the field; None: nothing.
+
+        Raises `InvalidRequest`.
+        """
+        return b""
 
     def ask(self, value: Any, message: gateway_pb2.GenerateRequest) -> None:
         """Asks for it as the field of a body does."""

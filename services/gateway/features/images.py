@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from services.gateway.features.feature import Feature
-from services.pb import gateway_pb2
 
 
 class Images(Feature):
-    """Asked for by the pictures themselves."""
+    """Asked for by the pictures themselves: what the dense worker is told is known when they are decoded."""
 
     name = "images"
-    field = "messages"
+    field = "messages"  # of bodies; `GenerateRequest` has no such field
     goes_with_beams = True
-
-    def read(self, message: gateway_pb2.GenerateRequest, vocab_size: int) -> bytes | None:
-        """None: what the dense worker is told is known when the pictures are decoded."""
-        return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from services.gateway.features.alignment import Alignment
 from services.gateway.features.feature import Feature
 from services.gateway.features.hidden_states import HiddenStates
@@ -12,7 +14,7 @@ from services.gateway.features.prompt_logprobs import PromptLogprobs
 from services.gateway.features.report import Report
 from services.gateway.features.returned_logits import ContextLogits, GenerationLogits
 from services.gateway.features.source import Source
-from services.step.sequence_spec import SequenceSpec
+from services.pb import gateway_pb2
 
 PROMPT_LOGPROBS = PromptLogprobs()
 POOLING = Pooling()
@@ -32,6 +34,13 @@ FEATURES: tuple[Feature, ...] = (
 REPORTS = {each.name: each for each in FEATURES if isinstance(each, Report)}
 
 
-def features_of(spec: SequenceSpec) -> list[Feature]:
-    """Those that a sequence has; mostly none."""
-    return [each for each in FEATURES if each.name in spec.features] if spec.features else []
+def read_features(message: gateway_pb2.GenerateRequest, vocab_size: int) -> dict[str, bytes]:
+    """What a message asks the dense worker's features for, by their names; mostly nothing. Raises `InvalidRequest`."""
+    given = {field.name for field, _ in message.ListFields()}
+    read = {each.name: each.read(message, vocab_size) for each in FEATURES if each.field in given}
+    return {name: asked for name, asked in read.items() if asked is not None}
+
+
+def features_of(asked: Collection[str]) -> list[Feature]:
+    """Those with these names, which a sequence has; mostly none."""
+    return [each for each in FEATURES if each.name in asked] if asked else []

@@ -44,9 +44,7 @@ class Pooling(Report):
     is_shown_with_prompt = True
     is_in_grpc = False
 
-    def read(self, message: gateway_pb2.GenerateRequest, vocab_size: int) -> bytes | None:
-        if not message.return_pooled:
-            return None
+    def read(self, message: gateway_pb2.GenerateRequest, vocab_size: int) -> bytes:
         request = pooling_pb2.PoolingRequest(
             second_segment=message.second_segment,
             all_tokens=message.return_token_vectors,

@@ -45,9 +45,7 @@ class PromptLogprobs(Report):
     is_of_prompt = True
     is_shown_with_prompt = True
 
-    def read(self, message: gateway_pb2.GenerateRequest, vocab_size: int) -> bytes | None:
-        if not message.HasField("prompt_logprobs"):
-            return None
+    def read(self, message: gateway_pb2.GenerateRequest, vocab_size: int) -> bytes:
         if message.prompt_logprobs > MAX_PROMPT_LOGPROBS and message.prompt_logprobs != vocab_size:
             raise InvalidRequest(
                 f"prompt_logprobs is {message.prompt_logprobs}, must be from 0 to {MAX_PROMPT_LOGPROBS}, or -1 for all "

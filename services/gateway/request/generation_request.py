@@ -19,7 +19,7 @@ from services.common.sampling_params import (
 )
 from services.common.shorten import quote
 from services.gateway.features.feature import RequestSize
-from services.gateway.features.installed import FEATURES, PROMPT_LOGPROBS, REPORTS, features_of
+from services.gateway.features.installed import PROMPT_LOGPROBS, REPORTS, features_of, read_features
 from services.gateway.images.picture import Picture, encode_pictures
 from services.gateway.images.picture_reader import PictureReader
 from services.gateway.request.beam_request import decode_beams, greedy_for_beams, read_widths
@@ -111,7 +111,7 @@ class GenerationRequest:
         if not index:
             return self.spec
         sampling = replace(self.spec.sampling, seed=(self.spec.sampling.seed + index) & MAX_SEED)
-        names = [each.name for each in features_of(self.spec) if not each.is_of_prompt]
+        names = [each.name for each in features_of(self.spec.features) if not each.is_of_prompt]
         return replace(self.spec, sampling=sampling, features={name: self.spec.features[name] for name in names})
 
     @property
@@ -198,8 +198,7 @@ async def read_request(
     has_beams = message.HasField("beam_search")
     n, best_of = read_widths(message, limits.max_beam_width) if has_beams else _read_counts(message, limits.max_n)
     _check_logprobs(message, limits)
-    read = {each.name: each.read(message, limits.vocab_size) for each in FEATURES}
-    features = {name: asked for name, asked in read.items() if asked is not None}
+    features = read_features(message, limits.vocab_size)
     _check_range("priority", message.priority, -MAX_PRIORITY, MAX_PRIORITY)
     sampling = await _read_sampling(message, tokenizer, limits)
     if message.HasField("max_tokens"):
@@ -229,7 +228,7 @@ async def read_request(
     if parsing is not None:
         sampling = replace(sampling, structured_output=answer_grammar(parsing, sampling.structured_output))
     if has_beams:
-        refused = [each.field for each in FEATURES if each.name in features and not each.goes_with_beams]
+        refused = [each.field for each in features_of(features) if not each.goes_with_beams]
         sampling = greedy_for_beams(message, sampling, refused)
     num_logprobs = message.logprobs if message.HasField("logprobs") else None
     beam_search = decode_beams(message, best_of, n) if has_beams and best_of > 1 else None

@@ -247,7 +247,7 @@ class Triton:
     def _check_numbers(self, request: InferRequest, generations: Generations) -> None:
         vocab_size = self.service.model.vocab_size
         requests = [each.request for each in generations.running]
-        count = sum(num_logits(features_of(each.spec), each.size(vocab_size, 0)) for each in requests)
+        count = sum(num_logits(features_of(each.spec.features), each.size(vocab_size, 0)) for each in requests)
         if request.max_numbers is not None and count > request.max_numbers:
             raise InvalidRequest(
                 f"the answers may have {count} logits, at most {request.max_numbers} are sent as JSON "
