@@ -43,6 +43,7 @@ from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.metrics.pool_metrics import PoolMetrics
 from services.gateway.metrics.vllm_metrics import AdapterUse, VllmMetrics
 from services.gateway.peer_servicer import PEERS_SERVICE_NAME, PeerServicer
+from services.gateway.request.local_model import LocalModel
 from services.gateway.request.model_names import ModelNames
 from services.gateway.request.prompt_embeds_reader import PromptEmbedsReader
 from services.gateway.request.source_reader import make_source_reader
@@ -255,6 +256,14 @@ class Gateway(Service):
         if not isinstance(model_config, TextEncoderConfig):
             shapes = adapted_shapes(model_config) if self._config.dense.max_loras else {}
             sources = make_source_reader(model.path, model_config)
+        local_model = LocalModel(
+            tokenizer,
+            model_config.eos_token_ids,
+            has_language_head(read_json(model.path / "config.json") or {}),
+            prompt_embeds,
+            sources,
+            self._pictures,
+        )
         adapters = Adapters(
             names,
             shapes,
@@ -266,9 +275,8 @@ class Gateway(Service):
         )
         return RequestService(
             section,
-            names,
-            model_config.eos_token_ids,
-            tokenizer,
+            local_model,
+            adapters,
             self._journal,
             self._dense,
             self._metrics,
@@ -277,11 +285,6 @@ class Gateway(Service):
             tracer,
             self._grammar_trials,
             self._memory,
-            adapters,
-            generates=has_language_head(read_json(model.path / "config.json") or {}),
-            prompt_embeds=prompt_embeds,
-            sources=sources,
-            pictures=self._pictures,
         )
 
     def _make_pictures(self, vision: VisionConfig, tokenizer: Tokenizer) -> PictureReader:

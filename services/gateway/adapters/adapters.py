@@ -77,7 +77,7 @@ class Adapters:
 
         admins: the names of the API keys whose adapters are shared
         """
-        self._names = names
+        self.names = names
         self._shapes = shapes
         self._hidden_size = hidden_size
         self._max_rank = max_rank
@@ -100,7 +100,7 @@ class Adapters:
 
     def names_for(self, caller: Caller) -> ModelNames:
         """The names of models that a caller's requests may use."""
-        return replace(self._names, adapters=self._list.visible_to(caller.name))
+        return replace(self.names, adapters=self._list.visible_to(caller.name))
 
     @property
     def shared_names(self) -> Collection[str]:
@@ -200,7 +200,7 @@ class Adapters:
             raise InvalidRequest(
                 f"lora_name has {len(name)} characters, at most {MAX_MODEL_NAME_CHARACTERS} allowed", "lora_name"
             )
-        if name in self._names.names:
+        if name in self.names.names:
             raise InvalidRequest(f"lora_name {name!r} is a name of the served model", "lora_name")
         if name in self._list.of(owner) and not replaces:
             raise InvalidRequest(

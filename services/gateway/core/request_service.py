@@ -22,7 +22,7 @@ from services.gateway.core.generation import Generation
 from services.gateway.features.feature import HeldBytes
 from services.gateway.features.installed import features_of
 from services.gateway.images.picture import Picture
-from services.gateway.images.picture_reader import PictureReader, num_pictures
+from services.gateway.images.picture_reader import num_pictures
 from services.gateway.link.dense_pool import DensePool
 from services.gateway.link.journal import Journal, is_of_batch
 from services.gateway.link.journal_entry import FinishReason
@@ -40,17 +40,14 @@ from services.gateway.request.generation_request import (
     read_request,
     read_text_or_chat,
 )
+from services.gateway.request.local_model import LocalModel
 from services.gateway.request.model_names import ModelNames
-from services.gateway.request.prompt_embeds_reader import PromptEmbedsReader
-from services.gateway.request.source_reader import SourceReader
 from services.gateway.resources.heavy_work import HeavyWork
 from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget, settle_body
-from services.gateway.resources.repeatable import current_run
 from services.gateway.text.answer_grammar import refusal
 from services.gateway.text.grammar_trials import GrammarTrials
 from services.gateway.text.held_forms import HeldForms
 from services.gateway.text.read_chat import read_chat_in_turn
-from services.gateway.text.tokenizer import Tokenizer
 from services.grammar.grammar_error import GrammarError
 from services.pb import gateway_pb2
 from services.rpc.spans import Tracer
@@ -93,9 +90,8 @@ class RequestService:
     def __init__(
         self,
         section: GatewaySection,
-        names: ModelNames,
-        eos_token_ids: tuple[int, ...],
-        tokenizer: Tokenizer,
+        model: LocalModel,
+        adapters: Adapters,
         journal: Journal,
         dense: DensePool,
         metrics: GatewayMetrics,
@@ -104,32 +100,26 @@ class RequestService:
         tracer: Tracer,
         grammar_trials: GrammarTrials,
         memory: MemoryBudget,
-        adapters: Adapters,
-        *,
-        generates: bool,
-        prompt_embeds: PromptEmbedsReader | None,
-        sources: SourceReader | None,
-        pictures: PictureReader | None,
     ) -> None:
-        """`generates`: False if the model has no language head"""
         self.section = section
-        self.names = names
-        self.eos_token_ids = eos_token_ids
-        self.tokenizer = tokenizer
-        self.journal = journal
+        self._local_model = model
         self.adapters = adapters
-        self.access = access
+        self.journal = journal
         self._dense = dense
         self.metrics = metrics
+        self.access = access
         self._admission = admission
         self._tracer = tracer
         self._grammar_trials = grammar_trials
-        self._held_forms = HeldForms(memory)
         self.memory = memory
-        self.generates = generates
-        self.sources = sources  # None: the model has no encoder
-        self.prompt_embeds = prompt_embeds  # None: prompts of embeddings are refused
-        self.pictures = pictures  # None: pictures are refused
+        self.names = adapters.names
+        self.tokenizer = model.tokenizer
+        self.eos_token_ids = model.eos_token_ids
+        self.generates = model.generates
+        self.prompt_embeds = model.prompt_embeds
+        self.sources = model.sources
+        self.pictures = model.pictures
+        self._held_forms = HeldForms(memory)
         self._being_read = BeingRead()
         metrics.watch(self._counts)
 
@@ -146,18 +136,15 @@ class RequestService:
     def _limits_with(self, names: ModelNames) -> ModelLimits:
         model, section = self._dense.model, self.section
         return ModelLimits(
+            self._local_model,
+            names,
             model.vocab_size,
             model.max_model_len,
-            self.eos_token_ids,
-            names,
             section.max_n,
             section.max_logprobs,
             model.max_beam_width,
             section.strict_max_tokens,
-            self.prompt_embeds,
-            self.generates,
-            self.sources,
-            self.pictures,
+            section.queue_timeout_s,
         )
 
     @property
@@ -236,18 +223,7 @@ class RequestService:
         limits = self._limits_with(self.names_for(caller))
         check_counts(message, self.pictures)
         async with self._reading_pictures(message, caller, held) as reading:
-            count = num_pictures(message)
-            read = await read_request(
-                message,
-                self.tokenizer,
-                limits,
-                part.prompt_name,
-                count,
-                reading,
-                client=caller.client,
-                queue_timeout_s=self.section.queue_timeout_s,
-                is_stepwise=current_run() is not None,
-            )
+            read = await read_request(message, limits, part.prompt_name, reading, client=caller.client)
         request = caller.adapt(read)
         check_num_logprobs(part.num_other_logprobs + request.max_num_logprobs, self.section.max_request_logprobs)
         structure = request.spec.sampling.structured_output
@@ -345,7 +321,7 @@ class RequestService:
         for message in messages:
             check_counts(message, self.pictures)
             if self._dense.has_model:
-                check_size(message, self.tokenizer, self.limits)
+                check_size(message, self.limits)
             held = HeldMemory(self.memory, caller.number)
             try:
                 async with self._reading_pictures(message, caller, held) as reading:
@@ -366,7 +342,7 @@ class RequestService:
         self.count_requests(1, caller)
         check_counts(message, self.pictures)
         if self._dense.has_model:
-            check_size(message, self.tokenizer, self.limits)
+            check_size(message, self.limits)
         chat = await read_chat_in_turn(message.chat, self.tokenizer)
         return await self.tokenizer.render_chat(chat, message.chat.ByteSize())
 

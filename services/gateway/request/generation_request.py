@@ -24,11 +24,11 @@ from services.gateway.images.picture import Picture, encode_pictures
 from services.gateway.images.picture_reader import PictureReader
 from services.gateway.request.beam_request import decode_beams, greedy_for_beams, read_widths
 from services.gateway.request.context_length import check_prompt_length, num_kept_tokens, read_max_tokens, too_long
+from services.gateway.request.local_model import LocalModel
 from services.gateway.request.model_names import ModelNames
-from services.gateway.request.prompt_embeds_reader import PromptEmbedsReader
 from services.gateway.request.prompt_vectors import check_vectors, read_vectors, stand_in_front
 from services.gateway.request.source_reader import Source, SourceReader
-from services.gateway.resources.repeatable import draw_bits
+from services.gateway.resources.repeatable import current_run, draw_bits
 from services.gateway.text.answer_grammar import answer_ends, answer_grammar, read_parsing, read_reasoning_limit
 from services.gateway.text.chat_template import Chat
 from services.gateway.text.parsing import Parsing
@@ -58,27 +58,23 @@ Owner = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """The limits that a request is checked against."""
+    """The model that a request is for, and the limits that it is checked against."""
 
+    model: LocalModel
+    names: ModelNames
     vocab_size: int
     max_model_len: int  # tokens of prompt and output together
-    eos_token_ids: tuple[int, ...]
-    names: ModelNames
     max_n: int  # answers to one prompt
     max_logprobs: int  # likeliest tokens to tell of beside each output token
     max_beam_width: int  # beams of a search
     strict_max_tokens: bool = False  # whether max_tokens beyond the context is an error, else it is lowered
-    prompt_embeds: PromptEmbedsReader | None = None  # None: prompts of embeddings are refused
-    generates: bool = True  # False: the model has no language head
-    sources: SourceReader | None = None  # None: the model has no encoder
-    pictures: PictureReader | None = None  # None: pictures are refused
+    queue_timeout_s: float | None = None  # longest wait at the dense worker for the first step
 
     @property
     def max_prompt_len(self) -> int:
         """Tokens of a prompt at most, and of its answer if both are read by the same layers."""
-        if self.sources is None or self.sources.reads_pictures:
-            return self.max_model_len
-        return self.sources.encoder.max_source_len
+        sources = self.model.sources
+        return self.max_model_len if sources is None or sources.reads_pictures else sources.encoder.max_source_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,25 +168,22 @@ def owner_of(caller: str, client: int) -> Owner:
 
 async def read_request(
     message: gateway_pb2.GenerateRequest,
-    tokenizer: Tokenizer,
     limits: ModelLimits,
     prompt_name: str = "prompt",
-    num_pictures: int = 0,
     reading: Awaitable[Sequence[Picture]] | None = None,
     *,
     client: int = 0,
-    queue_timeout_s: float | None = None,
-    is_stepwise: bool = False,
 ) -> GenerationRequest:
     """Raises `InvalidRequest` for the first thing that is wrong; tokenizes only what is right otherwise.
 
     `prompt_name` is what the client calls the prompt, such as `prompt[1]` if it is one of several. `reading`: gives the
-    `num_pictures` of the message when they are decoded, and what it raises is raised; None: there are none. The others
-    are fields of the request and its `spec`.
+    pictures of the message when they are decoded, and what it raises is raised; None: there are none. `client`: the
+    number of the address that it comes from.
     Raises `UnknownModel` for another model than the served one. The message has passed `check_counts`.
     """
     limits.names.check(message.model)
-    if not limits.generates and not message.return_pooled:
+    model = limits.model
+    if not model.generates and not message.return_pooled:
         raise InvalidRequest("this model generates nothing: its checkpoint has no language head", "model")
     check_name("request_id", message.request_id, MAX_REQUEST_ID_CHARACTERS)
     check_name("user", message.user, MAX_USER_CHARACTERS)
@@ -200,7 +193,7 @@ async def read_request(
     _check_logprobs(message, limits)
     features = read_features(message, limits.vocab_size)
     _check_range("priority", message.priority, -MAX_PRIORITY, MAX_PRIORITY)
-    sampling = await _read_sampling(message, tokenizer, limits)
+    sampling = await _read_sampling(message, limits)
     if message.HasField("max_tokens"):
         _check_max_tokens(message, best_of, returns_prompt=message.echo or _shows_prompt(features))
         _check_min_tokens(sampling.min_tokens, message.max_tokens)
@@ -210,17 +203,17 @@ async def read_request(
         automaton_of(tuple(message.stop_regex))
     check_token_ids("stop_token_ids", message.stop_token_ids, limits.vocab_size)
 
-    prompt = await _read_prompt(message, tokenizer, limits, prompt_name, num_pictures, reading)
+    prompt = await _read_prompt(message, limits, prompt_name, reading)
     features |= prompt.features
     max_tokens = read_max_tokens(
         message, prompt.num_tokens, sampling.min_tokens, limits.max_model_len, is_strict=limits.strict_max_tokens
     )
     _check_min_tokens(sampling.min_tokens, max_tokens)
 
-    chat = prompt.chat
+    chat, tokenizer = prompt.chat, model.tokenizer
     parsing = None if chat is None else read_parsing(chat, tokenizer, prompt.token_ids, sampling.structured_output)
     ends = tokenizer.fill_in_middle.end_token_ids if message.HasField("suffix") else answer_ends(parsing, tokenizer)
-    eos_token_ids = () if message.ignore_eos else (*limits.eos_token_ids, *ends)
+    eos_token_ids = () if message.ignore_eos else (*model.eos_token_ids, *ends)
     stop_token_ids = tuple(sorted({*eos_token_ids, *message.stop_token_ids}))
     sampling.check_choice(stop_token_ids)
     if chat is not None:
@@ -267,12 +260,12 @@ async def read_request(
         echo=message.echo,
         priority=message.priority if message.HasField("priority") else None,
         user=message.user,
-        queue_timeout_s=queue_timeout_s,
+        queue_timeout_s=limits.queue_timeout_s,
         parsing=parsing,
         prompt_embeds=prompt.table,
         num_source_tokens=0 if prompt.source is None or message.HasField("sound") else prompt.source.ref.num_rows,
         pictures=prompt.pictures,
-        is_stepwise=is_stepwise,
+        is_stepwise=current_run() is not None,
     )
 
 
@@ -299,29 +292,27 @@ class _Prompt:
 
 async def _read_prompt(
     message: gateway_pb2.GenerateRequest,
-    tokenizer: Tokenizer,
     limits: ModelLimits,
     name: str,
-    num_pictures: int,
     reading: Awaitable[Sequence[Picture]] | None,
 ) -> _Prompt:
     """Raises `InvalidRequest` if there is none, or it does not fit. The arguments are those of `read_request`."""
-    adapter = limits.names.adapters.get(message.model)
-    table = await read_vectors(message, adapter, limits.prompt_embeds, limits.max_model_len)
+    model, adapter = limits.model, limits.names.adapters.get(message.model)
+    table = await read_vectors(message, adapter, model.prompt_embeds, limits.max_model_len)
     table_ids = range(0) if table is None else table.token_ids(limits.vocab_size)
     front_ids = table_ids if stand_in_front(message, adapter) else range(0)
-    _check_source(message, limits.sources)
-    given, chat, source = await _read_input(message, tokenizer, limits, table_ids, num_pictures, reading)
+    _check_source(message, model.sources)
+    given, chat, source = await _read_input(message, limits, table_ids, reading)
     pictures: Sequence[Picture] = () if reading is None else await reading  # last: meanwhile the text was tokenized
-    if limits.sources is not None and source is None:
-        given = _cut(given, message, limits.sources.encoder.max_source_len)
-        if limits.pictures is not None:
-            given, _ = limits.pictures.expand(list(given), pictures)
-        source = limits.sources.read_tokens(given, pictures)
-        given = await limits.sources.read_decoder_prompt(message, tokenizer)
+    if model.sources is not None and source is None:
+        given = _cut(given, message, model.sources.encoder.max_source_len)
+        if model.pictures is not None:
+            given, _ = model.pictures.expand(list(given), pictures)
+        source = model.sources.read_tokens(given, pictures)
+        given = await model.sources.read_decoder_prompt(message, model.tokenizer)
     spans: tuple[PromptSpan, ...] = ()
-    if limits.pictures is not None and source is None:
-        given, spans = limits.pictures.expand(list(given), pictures)
+    if model.pictures is not None and source is None:
+        given, spans = model.pictures.expand(list(given), pictures)
     if pictures and message.HasField("truncate_prompt_tokens"):
         raise InvalidRequest("truncate_prompt_tokens cannot be used with pictures", "truncate_prompt_tokens")
     if pictures and table is not None:
@@ -331,7 +322,7 @@ async def _read_prompt(
         num_kept = min(num_kept, num_kept_tokens(message, limits.max_model_len - len(front_ids)))
     if not num_kept:
         raise InvalidRequest("the prompt has no tokens, at least 1 is required", "prompt")
-    check_prompt_length(len(front_ids) + num_kept, limits.max_model_len + (not limits.generates))
+    check_prompt_length(len(front_ids) + num_kept, limits.max_model_len + (not model.generates))
     token_ids = list(given[:num_kept] if message.keep_first_tokens else given[-num_kept:])
     num_rows = len(table_ids) - len(front_ids)  # that token ids of the prompt may stand for
     check_token_ids("prompt_token_ids", token_ids, limits.vocab_size, name, num_rows)
@@ -356,30 +347,28 @@ async def _read_prompt(
 
 async def _read_input(
     message: gateway_pb2.GenerateRequest,
-    tokenizer: Tokenizer,
     limits: ModelLimits,
     table_ids: range,
-    num_pictures: int,
     reading: Awaitable[Sequence[Picture]] | None,
 ) -> tuple[Sequence[int], Chat | None, Source | None]:
     """The tokens that are given, the chat that they are of, and what an encoder reads if that is sound or a picture."""
-    sources, kind = limits.sources, message.WhichOneof("input")
+    sources, tokenizer, kind = limits.model.sources, limits.model.tokenizer, message.WhichOneof("input")
     if sources is not None and message.HasField("sound"):
         source = sources.read_sound(message.sound)
         return await sources.read_decoder_prompt(message, tokenizer), None, source
     if sources is not None and sources.reads_pictures:
-        check_size(message, tokenizer, limits)
+        check_size(message, limits)
         source = sources.read_picture(() if reading is None else await reading)
         return await sources.read_text_beside(message, tokenizer), None, source
     if message.HasField("suffix"):
-        check_size(message, tokenizer, limits)
+        check_size(message, limits)
         return await _read_gap(message, tokenizer), None, None
     if kind == "prompt_token_ids":
         return message.prompt_token_ids.ids, None, None
     if kind == "prompt_embeds":
         return table_ids, None, None
-    check_size(message, tokenizer, limits)
-    token_ids, chat = await read_text_or_chat(message, tokenizer, table_ids, num_pictures)
+    check_size(message, limits)
+    token_ids, chat = await read_text_or_chat(message, tokenizer, table_ids, len(message.pictures))
     return token_ids, chat, None
 
 
@@ -494,15 +483,13 @@ def check_counts(
             pictures.check_text(len(message.decoder_prompt), "decoder_prompt")
 
 
-def check_size(
-    message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest, tokenizer: Tokenizer, limits: ModelLimits
-) -> None:
+def check_size(message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeRequest, limits: ModelLimits) -> None:
     """Refuses a text that is too long for any tokens, before tokenizing it costs memory."""
-    num_characters, most = _num_characters(message), limits.max_prompt_len * tokenizer.max_token_characters
-    if num_characters > most:
+    num_characters, per_token = _num_characters(message), limits.model.tokenizer.max_token_characters
+    if num_characters > limits.max_prompt_len * per_token:
         raise too_long(
             limits.max_prompt_len,
-            f"the text has {num_characters} characters, and a token at most {tokenizer.max_token_characters}",
+            f"the text has {num_characters} characters, and a token at most {per_token}",
             _text_field(message),
         )
 
@@ -570,13 +557,11 @@ def _read_counts(message: gateway_pb2.GenerateRequest, max_n: int) -> tuple[int,
     return n, best_of
 
 
-async def _read_sampling(
-    message: gateway_pb2.GenerateRequest, tokenizer: Tokenizer, limits: ModelLimits
-) -> SamplingParams:
+async def _read_sampling(message: gateway_pb2.GenerateRequest, limits: ModelLimits) -> SamplingParams:
     sampling = decode_sampling(message.sampling, seed=draw_bits(64))
     if message.bad_words:
         _check_strings("bad_words", message.bad_words)
-        words = await tokenizer.word_token_ids(message.bad_words)
+        words = await limits.model.tokenizer.word_token_ids(message.bad_words)
         sampling = replace(sampling, bad_words=(*sampling.bad_words, *words))
     sampling.validate()
     sampling.validate_token_ids(limits.vocab_size)

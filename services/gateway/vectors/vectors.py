@@ -296,7 +296,7 @@ class Vectors:
             adds = options.adds_special_tokens
             chat = gateway_pb2.TokenizeRequest(chat=each.first, add_special_tokens=adds)
             check_counts(chat, self.service.pictures)
-            check_size(chat, tokenizer, self.service.limits)
+            check_size(chat, self.service.limits)
             token_ids, _ = await read_text_or_chat(chat, tokenizer)
             token_ids = token_ids[:most] if is_cut else token_ids
         else:

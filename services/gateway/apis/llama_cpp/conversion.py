@@ -8,7 +8,6 @@ from collections import defaultdict
 from services.common.sampling_params import MAX_LOGIT_BIAS
 from services.gateway.apis.llama_cpp.schema import ALL, InfillBody, LlamaCppBody
 from services.gateway.apis.shared.to_message import add_structured_output, messages_of, sampling_message
-from services.gateway.images.picture_reader import PictureReader
 from services.gateway.request.generation_request import ModelLimits, check_token_ids
 from services.gateway.request.mixed_prompt import without_texts_between
 from services.gateway.text.tokenizer import Tokenizer
@@ -16,14 +15,10 @@ from services.pb import gateway_pb2, sampling_pb2
 
 
 async def llama_cpp_messages(
-    body: LlamaCppBody,
-    request_id: str,
-    tokenizer: Tokenizer,
-    limits: ModelLimits,
-    pictures: PictureReader | None,
+    body: LlamaCppBody, request_id: str, limits: ModelLimits
 ) -> list[gateway_pb2.GenerateRequest]:
-    """One message per prompt. `pictures` limits the text of a model that sees some. Raises `InvalidRequest`."""
-    most = limits.max_prompt_len
+    """One message per prompt. Raises `InvalidRequest`."""
+    most, tokenizer, pictures = limits.max_prompt_len, limits.model.tokenizer, limits.model.pictures
     prompts = [
         await without_texts_between(each, tokenizer, most, pictures, "prompt", body.add_special_tokens)
         for each in body.prompts_given

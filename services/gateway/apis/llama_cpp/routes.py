@@ -60,7 +60,7 @@ def llama_cpp_routes(service: RequestService) -> APIRouter:
                 limits.max_prompt_len,
                 are_cut=body.truncate_prompt_tokens is not None,
             )
-            messages = await llama_cpp_messages(body, request_id, service.tokenizer, limits, service.pictures)
+            messages = await llama_cpp_messages(body, request_id, limits)
         return Answer(service, messages, answer_format, is_stream=bool(body.stream))
 
     @router.get("/props", responses={200: {"model": Props}})

@@ -19,29 +19,30 @@ from services.gateway.request.generation_request import (
     read_request,
     read_text_or_chat,
 )
+from services.gateway.request.local_model import LocalModel
 from services.gateway.request.model_names import ModelNames
 from services.gateway.text.tokenizer import load_tokenizer
 from services.pb import gateway_pb2
 from services.step import SequenceSpec
 from tests.support.reports import prompt_logprobs
 
+TOKENIZER = load_tokenizer(EMBEDDED_MODEL)
 LIMITS = ModelLimits(
+    LocalModel(TOKENIZER, eos_token_ids=(2, 7)),
     vocab_size=1000,
     max_model_len=64,
-    eos_token_ids=(2, 7),
     names=ModelNames(("tiny", "small"), accepts_any=False, root="/models/tiny"),
     max_n=4,
     max_logprobs=20,
     max_beam_width=16,
 )
-TOKENIZER = load_tokenizer(EMBEDDED_MODEL)
 IDS = {"prompt_token_ids": {"ids": [5, 6, 7]}}
 
 
 def read(fields: dict[str, Any], limits: ModelLimits = LIMITS) -> GenerationRequest:
     message = gateway_pb2.GenerateRequest(**fields)
     check_counts(message)
-    return asyncio.run(read_request(message, TOKENIZER, limits))
+    return asyncio.run(read_request(message, limits))
 
 
 def test_unset_fields_take_the_defaults_of_the_proto() -> None:
