@@ -12,10 +12,8 @@ from pydantic import Discriminator, Tag
 
 from services.gateway.apis.openai.chat_schema import ChatObject, ChatRequest
 from services.gateway.apis.openai.completion_schema import CompletionObject, CompletionRequest
-from services.gateway.apis.shared.streams import STREAM_CONTENT
+from services.gateway.apis.shared.routes import STREAM_CONTENT, json_router
 from services.gateway.apis.vectors.schema import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
-from services.gateway.http.errors import ERROR_RESPONSES
-from services.gateway.http.json_route import json_route
 from services.gateway.vectors.vectors import Vectors
 
 PATHS = {  # of the routes for these bodies
@@ -30,8 +28,7 @@ PATHS = {  # of the routes for these bodies
 
 def invocation_routes(vectors: Vectors, routers: Sequence[APIRouter]) -> APIRouter:
     """The route of one gateway. `routers`: with all others."""
-    route_class = json_route(vectors.service.section.max_body_values, vectors.service.heavy_work)
-    router = APIRouter(route_class=route_class, tags=["Generation"], responses=ERROR_RESPONSES)
+    router = json_router(vectors.service, "Generation")
     routes = [route for each in routers for route in each.routes]
     endpoints = {route.path: route.endpoint for route in routes if isinstance(route, APIRoute)}
     handlers: dict[type, Callable[..., Any]] = {kind: endpoints[path] for kind, path in PATHS.items()}
@@ -66,7 +63,6 @@ def invocation_routes(vectors: Vectors, routers: Sequence[APIRouter]) -> APIRout
         "/invocations",
         invoke,
         methods=["POST"],
-        response_class=Response,
         responses={
             200: {"model": ChatObject | CompletionObject, "content": STREAM_CONTENT, "description": "The answer"}
         },

@@ -11,21 +11,19 @@ from services.gateway.apis.anthropic.errors import ERROR_RESPONSES
 from services.gateway.apis.anthropic.format import MessagesFormat, param_names
 from services.gateway.apis.anthropic.schema import CountTokensRequest, MessagesRequest
 from services.gateway.apis.shared.answer import Answer
-from services.gateway.apis.shared.streams import NAMED_STREAM_CONTENT
+from services.gateway.apis.shared.routes import NAMED_STREAM_CONTENT, json_router
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.field_names import client_field_names
-from services.gateway.http.json_route import json_route, next_turn
+from services.gateway.http.json_route import next_turn
 from services.pb import gateway_pb2
 
 
 def messages_routes(service: RequestService) -> APIRouter:
     """The routes of one gateway."""
-    route_class = json_route(service.section.max_body_values, service.heavy_work)
-    router = APIRouter(route_class=route_class, tags=["Messages"], responses=ERROR_RESPONSES)
+    router = json_router(service, "Messages", ERROR_RESPONSES)
 
     @router.post(
         "/v1/messages",
-        response_class=Response,
         responses={200: {"model": MessageObject, "content": NAMED_STREAM_CONTENT, "description": "The answer"}},
     )
     async def create_message(body: MessagesRequest, request: Request) -> Response:
@@ -37,7 +35,7 @@ def messages_routes(service: RequestService) -> APIRouter:
         await next_turn(request)
         return Answer(service, [message], MessagesFormat(service, body, request_id), is_stream=bool(body.stream))
 
-    @router.post("/v1/messages/count_tokens", response_class=Response, responses={200: {"model": TokensCount}})
+    @router.post("/v1/messages/count_tokens", responses={200: {"model": TokensCount}})
     async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
         """The number of tokens that the prompt would have."""
         service.names_for(request.state.caller).check(body.model)

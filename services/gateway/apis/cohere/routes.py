@@ -10,15 +10,13 @@ from services.gateway.apis.cohere.format import CohereFormat
 from services.gateway.apis.cohere.schema import CohereAnswer, CohereChatRequest
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.cohere_errors import CHAT_PATHS, ERROR_RESPONSES
-from services.gateway.apis.shared.streams import NAMED_STREAM_CONTENT
+from services.gateway.apis.shared.routes import NAMED_STREAM_CONTENT, json_router
 from services.gateway.core.request_service import RequestService
-from services.gateway.http.json_route import json_route
 
 
 def cohere_chat_routes(service: RequestService) -> APIRouter:
     """The routes of one gateway."""
-    route_class = json_route(service.section.max_body_values, service.heavy_work)
-    router = APIRouter(route_class=route_class, tags=["Messages"], responses=ERROR_RESPONSES)
+    router = json_router(service, "Messages", ERROR_RESPONSES)
 
     async def cohere_chat(body: CohereChatRequest, request: Request) -> Response:
         """Answers a chat as Cohere does."""
@@ -31,7 +29,6 @@ def cohere_chat_routes(service: RequestService) -> APIRouter:
             path,
             cohere_chat,
             methods=["POST"],
-            response_class=Response,
             responses={200: {"model": CohereAnswer, "content": NAMED_STREAM_CONTENT, "description": "The answer"}},
             include_in_schema=path == CHAT_PATHS[0],
         )

@@ -13,21 +13,18 @@ from services.gateway.apis.llama_cpp.server_objects import server_props, server_
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.llama_cpp_errors import ERROR_RESPONSES
 from services.gateway.apis.shared.prompts import check_prompts
-from services.gateway.apis.shared.streams import STREAM_CONTENT
+from services.gateway.apis.shared.routes import STREAM_CONTENT, json_router
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.field_names import client_field_names
-from services.gateway.http.json_route import json_route
 
 
 def llama_cpp_routes(service: RequestService) -> APIRouter:
     """The routes of one gateway."""
-    route_class = json_route(service.section.max_body_values, service.heavy_work)
-    router = APIRouter(route_class=route_class, tags=["Generation"], responses=ERROR_RESPONSES)
+    router = json_router(service, "Generation", ERROR_RESPONSES)
 
-    @router.post("/completions", response_class=Response, include_in_schema=False)
+    @router.post("/completions", include_in_schema=False)
     @router.post(
         "/completion",
-        response_class=Response,
         responses={
             200: {
                 "model": LlamaCppObject | list[LlamaCppObject],
@@ -42,7 +39,6 @@ def llama_cpp_routes(service: RequestService) -> APIRouter:
 
     @router.post(
         "/infill",
-        response_class=Response,
         responses={200: {"model": LlamaCppObject, "content": STREAM_CONTENT, "description": "The answer"}},
     )
     async def fill_in(body: InfillBody, request: Request) -> Response:

@@ -27,9 +27,9 @@ from services.gateway.apis.ollama.schema import (
 from services.gateway.apis.ollama.server_objects import listed_model, running_model, shown_model
 from services.gateway.apis.shared.answer import LINE_CONTENT_TYPE, Answer
 from services.gateway.apis.shared.ollama_errors import ERROR_RESPONSES, name_without_tag
+from services.gateway.apis.shared.routes import json_router
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.field_names import client_field_names
-from services.gateway.http.json_route import json_route
 from services.pb import gateway_pb2
 
 LINES = {LINE_CONTENT_TYPE: {"schema": {"type": "string", "description": "Unless stream is false: a line for each"}}}
@@ -38,13 +38,11 @@ LINES = {LINE_CONTENT_TYPE: {"schema": {"type": "string", "description": "Unless
 def ollama_routes(service: RequestService) -> APIRouter:
     """The routes of one gateway."""
     # Ollama reads any body as JSON, and its clients send other content types or none.
-    route_class = json_route(service.section.max_body_values, service.heavy_work, needs_json_type=False)
-    router = APIRouter(route_class=route_class, tags=["Generation"], responses=ERROR_RESPONSES)
+    router = json_router(service, "Generation", ERROR_RESPONSES, needs_json_type=False)
     start = datetime.fromtimestamp(int(time.time()), UTC)
 
     @router.post(
         "/api/chat",
-        response_class=Response,
         responses={200: {"model": OllamaAnswer, "content": LINES, "description": "The answer"}},
     )
     async def ollama_chat(body: OllamaChatRequest, request: Request) -> Response:
@@ -58,7 +56,6 @@ def ollama_routes(service: RequestService) -> APIRouter:
 
     @router.post(
         "/api/generate",
-        response_class=Response,
         responses={200: {"model": OllamaAnswer, "content": LINES, "description": "The answer"}},
     )
     async def ollama_generate(body: OllamaGenerateRequest, request: Request) -> Response:
@@ -96,7 +93,7 @@ def ollama_routes(service: RequestService) -> APIRouter:
         """The same: all are in memory."""
         return {"models": [running_model(service, name, start) for name in listed(request)]}
 
-    @router.post("/api/show", response_class=Response, responses={200: {"model": ShownModel}})
+    @router.post("/api/show", responses={200: {"model": ShownModel}})
     async def show(body: ShowRequest, request: Request) -> Response:
         """What kind of model it is."""
         names = service.names_for(request.state.caller)

@@ -19,10 +19,9 @@ from services.gateway.apis.openai.token_answer_schema import TokenSampling
 from services.gateway.apis.shared.answer import PiecewiseAnswer
 from services.gateway.apis.shared.json_pieces import json_pieces
 from services.gateway.apis.shared.prompts import check_prompts
+from services.gateway.apis.shared.routes import json_router
 from services.gateway.core.request_service import BYTES_PER_TOKEN_ID, RequestService
-from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.field_names import client_field_names
-from services.gateway.http.json_route import json_route
 from services.pb import gateway_pb2
 
 # Fields that stand in the body, or have had their effect on the prompt.
@@ -82,12 +81,9 @@ class RenderedPrompt(TypedDict):
 
 def render_routes(service: RequestService) -> APIRouter:
     """The routes of one gateway."""
-    route_class = json_route(service.section.max_body_values, service.heavy_work)
-    router = APIRouter(route_class=route_class, tags=["Tokens"], responses=ERROR_RESPONSES)
+    router = json_router(service, "Tokens")
 
-    @router.post(
-        "/v1/completions/render", response_class=Response, responses={200: {"model": list[RenderedPrompt]}}
-    )
+    @router.post("/v1/completions/render", responses={200: {"model": list[RenderedPrompt]}})
     async def render_completion(body: RenderedCompletion, request: Request) -> Response:
         """The token ids of each prompt, and the options under the names of vLLM."""
         service.names_for(request.state.caller).check(body.model or "")
@@ -111,7 +107,7 @@ def render_routes(service: RequestService) -> APIRouter:
         found = [rendered(body, each, token_ids, params) for each, token_ids in zip(names, lists, strict=True)]
         return PiecewiseAnswer(json_pieces(found), service.heavy_work)
 
-    @router.post("/v1/chat/completions/render", response_class=Response, responses={200: {"model": RenderedPrompt}})
+    @router.post("/v1/chat/completions/render", responses={200: {"model": RenderedPrompt}})
     async def render_chat(body: RenderedChat, request: Request) -> Response:
         """The token ids of a chat, and the options under the names of vLLM."""
         service.names_for(request.state.caller).check(body.model or "")

@@ -17,11 +17,9 @@ from services.gateway.apis.openai.token_answer_format import PARAM_NAMES, TokenA
 from services.gateway.apis.openai.token_answer_schema import TokenAnswerObject, TokenAnswerRequest
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.prompts import check_prompts
-from services.gateway.apis.shared.streams import STREAM_CONTENT
+from services.gateway.apis.shared.routes import STREAM_CONTENT, json_router
 from services.gateway.core.request_service import RequestService
-from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.field_names import client_field_names
-from services.gateway.http.json_route import json_route
 from services.gateway.text.tools.tool import check_tools_size
 from services.pb import gateway_pb2
 
@@ -30,12 +28,10 @@ MAX_OPTIONS_BYTES = 2**20  # of tools, form, template and the like, which all ha
 
 def completion_routes(service: RequestService) -> APIRouter:
     """The routes for completions and chats of one gateway."""
-    route_class = json_route(service.section.max_body_values, service.heavy_work)
-    router = APIRouter(route_class=route_class, tags=["Generation"], responses=ERROR_RESPONSES)
+    router = json_router(service, "Generation")
 
     @router.post(
         "/v1/completions",
-        response_class=Response,
         responses={200: {"model": CompletionObject, "content": STREAM_CONTENT, "description": "The answer"}},
     )
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
@@ -60,10 +56,9 @@ def completion_routes(service: RequestService) -> APIRouter:
             repeats_prompt=bool(body.echo and body.logprobs is not None and (body.n or 1) > 1),
         )
 
-    @router.post("/chat/completions", response_class=Response, include_in_schema=False)
+    @router.post("/chat/completions", include_in_schema=False)
     @router.post(
         "/v1/chat/completions",
-        response_class=Response,
         responses={200: {"model": ChatObject, "content": STREAM_CONTENT, "description": "The answer"}},
     )
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
@@ -82,7 +77,6 @@ def completion_routes(service: RequestService) -> APIRouter:
 
     @router.post(
         "/v1/chat/completions/batch",
-        response_class=Response,
         responses={200: {"model": ChatObject, "description": "An answer to each conversation"}},
     )
     async def create_batch_chat_completion(body: BatchChatRequest, request: Request) -> Response:
@@ -106,7 +100,6 @@ def completion_routes(service: RequestService) -> APIRouter:
 
     @router.post(
         "/inference/v1/generate",
-        response_class=Response,
         responses={200: {"model": TokenAnswerObject, "content": STREAM_CONTENT, "description": "The answer"}},
     )
     async def generate_tokens(body: TokenAnswerRequest, request: Request) -> Response:

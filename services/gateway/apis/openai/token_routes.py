@@ -26,9 +26,8 @@ from services.gateway.apis.openai.token_schema import (
 )
 from services.gateway.apis.shared.answer import PiecewiseAnswer
 from services.gateway.apis.shared.json_pieces import MAX_PIECE_VALUES, json_pieces, list_pieces, text_pieces
+from services.gateway.apis.shared.routes import json_router
 from services.gateway.core.request_service import BYTES_PER_TOKEN_ID, BYTES_PER_TOKEN_TEXT, RequestService
-from services.gateway.http.errors import ERROR_RESPONSES
-from services.gateway.http.json_route import json_route
 from services.gateway.resources.heavy_work import MAX_INLINE_BYTES
 from services.gateway.text.detokenizer import token_bytes
 from services.gateway.text.tokenizer import Tokenizer, TokenSpan
@@ -38,12 +37,11 @@ from services.pb import gateway_pb2
 
 def token_routes(service: RequestService, vectors: Vectors) -> APIRouter:
     """The routes for tokens of one gateway."""
-    route_class = json_route(service.section.max_body_values, service.heavy_work)
-    router = APIRouter(route_class=route_class, tags=["Tokens"], responses=ERROR_RESPONSES)
+    router = json_router(service, "Tokens")
     tokenizer = service.tokenizer
 
-    @router.post("/v1/tokenize", response_class=Response, include_in_schema=False)  # SGLang's
-    @router.post("/tokenize", response_class=Response, responses={200: {"model": TokenizeAnswer | list[PlacedToken]}})
+    @router.post("/v1/tokenize", include_in_schema=False)  # SGLang's
+    @router.post("/tokenize", responses={200: {"model": TokenizeAnswer | list[PlacedToken]}})
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
         """The token ids of a text, of several texts, or of a chat with the generation prompt."""
         service.names_for(request.state.caller).check(body.model or "")
@@ -84,8 +82,8 @@ def token_routes(service: RequestService, vectors: Vectors) -> APIRouter:
         is_one = isinstance(given, str) and not vectors.makes_any
         return Response(written[0] if is_one else b"[" + b",".join(written) + b"]", media_type="application/json")
 
-    @router.post("/v1/detokenize", response_class=Response, include_in_schema=False)
-    @router.post("/detokenize", response_class=Response, responses={200: {"model": DetokenizeAnswer}})
+    @router.post("/v1/detokenize", include_in_schema=False)
+    @router.post("/detokenize", responses={200: {"model": DetokenizeAnswer}})
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         """The text of token ids, or the texts of several lists of them."""
         service.names_for(request.state.caller).check(body.model or "")
@@ -100,7 +98,7 @@ def token_routes(service: RequestService, vectors: Vectors) -> APIRouter:
             return PiecewiseAnswer(_text_pieces(names, text), service.heavy_work)
         return JSONResponse(dict.fromkeys(names, text))
 
-    @router.post("/apply-template", response_class=Response, responses={200: {"model": TemplateAnswer}})
+    @router.post("/apply-template", responses={200: {"model": TemplateAnswer}})
     async def apply_template(body: TemplateBody, request: Request) -> Response:
         """The text of a chat as its template writes it."""
         service.names_for(request.state.caller).check(body.model or "")
@@ -110,7 +108,7 @@ def token_routes(service: RequestService, vectors: Vectors) -> APIRouter:
         request.state.held.settle()
         return JSONResponse({"prompt": text})
 
-    @router.get("/tokenizer_info", response_class=Response, responses={200: {"model": TokenizerInfo}})
+    @router.get("/tokenizer_info", responses={200: {"model": TokenizerInfo}})
     async def tokenizer_info() -> Response:
         """Class, special tokens, chat template and settings of the tokenizer, if `gateway.tokenizer_info` is set."""
         if not service.section.tokenizer_info:

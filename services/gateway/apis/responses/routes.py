@@ -17,23 +17,20 @@ from services.gateway.apis.responses.schema import ResponsesRequest
 from services.gateway.apis.responses.stored_record import ResponseRecord, owner_of
 from services.gateway.apis.responses.tool_conversion import OfferedTool, offered_tools
 from services.gateway.apis.shared.answer import Answer
-from services.gateway.apis.shared.streams import NAMED_STREAM_CONTENT
+from services.gateway.apis.shared.routes import NAMED_STREAM_CONTENT, json_router
 from services.gateway.core.request_service import RequestService
-from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.field_names import client_field_names
-from services.gateway.http.json_route import json_route, next_turn
+from services.gateway.http.json_route import next_turn
 from services.pb import gateway_pb2
 
 
 def responses_routes(service: RequestService, store: ResponseStore | None) -> APIRouter:
     """The route of one gateway. `store`: keeps answers; None: each request has the whole conversation."""
-    route_class = json_route(service.section.max_body_values, service.heavy_work)
-    router = APIRouter(route_class=route_class, tags=["Responses"], responses=ERROR_RESPONSES)
+    router = json_router(service, "Responses")
 
-    @router.post("/responses", response_class=Response, include_in_schema=False)  # llama.cpp's
+    @router.post("/responses", include_in_schema=False)  # llama.cpp's
     @router.post(
         "/v1/responses",
-        response_class=Response,
         responses={200: {"model": ResponseObject, "content": NAMED_STREAM_CONTENT, "description": "The answer"}},
     )
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
@@ -50,7 +47,7 @@ def responses_routes(service: RequestService, store: ResponseStore | None) -> AP
         answer_format = ResponsesFormat(service, body, request_id, tools, record)
         return Answer(service, [message], answer_format, is_stream=bool(body.stream))
 
-    @router.post("/v1/responses/input_tokens", response_class=Response, responses={200: {"model": InputTokens}})
+    @router.post("/v1/responses/input_tokens", responses={200: {"model": InputTokens}})
     async def count_input_tokens(body: ResponsesRequest, request: Request) -> Response:
         """The number of tokens that the prompt would have."""
         service.names_for(request.state.caller).check(body.model or "")

@@ -23,7 +23,7 @@ def stored_response_routes(service: RequestService, store: ResponseStore | None)
     """The routes of one gateway. `store`: None if it stores nothing; then every answer is a 404."""
     router = APIRouter(tags=["Responses"], responses=ERROR_RESPONSES)
 
-    @router.get(PATH, response_class=Response, responses={200: {"model": ResponseObject}})
+    @router.get(PATH, responses={200: {"model": ResponseObject}})
     async def find_response(response_id: str, request: Request, stream: bool = False) -> Response:
         """A stored response."""
         if stream:

@@ -8,9 +8,8 @@ from pydantic import Field
 from starlette.exceptions import HTTPException
 
 from services.gateway.apis.shared.request_model import RequestModel
+from services.gateway.apis.shared.routes import json_router
 from services.gateway.core.request_service import RequestService
-from services.gateway.http.errors import ERROR_RESPONSES
-from services.gateway.http.json_route import json_route
 
 
 class LoadAdapterBody(RequestModel):
@@ -29,8 +28,7 @@ class UnloadAdapterBody(RequestModel):
 
 def adapter_routes(service: RequestService) -> APIRouter:
     """The routes that load and unload adapters, in all gateways at this port."""
-    route_class = json_route(service.section.max_body_values, service.heavy_work)
-    router = APIRouter(route_class=route_class, tags=["Server"], responses=ERROR_RESPONSES)
+    router = json_router(service, "Server")
 
     @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
     async def load_adapter(body: LoadAdapterBody, request: Request) -> PlainTextResponse:

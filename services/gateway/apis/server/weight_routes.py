@@ -13,9 +13,8 @@ from typing_extensions import TypedDict
 from services.common.errors import PermissionDenied
 from services.gateway.access.weight_updates import WeightUpdates
 from services.gateway.apis.shared.request_model import RequestModel
+from services.gateway.apis.shared.routes import json_router
 from services.gateway.core.request_service import RequestService
-from services.gateway.http.errors import ERROR_RESPONSES
-from services.gateway.http.json_route import json_route
 
 MAX_WAIT_S = 3600.0
 
@@ -41,10 +40,9 @@ class WeightsAnswer(TypedDict):
 
 def weight_routes(service: RequestService, updates: WeightUpdates) -> APIRouter:
     """The routes that change the weights of the dense worker, and forget what is cached of prompts."""
-    route_class = json_route(service.section.max_body_values, service.heavy_work)
-    router = APIRouter(route_class=route_class, tags=["Server"], responses=ERROR_RESPONSES)
+    router = json_router(service, "Server")
 
-    @router.post("/admin/weights", response_class=Response, responses={200: {"model": WeightsAnswer}})
+    @router.post("/admin/weights", responses={200: {"model": WeightsAnswer}})
     async def change_weights(body: WeightsBody, request: Request) -> Response:
         """Serves other weights, by a new dense worker. Answers when it serves; if it cannot, nothing has changed."""
         if not updates.is_enabled:

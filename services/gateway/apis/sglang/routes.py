@@ -23,12 +23,11 @@ from services.gateway.apis.sglang.schema import (
 )
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.prompts import check_prompts
-from services.gateway.apis.shared.streams import STREAM_CONTENT
+from services.gateway.apis.shared.routes import STREAM_CONTENT, json_router
 from services.gateway.apis.shared.text_server import TextServer
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES, either_responses
 from services.gateway.http.field_names import client_field_names
-from services.gateway.http.json_route import json_route
 from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.link.worker_load import WorkerLoad
 
@@ -37,8 +36,7 @@ def generate_routes(
     service: RequestService, peers: GatewayPeers, worker_load: WorkerLoad, texts: TextServer
 ) -> APIRouter:
     """The routes of one gateway. `peers`: its other processes, which may run what is to be aborted."""
-    route_class = json_route(service.section.max_body_values, service.heavy_work, texts.note_body)
-    router = APIRouter(route_class=route_class, tags=["Generation"], responses=ERROR_RESPONSES)
+    router = json_router(service, "Generation", note_body=texts.note_body)
 
     any_body = Annotated[
         Annotated[GenerateBody, Tag("<sglang>")] | Annotated[texts.body, Tag("<texts>")],  # type: ignore[name-defined]
@@ -76,7 +74,6 @@ def generate_routes(
         "/generate",
         generate,
         methods=["POST"],
-        response_class=Response,
         responses={
             **either_responses(ERROR_RESPONSES, texts.error_responses),
             200: {

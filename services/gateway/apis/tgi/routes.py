@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from services.gateway import __version__
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.prompts import check_prompts
-from services.gateway.apis.shared.streams import STREAM_CONTENT
+from services.gateway.apis.shared.routes import STREAM_CONTENT, json_router
 from services.gateway.apis.shared.text_server import TextServerInfo
 from services.gateway.apis.tgi.conversion import tgi_messages
 from services.gateway.apis.tgi.errors import ERROR_RESPONSES
@@ -19,7 +19,6 @@ from services.gateway.apis.tgi.format import TgiFormat
 from services.gateway.apis.tgi.schema import StreamRequest, TgiEvent, TgiRequest
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.field_names import client_field_names
-from services.gateway.http.json_route import json_route
 from services.gateway.request.generation_request import MAX_STOP_STRINGS
 
 
@@ -74,12 +73,10 @@ class TextGeneration:
 
 def text_generation_routes(texts: TextGeneration, service: RequestService) -> APIRouter:
     """The route that only Text Generation Inference has."""
-    route_class = json_route(service.section.max_body_values, service.heavy_work)
-    router = APIRouter(route_class=route_class, tags=["Generation"], responses=ERROR_RESPONSES)
+    router = json_router(service, "Generation", ERROR_RESPONSES)
 
     @router.post(
         "/generate_stream",
-        response_class=Response,
         responses={200: {"model": TgiEvent, "content": STREAM_CONTENT, "description": "A stream of tokens"}},
     )
     async def generate_stream(body: StreamRequest, request: Request) -> Response:

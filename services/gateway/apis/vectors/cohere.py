@@ -18,9 +18,9 @@ from services.common.shorten import quote
 from services.gateway.apis.shared.cohere_errors import ERROR_RESPONSES
 from services.gateway.apis.shared.json_pieces import list_pieces
 from services.gateway.apis.shared.request_model import Int32, RequestModel, at_most
+from services.gateway.apis.shared.routes import json_router
 from services.gateway.apis.vectors.pooled_answer import PooledAnswer, number_pieces
 from services.gateway.apis.vectors.schema import Texts
-from services.gateway.http.json_route import json_route
 from services.gateway.vectors.vectors import InputOptions, PooledInput, VectorInput, Vectors, shaped
 
 Kind = Literal["float", "base64", "binary", "ubinary"]
@@ -78,10 +78,9 @@ class CohereEmbedAnswer(TypedDict):
 def cohere_routes(vectors: Vectors) -> APIRouter:
     """The route for embeddings of one gateway."""
     service = vectors.service
-    route_class = json_route(service.section.max_body_values, service.heavy_work)
-    router = APIRouter(route_class=route_class, tags=["Vectors"], responses=ERROR_RESPONSES)
+    router = json_router(service, "Vectors", ERROR_RESPONSES)
 
-    @router.post("/v2/embed", response_class=Response, responses={200: {"model": CohereEmbedAnswer}})
+    @router.post("/v2/embed", responses={200: {"model": CohereEmbedAnswer}})
     async def embed(body: CohereEmbedRequest, request: Request) -> Response:
         """The vector of each text, in one or several forms."""
         request_id: str = request.state.request_id

@@ -16,9 +16,9 @@ from services.gateway.apis.shared.generation_fields import IGNORED
 from services.gateway.apis.shared.json_pieces import list_pieces
 from services.gateway.apis.shared.ollama_errors import ERROR_RESPONSES, name_without_tag
 from services.gateway.apis.shared.request_model import RequestModel
+from services.gateway.apis.shared.routes import json_router
 from services.gateway.apis.vectors.pooled_answer import PooledAnswer, number_pieces
 from services.gateway.apis.vectors.schema import Texts, input_list
-from services.gateway.http.json_route import json_route
 from services.gateway.vectors.vectors import InputOptions, PooledInput, VectorInput, Vectors, shaped
 
 
@@ -71,8 +71,7 @@ def ollama_vector_routes(vectors: Vectors) -> APIRouter:
     """The routes of one gateway."""
     service = vectors.service
     # Ollama reads any body as JSON, and its clients send other content types or none.
-    route_class = json_route(service.section.max_body_values, service.heavy_work, needs_json_type=False)
-    router = APIRouter(route_class=route_class, tags=["Vectors"], responses=ERROR_RESPONSES)
+    router = json_router(service, "Vectors", ERROR_RESPONSES, needs_json_type=False)
 
     def options(body: OllamaInputFields, request: Request, *, is_cut: bool) -> InputOptions:
         return InputOptions(
@@ -82,7 +81,7 @@ def ollama_vector_routes(vectors: Vectors) -> APIRouter:
             max_tokens=0 if is_cut else None,
         )
 
-    @router.post("/api/embed", response_class=Response, responses={200: {"model": OllamaEmbeddings}})
+    @router.post("/api/embed", responses={200: {"model": OllamaEmbeddings}})
     async def create_ollama_embeddings(body: OllamaEmbedRequest, request: Request) -> Response:
         """The vector of each text, as Ollama gives it."""
         begun_at = time.monotonic()
@@ -100,7 +99,7 @@ def ollama_vector_routes(vectors: Vectors) -> APIRouter:
 
         return PooledAnswer(vectors, body.inputs, options(body, request, is_cut=body.truncate is not False), write)
 
-    @router.post("/api/embeddings", response_class=Response, responses={200: {"model": OllamaEmbedding}})
+    @router.post("/api/embeddings", responses={200: {"model": OllamaEmbedding}})
     async def create_ollama_embedding(body: OllamaEmbeddingsRequest, request: Request) -> Response:
         """The vector of a text, by Ollama's older route, which does not normalize it."""
         normalizes = vectors.embeds.normalizes

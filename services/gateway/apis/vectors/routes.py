@@ -11,6 +11,7 @@ from fastapi.responses import Response
 
 from services.gateway.apis.shared.json_pieces import list_pieces
 from services.gateway.apis.shared.llama_cpp_errors import ERROR_RESPONSES as LLAMA_CPP_ERRORS
+from services.gateway.apis.shared.routes import json_router
 from services.gateway.apis.vectors.binary_answer import binary_answer
 from services.gateway.apis.vectors.pooled_answer import PooledAnswer, list_answer, number_pieces
 from services.gateway.apis.vectors.schema import (
@@ -21,8 +22,6 @@ from services.gateway.apis.vectors.schema import (
     PlainEmbeddingRequest,
     input_list,
 )
-from services.gateway.http.errors import ERROR_RESPONSES
-from services.gateway.http.json_route import json_route
 from services.gateway.vectors.vectors import PooledInput, Vectors, shaped
 
 ROWS = 48  # of an input with a vector for each token that are shaped at once; their bytes are whole groups of base64
@@ -31,10 +30,9 @@ ROWS = 48  # of an input with a vector for each token that are shaped at once; t
 def vector_routes(vectors: Vectors) -> APIRouter:
     """The routes for embeddings of one gateway."""
     service = vectors.service
-    route_class = json_route(service.section.max_body_values, service.heavy_work)
-    router = APIRouter(route_class=route_class, tags=["Vectors"], responses=ERROR_RESPONSES)
+    router = json_router(service, "Vectors")
 
-    @router.post("/v1/embeddings", response_class=Response, responses={200: {"model": EmbeddingList}})
+    @router.post("/v1/embeddings", responses={200: {"model": EmbeddingList}})
     async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """The vector of each input."""
         embeds = vectors.embeds
@@ -57,10 +55,8 @@ def vector_routes(vectors: Vectors) -> APIRouter:
 
         return PooledAnswer(vectors, body.inputs, options, write)
 
-    @router.post("/embedding", response_class=Response, include_in_schema=False)
-    @router.post(
-        "/embeddings", response_class=Response, responses={**LLAMA_CPP_ERRORS, 200: {"model": list[PlainEmbedding]}}
-    )
+    @router.post("/embedding", include_in_schema=False)
+    @router.post("/embeddings", responses={**LLAMA_CPP_ERRORS, 200: {"model": list[PlainEmbedding]}})
     async def create_plain_embeddings(body: PlainEmbeddingRequest, request: Request) -> Response:
         """The same in llama.cpp's form: the list of vectors alone."""
         embeds = vectors.embeds

@@ -15,6 +15,7 @@ from pydantic_core import to_json
 from services.common.errors import InvalidRequest
 from services.common.pooling.pooling_config import PoolingConfig, TokenHead
 from services.gateway.apis.shared.json_pieces import list_pieces
+from services.gateway.apis.shared.routes import json_router
 from services.gateway.apis.vectors.binary_answer import binary_answer
 from services.gateway.apis.vectors.label_scores import (
     GenerativeScoreFormat,
@@ -36,8 +37,6 @@ from services.gateway.apis.vectors.schema import (
     ScoreList,
     ScoreRequest,
 )
-from services.gateway.http.errors import ERROR_RESPONSES
-from services.gateway.http.json_route import json_route
 from services.gateway.vectors.scores import probabilities, score_pairs
 from services.gateway.vectors.sparse import without_edges
 from services.gateway.vectors.vectors import InputOptions, PooledInput, Vectors, shaped
@@ -54,22 +53,21 @@ AnyScoreRequest = Annotated[
 def score_routes(vectors: Vectors) -> APIRouter:
     """The routes for scores, ranks and classes of one gateway."""
     service = vectors.service
-    route_class = json_route(service.section.max_body_values, service.heavy_work)
-    router = APIRouter(route_class=route_class, tags=["Vectors"], responses=ERROR_RESPONSES)
+    router = json_router(service, "Vectors")
 
     def answer(
         options: InputOptions, objects: Iterable[Iterator[bytes]], pooled: Sequence[PooledInput]
     ) -> Iterator[bytes]:
         return list_answer(options.request_id, options.model or service.names.first, iter(objects), pooled)
 
-    @router.post("/generative_scoring", response_class=Response, responses={200: {"model": ScoreList}})
+    @router.post("/generative_scoring", responses={200: {"model": ScoreList}})
     async def create_generative_scores(body: LabelScoreRequest, request: Request) -> Response:
         """Of a model that generates: how likely the first label is behind the query and each item."""
         form = GenerativeScoreFormat(service, body, request.state.request_id)
         return await label_scores(body, request, service, form)
 
-    @router.post("/v1/score", response_class=Response, responses={200: {"model": ScoreList | LabelScores}})
-    @router.post("/score", response_class=Response, include_in_schema=False)
+    @router.post("/v1/score", responses={200: {"model": ScoreList | LabelScores}})
+    @router.post("/score", include_in_schema=False)
     async def create_scores(body: AnyScoreRequest, request: Request) -> Response:
         """How well the two texts of each pair belong together; or how likely labels are behind query and item."""
         if isinstance(body, LabelScoreRequest):
@@ -90,11 +88,11 @@ def score_routes(vectors: Vectors) -> APIRouter:
         prepare = scores.beforehand(len(pairs), vectors)
         return PooledAnswer(vectors, inputs, options, write, "text_2", len(pairs), prepare)
 
-    @router.post("/v2/rerank", response_class=Response, include_in_schema=False)
-    @router.post("/v1/rerank", response_class=Response, responses={200: {"model": RankList | list[ScoredText]}})
-    @router.post("/rerank", response_class=Response, include_in_schema=False)
-    @router.post("/reranking", response_class=Response, include_in_schema=False)  # llama.cpp's
-    @router.post("/v1/reranking", response_class=Response, include_in_schema=False)
+    @router.post("/v2/rerank", include_in_schema=False)
+    @router.post("/v1/rerank", responses={200: {"model": RankList | list[ScoredText]}})
+    @router.post("/rerank", include_in_schema=False)
+    @router.post("/reranking", include_in_schema=False)  # llama.cpp's
+    @router.post("/v1/reranking", include_in_schema=False)
     async def rerank(body: RerankRequest, request: Request) -> Response:
         """The documents in the order of how well they belong to the query."""
         options = body.options(request)
@@ -138,8 +136,8 @@ def score_routes(vectors: Vectors) -> APIRouter:
         prepare = found_scores.beforehand(len(texts), vectors)
         return PooledAnswer(vectors, inputs, options, write, body.field, len(texts), prepare)
 
-    @router.post("/v1/classify", response_class=Response, include_in_schema=False)
-    @router.post("/classify", response_class=Response, responses={200: {"model": ClassList}})
+    @router.post("/v1/classify", include_in_schema=False)
+    @router.post("/classify", responses={200: {"model": ClassList}})
     async def classify(body: ClassifyRequest, request: Request) -> Response:
         """The probabilities of the labels of each input."""
         options = body.options(request)
@@ -159,7 +157,7 @@ def score_routes(vectors: Vectors) -> APIRouter:
 
         return PooledAnswer(vectors, body.inputs, options, write)
 
-    @router.post("/pooling", response_class=Response, responses={200: {"model": PoolingList}})
+    @router.post("/pooling", responses={200: {"model": PoolingList}})
     async def pool(body: PoolingRequest, request: Request) -> Response:
         """The vector of each input, or of each of its tokens: embeddings, or the probabilities of labels."""
         options = body.options(request)

@@ -26,10 +26,10 @@ from services.gateway import __version__
 from services.gateway.apis.shared.answer import PiecewiseAnswer
 from services.gateway.apis.shared.json_pieces import list_pieces, text_pieces
 from services.gateway.apis.shared.request_model import RequestModel, TokenLists, at_most
+from services.gateway.apis.shared.routes import json_router
 from services.gateway.apis.shared.text_server import TextServer, TextServerInfo
 from services.gateway.apis.vectors.pooled_answer import PooledAnswer, number_pieces
 from services.gateway.apis.vectors.schema import Input, RerankRequest, Texts, input_list
-from services.gateway.http.errors import ERROR_RESPONSES
 from services.gateway.http.json_route import json_route
 from services.gateway.resources.heavy_work import MAX_INLINE_BYTES
 from services.gateway.vectors.scores import probabilities, score_pairs
@@ -181,10 +181,9 @@ class ModelInfo(TypedDict):
 def tei_routes(vectors: Vectors, scoring: APIRouter, texts: TextServer) -> APIRouter:
     """The routes of one gateway. `scoring`: the router of /rerank."""
     service = vectors.service
-    route_class = json_route(service.section.max_body_values, service.heavy_work)
-    router = APIRouter(route_class=route_class, tags=["Vectors"], responses=ERROR_RESPONSES)
+    router = json_router(service, "Vectors")
 
-    @router.post("/embed", response_class=Response, responses={200: {"model": list[list[float]]}})
+    @router.post("/embed", responses={200: {"model": list[list[float]]}})
     async def create_bare_embeddings(body: EmbedRequest, request: Request) -> Response:
         """The vector of each input, and nothing else."""
         inputs = body.vector_inputs(vectors.embeds.prompts)
@@ -198,7 +197,7 @@ def tei_routes(vectors: Vectors, scoring: APIRouter, texts: TextServer) -> APIRo
 
         return PooledAnswer(vectors, inputs, body.options(request), write, "inputs")
 
-    @router.post("/embed_all", response_class=Response, responses={200: {"model": list[list[list[float]]]}})
+    @router.post("/embed_all", responses={200: {"model": list[list[list[float]]]}})
     async def create_token_embeddings(body: TextsRequest, request: Request) -> Response:
         """The vector of each token of each input, special ones included, as they are."""
         if vectors.is_classifier:
@@ -210,7 +209,7 @@ def tei_routes(vectors: Vectors, scoring: APIRouter, texts: TextServer) -> APIRo
 
         return PooledAnswer(vectors, inputs, replace(body.options(request), all_tokens=True), write, "inputs")
 
-    @router.post("/embed_sparse", response_class=Response, responses={200: {"model": list[list[SparseValue]]}})
+    @router.post("/embed_sparse", responses={200: {"model": list[list[SparseValue]]}})
     async def create_sparse_embeddings(body: TextsRequest, request: Request) -> Response:
         """A sparse vector of each input: the ids of its tokens, and what they count."""
         pooling = vectors.pooling
@@ -224,7 +223,7 @@ def tei_routes(vectors: Vectors, scoring: APIRouter, texts: TextServer) -> APIRo
 
         return PooledAnswer(vectors, body.vector_inputs(pooling.prompts), options, write, "inputs")
 
-    @router.post("/similarity", response_class=Response, responses={200: {"model": list[float]}})
+    @router.post("/similarity", responses={200: {"model": list[float]}})
     async def compare(body: SimilarityRequest, request: Request) -> Response:
         """The cosine between the vector of a text and that of each other."""
         pooling, given = vectors.embeds, body.inputs
@@ -246,9 +245,7 @@ def tei_routes(vectors: Vectors, scoring: APIRouter, texts: TextServer) -> APIRo
         options = parameters.options(request)
         return PooledAnswer(vectors, inputs, options, write, "inputs.sentences", len(pairs), find)
 
-    @router.post(
-        "/predict", response_class=Response, responses={200: {"model": list[Prediction] | list[list[Prediction]]}}
-    )
+    @router.post("/predict", responses={200: {"model": list[Prediction] | list[list[Prediction]]}})
     async def predict(body: PredictRequest, request: Request) -> Response:
         """The labels of each input with their probabilities, the likeliest first."""
         pooling = vectors.one_each
@@ -267,7 +264,7 @@ def tei_routes(vectors: Vectors, scoring: APIRouter, texts: TextServer) -> APIRo
 
         return PooledAnswer(vectors, body.vector_inputs, body.options(request), write, "inputs")
 
-    @router.post("/decode", response_class=Response, responses={200: {"model": list[str]}})
+    @router.post("/decode", responses={200: {"model": list[str]}})
     async def decode(body: DecodeRequest, request: Request) -> Response:
         """The text of each list of token ids."""
         lists = body.ids if body.ids and isinstance(body.ids[0], list) else [body.ids]
@@ -337,11 +334,9 @@ def tei_routes(vectors: Vectors, scoring: APIRouter, texts: TextServer) -> APIRo
 
     root = handle_any if vectors.makes_any else continue_text
     root.__annotations__["body"] = any_request if vectors.makes_any else texts.body  # FastAPI does not find their names
-    if not vectors.makes_any:
-        route_class = json_route(service.section.max_body_values, service.heavy_work, texts.note_body)
-    router.add_api_route(
-        "/", root, methods=["POST"], response_class=Response, include_in_schema=False, route_class_override=route_class
-    )
+    note_body = None if vectors.makes_any else texts.note_body
+    route_class = json_route(service.section.max_body_values, service.heavy_work, note_body)
+    router.add_api_route("/", root, methods=["POST"], include_in_schema=False, route_class_override=route_class)
     return router
 
 
