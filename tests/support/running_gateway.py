@@ -30,7 +30,10 @@ from services.common.config import (
     ModelSection,
     PeerSection,
 )
+from services.common.encoders.encoder_config import TextEncoderConfig, read_served_config
 from services.common.errors import TwostrokeError
+from services.common.model_config import ModelConfig, load_model_config
+from services.gateway import service as gateway_service
 from services.gateway.apis.twostroke.servicer import SERVICE_NAME
 from services.gateway.service import Gateway
 from services.gateway.text import tokenizer
@@ -52,6 +55,17 @@ def embedded_tokenizer() -> PreTrainedTokenizerFast:
     return load_hf_tokenizer(EMBEDDED_MODEL)
 
 
+@functools.cache
+def embedded_config() -> ModelConfig:
+    """The shape of the embedded model, which nobody can change. To read it takes 3 ms."""
+    return load_model_config(EMBEDDED_MODEL)
+
+
+def shared_served_config(path: Path) -> ModelConfig | TextEncoderConfig:
+    """What `read_served_config` gives; of the embedded model always the same object."""
+    return embedded_config() if path == EMBEDDED_MODEL else read_served_config(path)
+
+
 def shared_hf_tokenizer(path: Path, is_optional: bool = False) -> PreTrainedTokenizerFast:
     """What `load_hf_tokenizer` gives; of the embedded model always the same object."""
     return embedded_tokenizer() if path == EMBEDDED_MODEL else load_hf_tokenizer(path, is_optional)
@@ -66,6 +80,7 @@ uvicorn.server.asyncio = SimpleNamespace(**vars(asyncio) | {"sleep": sleep_brief
 # Gateways of one process share them.
 share_routes()
 tokenizer.load_hf_tokenizer = shared_hf_tokenizer
+gateway_service.read_served_config = shared_served_config
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields
+from operator import attrgetter
 from typing import Any, get_args
 from unittest.mock import MagicMock
 
 import fastapi._compat.v2 as fastapi_fields
 import fastapi.routing as fastapi_routing
+from fastapi.dependencies.models import Dependant
 from pydantic import ConfigDict, TypeAdapter
 
 from services.common.config import GatewaySection
 from services.gateway.apis.app import build_app
 
 _TYPE_ADAPTERS: dict[tuple[object, str], TypeAdapter[Any]] = {}
-_ROUTE_STATES: dict[tuple[object, str, str], dict[str, Any]] = {}
+_ROUTE_STATES: dict[tuple[object, str], list[tuple[object, dict[str, Any]]]] = {}
+_values_of = attrgetter(*(each.name for each in fields(Dependant)))
 _make_route_state = fastapi_routing._populate_api_route_state
 
 
@@ -48,18 +51,19 @@ def _share_route_state(route: Any, path: str, endpoint: Callable[..., Any], **op
 
     Both functions are closures of one text, whose annotations are evaluated outside of it.
     """
-    compared = {name: value for name, value in options.items() if name != "dependency_overrides_provider"}
-    if compared.get("dependencies"):
-        return _make_route_state(route, path, endpoint, **options)
-    defaults = endpoint.__defaults__, endpoint.__kwdefaults__
-    key = endpoint.__code__, path, repr(({n: getattr(v, "value", v) for n, v in compared.items()}, defaults))
-    if key not in _ROUTE_STATES:
-        _make_route_state(route, path, endpoint, **options)
-        _ROUTE_STATES[key] = {name: getattr(route, name) for name in fastapi_routing._APIRouteLike.__annotations__}
+    provider = options.pop("dependency_overrides_provider", None)
+    if options.get("dependencies"):
+        return _make_route_state(route, path, endpoint, dependency_overrides_provider=provider, **options)
+    compared = options, endpoint.__defaults__, endpoint.__kwdefaults__
+    known = _ROUTE_STATES.setdefault((endpoint.__code__, path), [])
+    state = next((state for others, state in known if others == compared), None)
+    if state is None:
+        _make_route_state(route, path, endpoint, dependency_overrides_provider=provider, **options)
+        known.append((compared, {name: getattr(route, name) for name in fastapi_routing._APIRouteLike.__annotations__}))
         return None
-    state = _ROUTE_STATES[key]
     vars(route).update(state)
     route.endpoint = endpoint
-    route.dependency_overrides_provider = options.get("dependency_overrides_provider")
-    route.dependant = replace(state["dependant"], call=endpoint)
+    route.dependency_overrides_provider = provider
+    route.dependant = Dependant(*_values_of(state["dependant"]))
+    route.dependant.call = endpoint
     return None
