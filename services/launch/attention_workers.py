@@ -19,7 +19,7 @@ import structlog
 from services.common.child_options import ChildOptions
 from services.common.config import Config
 from services.common.errors import InvalidRequest, PeerError, TwostrokeError
-from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, Child
+from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, Child, MakeChild
 from services.launch.children import Children
 from services.launch.service_configs import attention_worker_config, with_attention
 from services.launch.standby import Standby
@@ -41,7 +41,7 @@ class AttentionWorkers:
     def __init__(
         self,
         children: Children,
-        make_child: Callable[[str, str, Config, ChildOptions], Child],
+        make_child: MakeChild,
         dense_standby: Standby,
         config: Config,
         run_dir: Path,

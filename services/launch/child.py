@@ -266,3 +266,6 @@ class Child:
                 f"is {self._section.max_restarts} restarts; the last time: {self.last_end}"
             )
         return self._section.restart_delay_s * 2 ** (len(self._exits) - 1)
+
+
+MakeChild = Callable[[str, str, Config, ChildOptions], Child]  # of a name, a role, a config and options

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,7 +22,7 @@ import structlog
 from services.common.child_options import ChildOptions
 from services.common.config import Config, load_config
 from services.common.errors import CapacityError, ConfigError, InvalidRequest, PeerError, RolledBack, TwostrokeError
-from services.launch.child import DENSE_ROLE, Child
+from services.launch.child import DENSE_ROLE, Child, MakeChild
 from services.launch.children import Children
 from services.launch.standby import Standby
 from services.launch.switched_address import SwitchedAddress
@@ -63,7 +63,7 @@ class DenseReplacer:
         children: Children,
         dense_address: SwitchedAddress,
         attention_address: str | None,
-        make_child: Callable[[str, str, Config, ChildOptions], Child],
+        make_child: MakeChild,
         standby: Standby,
         error_grace_s: float = ERROR_GRACE_S,
     ) -> None:

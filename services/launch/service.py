@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from services.common.several_lanes import check_lanes_config
 from services.common.weight_files import check_weights
 from services.launch.addresses import check_addresses, check_api_keys, check_chat_template, check_tls, place_sockets
 from services.launch.attention_workers import AttentionWorkers
-from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, SECTIONS, SHAPE_FILE, Child
+from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, SECTIONS, SHAPE_FILE, Child, MakeChild
 from services.launch.children import Children
 from services.launch.early_services import EarlyServices, start_process
 from services.launch.gpu_faults import INTERVAL_S, GpuFaults
@@ -52,6 +52,7 @@ from services.launch.serving import answer_prompt, print_addresses, wait_serving
 from services.launch.shape_reader import reading_shape
 from services.launch.standby import Spares, Standby
 from services.launch.summary import print_summary
+from services.launch.switched_address import SwitchedAddress
 from services.rpc.metrics import new_registry, serving_metrics
 from services.rpc.server import Service
 from services.rpc.start_deadline import StartDeadline
@@ -102,54 +103,27 @@ class Launcher(Service):
         config = self._config = without_needless_services(config)
         if {*SECTIONS} & {*config.launch.services}:
             self._opened.enter_context(reading_shape(config.model, run_dir / SHAPE_FILE, start_process))
-        check_addresses(config, is_http_passed=bool(passed))
-        check_attention_workers(config)
-        check_lanes_config(config)
-        await asyncio.to_thread(check_before_start, config)
-        await asyncio.to_thread(check_weights, config)
-        await asyncio.to_thread(check_rank_gpus, config)
-        check_tls(config)
-        check_chat_template(config)
-        for number, key in enumerate(self._arguments.api_key or (), start=1):
-            add_api_key(f"flag-{number}", key)
-        check_api_keys(config)
+        await self._check_config(config, is_http_passed=bool(passed))
         self._api_key = make_own_key(config)
         has_tier = ATTENTION_ROLE in config.launch.services and config.attention.host_kv_bytes
         if has_tier and config.attention.host_kv_path is None:
             config = with_host_kv_path(config, self._opened.enter_context(run_directory(SHM_DIR)))
         addresses = worker_addresses(config, run_dir)
-        has_all_workers = {role for role, _ in addresses} == {*SECTIONS}
         counts_dir = self._opened.enter_context(run_directory(SHM_DIR)) if num_gateways(config) > 1 else None
         services = service_configs(config, run_dir, addresses, counts_dir, [each.fileno() for each in passed])
         # A process that runs already can inherit no listener.
         self._early.keep({f"services.{each.role}" for each in services if each.options.http_listener is None})
         remove_stale_regions()  # of a launcher that was killed; their memory is free then
         await asyncio.to_thread(check_memory, config, self._early.taken_bytes)
-        if has_all_workers:
-            self._mps = start_mps(config, run_dir)
-            if self._mps is not None:
-                self._opened.callback(stop_mps, self._mps)
-        elif addresses:
-            self._mps = await asyncio.to_thread(find_mps, config)
+        has_all_workers = {role for role, _ in addresses} == {*SECTIONS}
+        if addresses:
+            await self._find_mps(config, run_dir, starts=has_all_workers)
         self._opened.callback(remove_stale_regions)  # regions of killed children; others have removed theirs
         for address in addresses.values():
             self._opened.callback(address.remove)
-        lifelines = Lifelines()
-        lifelines.start()
-        self._opened.callback(lifelines.close)
         self._children = Children()
-        environment = None if self._mps is None else self._mps.environment
-        own = {"environment": environment, "lifelines": lifelines, "succeed": self._succeed, "early": self._early}
-        make_child = partial(Child, run_dir=run_dir, **own)
-        modes = {DENSE_ROLE: config.launch.standby_dense, ATTENTION_ROLE: config.launch.standby_attention}
-        if self._arguments.prompt is not None:  # then all ends with the answer
-            modes = dict.fromkeys(modes, "off")
-        if has_several(config):
-            modes[ATTENTION_ROLE] = "off"
-        self._standbys = {
-            (role, rank): Standby(role, modes[role], self._children, address, make_child, config.launch, rank)
-            for (role, rank), address in addresses.items()
-        }
+        make_child = self._child_maker(run_dir)
+        self._standbys = self._make_standbys(config, addresses, make_child)
         self._opened.push_async_callback(self._stop_services)
         if self._mps is not None:
             processes = [self._children, Spares(list(self._standbys.values()))]
@@ -161,13 +135,12 @@ class Launcher(Service):
             address.point_to(self._children.worker(*worker).address)
         replacer = None
         if (first := (DENSE_ROLE, 0)) in addresses:
-            standby = self._standbys[first]
             attention_address = None if is_encoder(config.model.path) else config.attention.address
+            standby = self._standbys[first]
             replacer = DenseReplacer(self._children, addresses[first], attention_address, make_child, standby)
         attention_workers = None
         if has_several(config) and has_all_workers:
-            standby = self._standbys[DENSE_ROLE, 0]
-            attention_workers = AttentionWorkers(self._children, make_child, standby, config, run_dir)
+            attention_workers = AttentionWorkers(self._children, make_child, self._standbys[first], config, run_dir)
         await self._start_control(run_dir, replacer, attention_workers)
 
     async def run(self) -> None:
@@ -190,6 +163,51 @@ class Launcher(Service):
         """Ends first the users of the services, then the services, within `launch.stop_grace_s`."""
         self._manager.stopping()
         await super().stop()
+
+    async def _check_config(self, config: Config, *, is_http_passed: bool) -> None:
+        """All that can be known before anything starts. Raises `ConfigError`."""
+        check_addresses(config, is_http_passed=is_http_passed)
+        check_attention_workers(config)
+        check_lanes_config(config)
+        await asyncio.to_thread(check_before_start, config)
+        await asyncio.to_thread(check_weights, config)
+        await asyncio.to_thread(check_rank_gpus, config)
+        check_tls(config)
+        check_chat_template(config)
+        for number, key in enumerate(self._arguments.api_key or (), start=1):
+            add_api_key(f"flag-{number}", key)
+        check_api_keys(config)
+
+    async def _find_mps(self, config: Config, run_dir: Path, *, starts: bool) -> None:
+        """Makes workers clients of the MPS daemon: of one of ours if it `starts`, else of another launcher's."""
+        if not starts:
+            self._mps = await asyncio.to_thread(find_mps, config)
+            return
+        self._mps = start_mps(config, run_dir)
+        if self._mps is not None:
+            self._opened.callback(stop_mps, self._mps)
+
+    def _child_maker(self, run_dir: Path) -> MakeChild:
+        lifelines = Lifelines()
+        lifelines.start()
+        self._opened.callback(lifelines.close)
+        environment = None if self._mps is None else self._mps.environment
+        own = {"environment": environment, "lifelines": lifelines, "succeed": self._succeed, "early": self._early}
+        return partial(Child, run_dir=run_dir, **own)
+
+    def _make_standbys(
+        self, config: Config, addresses: Mapping[tuple[str, int], SwitchedAddress], make_child: MakeChild
+    ) -> dict[tuple[str, int], Standby]:
+        """The standby of each worker, by its role and rank; one may be off."""
+        modes = {DENSE_ROLE: config.launch.standby_dense, ATTENTION_ROLE: config.launch.standby_attention}
+        if self._arguments.prompt is not None:  # then all ends with the answer
+            modes = dict.fromkeys(modes, "off")
+        if has_several(config):
+            modes[ATTENTION_ROLE] = "off"
+        return {
+            (role, rank): Standby(role, modes[role], self._children, address, make_child, config.launch, rank)
+            for (role, rank), address in addresses.items()
+        }
 
     async def _stop_services(self) -> None:
         """Stops services and spares at the same time, so that all of them have one grace period."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,10 +20,10 @@ import grpc
 import structlog
 
 from services.common.child_options import ChildOptions
-from services.common.config import Config, LaunchSection
+from services.common.config import LaunchSection
 from services.common.errors import ConfigError, PeerError
 from services.common.process import proportional_bytes
-from services.launch.child import DENSE_ROLE, Child, worker_name
+from services.launch.child import DENSE_ROLE, Child, MakeChild, worker_name
 from services.launch.children import Children
 from services.launch.service_configs import with_address
 from services.launch.standby_calls import SpareState, standby_calls
@@ -66,7 +66,7 @@ class Standby:
         mode: Literal["auto", "off", "imports", "loaded"],
         children: Children,
         address: SwitchedAddress,
-        make_child: Callable[[str, str, Config, ChildOptions], Child],
+        make_child: MakeChild,
         section: LaunchSection,
         rank: int = 0,
     ) -> None:
