@@ -10,10 +10,10 @@ from pydantic import Field
 from pydantic_core import PydanticCustomError
 
 from services.gateway.apis.anthropic.blocks import Messages, Texts
-from services.gateway.apis.shared.generation_fields import IGNORED, TemplateKwargs
+from services.gateway.apis.shared.generation_fields import IGNORED, Stream, TemplateKwargs, TopK
 from services.gateway.apis.shared.other_servers import VLLM_MESSAGES
 from services.gateway.apis.shared.parts import Description, ToolName
-from services.gateway.apis.shared.request_model import Int32, Int64, RequestModel, UInt32, at_most
+from services.gateway.apis.shared.request_model import Int64, RequestModel, UInt32, at_most
 from services.gateway.request.generation_request import MAX_STOP_STRINGS
 from services.gateway.text.read_chat import MAX_NAME_CHARACTERS
 from services.gateway.text.tools.tool import MAX_TOOLS
@@ -119,10 +119,10 @@ class MessagesRequest(CountTokensRequest):
     max_tokens: Annotated[Int64, Field(ge=1)] = Field(
         description="Lowered to the rest of the context, unless the server is strict"
     )
-    stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows")
+    stream: Stream = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Int32 | None = Field(None, description="0 and -1 keep all tokens")
+    top_k: TopK = None
     stop_sequences: Annotated[list[str] | None, at_most(MAX_STOP_STRINGS)] = Field(
         None, description="The answer ends before the first of these strings"
     )

@@ -9,7 +9,7 @@ import pydantic
 from pydantic import Field, Tag
 from typing_extensions import TypedDict
 
-from services.gateway.apis.shared.generation_fields import IGNORED
+from services.gateway.apis.shared.generation_fields import IGNORED, Priority, Stream
 from services.gateway.apis.shared.parts import MAX_PARTS, CallId, ToolName, by_field, by_shape, check_parts
 from services.gateway.apis.shared.request_model import Int32, Int64, RequestModel, UInt32, at_most
 from services.gateway.apis.shared.structured_output import JsonSchema
@@ -134,7 +134,7 @@ class CohereChatRequest(RequestModel):
         pydantic.BeforeValidator(check_parts),
         at_most(MAX_MESSAGES),
     ]
-    stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows")
+    stream: Stream = None
     tools: Annotated[list[Any] | None, at_most(MAX_TOOLS)] = Field(None, description="As in chat completions")
     strict_tools: bool | None = Field(None, description="Calls match the schemas of their tools")
     tool_choice: Literal["REQUIRED", "NONE"] | None = None
@@ -152,7 +152,7 @@ class CohereChatRequest(RequestModel):
     p: float | None = Field(None, description="top_p of completions")
     logprobs: bool | None = Field(None, description="Give the log-probability of each token")
     thinking: CohereThinking | None = None
-    priority: Int32 | None = Field(None, description="Requests with a lower number are served earlier")
+    priority: Priority = None
     citation_options: dict[str, Any] | None = Field(None, description=f"{IGNORED}: answers have no citations")
     safety_mode: str | None = Field(None, description=IGNORED)
 

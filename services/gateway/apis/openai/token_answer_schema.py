@@ -12,10 +12,10 @@ from typing_extensions import TypedDict
 
 from services.gateway.apis.openai.answer_objects import FinishReasonName, PromptLogprobs, UsageObject
 from services.gateway.apis.openai.fields import OpenAIFields, UsageFields
-from services.gateway.apis.shared.generation_fields import IGNORED, NumLogprobs
+from services.gateway.apis.shared.generation_fields import IGNORED, NumLogprobs, Priority
 from services.gateway.apis.shared.logprobs import ChatLogprobs
 from services.gateway.apis.shared.other_servers import OF_CHATS
-from services.gateway.apis.shared.request_model import Int32, TokenIdList
+from services.gateway.apis.shared.request_model import TokenIdList
 
 
 class TokenSampling(OpenAIFields):
@@ -58,7 +58,7 @@ class TokenAnswerRequest(UsageFields):
     model: str | None = Field(None, description="A name of the served model, or of an adapter, or none")
     stream: bool | None = Field(None, description="Send the token ids as server-sent events")
     request_id: str | None = Field(None, description="The request's name; the answer has it behind generate-tokens-")
-    priority: Int32 | None = Field(None, description="Requests with a lower number are served earlier")
+    priority: Priority = None
     cache_salt: str | None = Field(
         None, min_length=1, description="Only requests with the same salt share prompt prefixes"
     )

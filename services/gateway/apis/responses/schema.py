@@ -11,11 +11,23 @@ from pydantic_core import PydanticCustomError
 
 from services.gateway.apis.responses.items import Input
 from services.gateway.apis.responses.tool_schema import ToolChoice, ToolObjects
-from services.gateway.apis.shared.generation_fields import IGNORED, MAX_METADATA, Label, LogitBias, TemplateKwargs
+from services.gateway.apis.shared.generation_fields import (
+    IGNORED,
+    MAX_METADATA,
+    IgnoredFields,
+    Label,
+    LogitBias,
+    ModelName,
+    Priority,
+    StopStrings,
+    Stream,
+    TemplateKwargs,
+    TopK,
+    User,
+)
 from services.gateway.apis.shared.other_servers import VLLM_RESPONSES
-from services.gateway.apis.shared.request_model import Int32, Int64, RequestModel, at_most
+from services.gateway.apis.shared.request_model import Int64, RequestModel, at_most
 from services.gateway.apis.shared.structured_output import StructuredOutputs, of_structured_outputs
-from services.gateway.request.generation_request import MAX_STOP_STRINGS
 from services.gateway.text.read_chat import MAX_NAME_CHARACTERS
 
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit
@@ -60,7 +72,7 @@ class ResponseStreamOptions(RequestModel):
     include_obfuscation: bool | None = Field(None, description=IGNORED)
 
 
-class ResponsesRequest(RequestModel):
+class ResponsesRequest(IgnoredFields):
     """The conversation so far, or what follows an earlier response, and the options of the answer."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -73,7 +85,7 @@ class ResponsesRequest(RequestModel):
         "moderation": (),
         "prompt": (),
     }
-    model: str | None = Field(None, description="A name of the served model, or none; the answer repeats it")
+    model: ModelName = None
     input: Input
     instructions: str | None = Field(None, description="Precedes the input, as a message of the system")
     max_output_tokens: Annotated[Int64, Field(ge=1)] | None = Field(
@@ -81,20 +93,18 @@ class ResponsesRequest(RequestModel):
     )
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Int32 | None = Field(None, description="0 and -1 keep all tokens")
+    top_k: TopK = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: Int64 | None = Field(
         None, description="The same seed gives the same tokens, except few that rounding may change"
     )
-    stop: Annotated[str | list[str] | None, at_most(MAX_STOP_STRINGS)] = Field(
-        None, description="vLLM's field: the answer ends before the first of these strings"
-    )
+    stop: StopStrings = None  # vLLM's
     logit_bias: LogitBias = None
     ignore_eos: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows")
+    stream: Stream = None
     stream_options: ResponseStreamOptions | None = None
     timings_per_token: bool | None = Field(
         None, description="Give llama.cpp's timings: in events of new tokens and in the last one, else in the answer"
@@ -121,17 +131,12 @@ class ResponsesRequest(RequestModel):
     previous_response_id: Annotated[str, Field(max_length=MAX_ID_CHARACTERS)] | None = Field(
         None, description="A stored response: its conversation precedes the input. Only with gateway.store_responses"
     )
-    user: str | None = Field(None, description="Name of the end user, for logs only")
+    user: User = None
     metadata: Annotated[dict[str, str] | None, at_most(MAX_METADATA)] = Field(None, description="The answer repeats it")
     cache_salt: str | None = Field(None, description="Only requests with the same salt share prompt prefixes")
-    priority: Int32 | None = Field(None, description="Requests with a lower number are served earlier")
+    priority: Priority = None
     access_programs: Any = Field(None, description=IGNORED)
     max_tool_calls: Int64 | None = Field(None, description=f"{IGNORED}: it limits tools that the server itself runs")
-    prompt_cache_key: Label | None = Field(None, description=IGNORED)
-    prompt_cache_options: dict[str, Any] | None = Field(None, description=IGNORED)
-    prompt_cache_retention: Label | None = Field(None, description=IGNORED)
-    safety_identifier: Label | None = Field(None, description=IGNORED)
-    service_tier: Label | None = Field(None, description=IGNORED)
 
     @pydantic.model_validator(mode="after")
     def _check_form(self) -> ResponsesRequest:

@@ -13,16 +13,10 @@ from typing_extensions import TypedDict
 from services.common.config import MAX_PROMPTS
 from services.common.sampling_params import MAX_LOGPROB_TOKENS
 from services.gateway.apis.shared.feature_fields import FeatureFields, ReportObjects, asked_reports
-from services.gateway.apis.shared.generation_fields import (
-    BeamFields,
-    Echo,
-    LogitBias,
-    SamplingFields,
-    Suffix,
-)
+from services.gateway.apis.shared.generation_fields import BeamFields, Echo, LogitBias, Priority, SamplingFields, Suffix
 from services.gateway.apis.shared.other_servers import LLAMA_CPP_OPTIONS, OF_CHATS, UNSUPPORTED
 from services.gateway.apis.shared.prompts import Prompt, prompt_list
-from services.gateway.apis.shared.request_model import CountOrAll, Int32, RequestModel, UInt32, at_most
+from services.gateway.apis.shared.request_model import CountOrAll, RequestModel, UInt32, at_most
 from services.gateway.apis.shared.structured_output import StructuredOutputFields
 
 DEFAULT_TOKENS = 128  # SGLang's default of max_new_tokens
@@ -125,7 +119,7 @@ class GenerateBody(FeatureFields):
     lora_path: Annotated[str | list[str | None] | None, at_most(MAX_PROMPTS)] = Field(
         None, description="The name of an adapter; or of one for each prompt, null: none"
     )
-    priority: Int32 | None = Field(None, description="Requests with a lower number are served earlier")
+    priority: Priority = None
     cache_salt: str | None = Field(None, description="Only requests with the same salt share prompt prefixes")
     extra_key: str | None = Field(None, description="A second part of cache_salt")
 

@@ -32,6 +32,16 @@ def _no_logprobs(value: Any) -> Any:
     return None if value is False else value  # some clients send false for none
 
 
+ModelName = Annotated[str | None, Field(description="A name of the served model, or none; the answer repeats it")]
+Stream = Annotated[bool | None, Field(description="Send the answer as server-sent events while it grows")]
+Priority = Annotated[Int32 | None, Field(description="Requests with a lower number are served earlier")]
+User = Annotated[str | None, Field(description="Name of the end user, for logs only")]
+TopK = Annotated[Int32 | None, Field(description="0 and -1 keep all tokens")]
+StopStrings = Annotated[
+    str | list[str] | None,
+    at_most(MAX_STOP_STRINGS),
+    Field(description="The answer ends before the first of these strings"),
+]
 LogitBias = Annotated[
     dict[str, float] | None,
     at_most(MAX_LOGIT_BIASES),
@@ -73,11 +83,21 @@ _NumberFields = pydantic.create_model(
 )
 
 
-class SamplingFields(_NumberFields):
+class IgnoredFields(RequestModel):
+    """What OpenAI's own servers do with a request."""
+
+    prompt_cache_key: Label | None = Field(None, description=IGNORED)
+    prompt_cache_options: dict[str, Any] | None = Field(None, description=IGNORED)
+    prompt_cache_retention: Label | None = Field(None, description=IGNORED)
+    safety_identifier: Label | None = Field(None, description=IGNORED)
+    service_tier: Label | None = Field(None, description=IGNORED)
+
+
+class SamplingFields(_NumberFields, IgnoredFields):
     """How many answers, how their tokens are sampled, and what becomes a prompt. Null always means the default."""
 
     n: UInt32 | None = Field(None, description="Number of answers to each prompt")
-    top_k: Int32 | None = Field(None, description="0 and -1 keep all tokens")
+    top_k: TopK = None
     bad_words: Annotated[list[str] | None, at_most(MAX_BAD_WORDS)] = Field(
         None, description="Words that must not appear in the answer"
     )
@@ -89,9 +109,7 @@ class SamplingFields(_NumberFields):
         description="The same seed gives the same tokens, except few that rounding may change; a negative seed is "
         "taken as its 64-bit two's complement",
     )
-    stop: Annotated[str | list[str] | None, at_most(MAX_STOP_STRINGS)] = Field(
-        None, description="The answer ends before the first of these strings"
-    )
+    stop: StopStrings = None
     stop_regex: Annotated[str | list[str] | None, at_most(MAX_STOP_STRINGS)] = Field(
         None,
         description="The answer ends with the token behind which one of these regular expressions matches anywhere in "
@@ -113,18 +131,13 @@ class SamplingFields(_NumberFields):
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="With truncate_prompt_tokens, where tokens are left out: left, the default, or right"
     )
-    priority: Int32 | None = Field(None, description="Requests with a lower number are served earlier")
+    priority: Priority = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="Only requests with the same salt share prompt prefixes; at most 256 characters"
     )
-    user: str | None = Field(None, description="Name of the end user, for logs only")
+    user: User = None
     metadata: Annotated[dict[str, Any] | None, at_most(MAX_METADATA)] = Field(None, description=IGNORED)
-    prompt_cache_key: Label | None = Field(None, description=IGNORED)
-    prompt_cache_options: dict[str, Any] | None = Field(None, description=IGNORED)
-    prompt_cache_retention: Label | None = Field(None, description=IGNORED)
     reasoning_effort: Label | None = Field(None, description=f"{IGNORED}; in chats a variable of the template")
-    safety_identifier: Label | None = Field(None, description=IGNORED)
-    service_tier: Label | None = Field(None, description=IGNORED)
     store: bool | None = Field(None, description=IGNORED)
     verbosity: Label | None = Field(None, description=IGNORED)
 
@@ -139,8 +152,8 @@ class SamplingFields(_NumberFields):
 class AnswerFields(RequestModel):
     """Whose answer it is, how long, and in how many pieces."""
 
-    model: str | None = Field(None, description="A name of the served model, or none; the answer repeats it")
-    stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows")
+    model: ModelName = None
+    stream: Stream = None
     max_tokens: Int64 | None = Field(
         None,
         description="Maximum number of tokens to generate; lowered to the rest of the context, unless the server is "

@@ -16,8 +16,9 @@ from typing_extensions import TypedDict
 from services.common.errors import InvalidRequest
 from services.common.shorten import quote
 from services.gateway.apis.shared.cohere_errors import ERROR_RESPONSES
+from services.gateway.apis.shared.generation_fields import Priority
 from services.gateway.apis.shared.json_pieces import list_pieces
-from services.gateway.apis.shared.request_model import Int32, RequestModel, at_most
+from services.gateway.apis.shared.request_model import RequestModel, at_most
 from services.gateway.apis.shared.routes import json_router
 from services.gateway.apis.vectors.pooled_answer import PooledAnswer, number_pieces
 from services.gateway.apis.vectors.schema import Texts
@@ -53,7 +54,7 @@ class CohereEmbedRequest(RequestModel):
     )
     max_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="The longest text; default: the model's")
     output_dimension: Annotated[int, Field(ge=1)] | None = Field(None, description="Keep only so many first values")
-    priority: Int32 | None = Field(None, description="A lower number is served earlier")
+    priority: Priority = None
 
 
 class CohereEmbeddings(TypedDict, total=False):

@@ -15,8 +15,9 @@ from typing_extensions import TypedDict
 from services.common.errors import AbortedByCaller
 from services.common.sampling_params import MAX_LOGPROB_TOKENS
 from services.gateway.apis.shared.answer import Answer, Format
+from services.gateway.apis.shared.generation_fields import Priority, User
 from services.gateway.apis.shared.prompts import Prompt, check_prompts, prompt_list
-from services.gateway.apis.shared.request_model import Int32, RequestModel, TokenIdList, UInt32, at_most
+from services.gateway.apis.shared.request_model import RequestModel, TokenIdList, UInt32, at_most
 from services.gateway.apis.shared.to_message import messages_of
 from services.gateway.apis.vectors.schema import InputUsage
 from services.gateway.core.chunks import Completion, Finish
@@ -43,8 +44,8 @@ class LabelScoreRequest(RequestModel):
         None, description="Divide by the sum of the labels' probabilities; default: only at /generative_scoring"
     )
     item_first: bool | None = Field(None, description="true: each item stands before the query")
-    user: str | None = Field(None, description="Name of the end user, for logs only")
-    priority: Int32 | None = Field(None, description="A lower number is served earlier")
+    user: User = None
+    priority: Priority = None
     cache_salt: str | None = Field(None, description="Only requests with the same salt share prompt prefixes")
 
     @pydantic.model_validator(mode="after")

@@ -16,9 +16,10 @@ from typing_extensions import TypedDict
 
 from services.common.config import MAX_INPUTS
 from services.common.errors import InvalidRequest
+from services.gateway.apis.shared.generation_fields import Priority, User
 from services.gateway.apis.shared.parts import MAX_PARTS, by_shape, check_parts
 from services.gateway.apis.shared.prompts import kind_of_prompts, prompt_list, prompts_of
-from services.gateway.apis.shared.request_model import CountOrAll, Int32, RequestModel, at_most
+from services.gateway.apis.shared.request_model import CountOrAll, RequestModel, at_most
 from services.gateway.request.generation_request import MAX_MESSAGES
 from services.gateway.text.read_chat import MAX_NAME_CHARACTERS
 from services.gateway.vectors.packed_numbers import packed
@@ -46,8 +47,8 @@ class InputFields(RequestModel):
     """What bodies for vectors have in common."""
 
     model: str | None = None
-    user: str | None = Field(None, description="Name of the end user, for logs only")
-    priority: Int32 | None = Field(None, description="A lower number is served earlier")
+    user: User = None
+    priority: Priority = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="Only requests with the same salt share prefixes of inputs"
     )
