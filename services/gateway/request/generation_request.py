@@ -181,27 +181,14 @@ async def read_request(
     number of the address that it comes from.
     Raises `UnknownModel` for another model than the served one. The message has passed `check_counts`.
     """
-    limits.names.check(message.model)
-    model = limits.model
-    if not model.generates and not message.return_pooled:
-        raise InvalidRequest("this model generates nothing: its checkpoint has no language head", "model")
-    check_name("request_id", message.request_id, MAX_REQUEST_ID_CHARACTERS)
-    check_name("user", message.user, MAX_USER_CHARACTERS)
-    _check_length("cache_salt", message.cache_salt, MAX_SALT_CHARACTERS)
+    _check_fields(message, limits)
     has_beams = message.HasField("beam_search")
     n, best_of = read_widths(message, limits.max_beam_width) if has_beams else _read_counts(message, limits.max_n)
-    _check_logprobs(message, limits)
     features = read_features(message, limits.vocab_size)
-    _check_range("priority", message.priority, -MAX_PRIORITY, MAX_PRIORITY)
     sampling = await _read_sampling(message, limits)
     if message.HasField("max_tokens"):
         _check_max_tokens(message, best_of, returns_prompt=message.echo or _shows_prompt(features))
         _check_min_tokens(sampling.min_tokens, message.max_tokens)
-    _check_strings("stop", message.stop)
-    _check_strings("stop_regex", message.stop_regex)
-    if message.stop_regex:
-        automaton_of(tuple(message.stop_regex))
-    check_token_ids("stop_token_ids", message.stop_token_ids, limits.vocab_size)
 
     prompt = await _read_prompt(message, limits, prompt_name, reading)
     features |= prompt.features
@@ -210,14 +197,11 @@ async def read_request(
     )
     _check_min_tokens(sampling.min_tokens, max_tokens)
 
-    chat, tokenizer = prompt.chat, model.tokenizer
-    parsing = None if chat is None else read_parsing(chat, tokenizer, prompt.token_ids, sampling.structured_output)
-    ends = tokenizer.fill_in_middle.end_token_ids if message.HasField("suffix") else answer_ends(parsing, tokenizer)
-    eos_token_ids = () if message.ignore_eos else (*model.eos_token_ids, *ends)
-    stop_token_ids = tuple(sorted({*eos_token_ids, *message.stop_token_ids}))
+    parsing, stop_token_ids = _read_answer(message, limits.model, prompt, sampling)
     sampling.check_choice(stop_token_ids)
-    if chat is not None:
-        sampling = replace(sampling, reasoning_limit=read_reasoning_limit(chat, parsing, tokenizer))
+    if prompt.chat is not None:
+        limit = read_reasoning_limit(prompt.chat, parsing, limits.model.tokenizer)
+        sampling = replace(sampling, reasoning_limit=limit)
     if parsing is not None:
         sampling = replace(sampling, structured_output=answer_grammar(parsing, sampling.structured_output))
     if has_beams:
@@ -267,6 +251,23 @@ async def read_request(
         pictures=prompt.pictures,
         is_stepwise=current_run() is not None,
     )
+
+
+def _check_fields(message: gateway_pb2.GenerateRequest, limits: ModelLimits) -> None:
+    """What can be told of one field alone, and nothing is made of."""
+    limits.names.check(message.model)
+    if not limits.model.generates and not message.return_pooled:
+        raise InvalidRequest("this model generates nothing: its checkpoint has no language head", "model")
+    check_name("request_id", message.request_id, MAX_REQUEST_ID_CHARACTERS)
+    check_name("user", message.user, MAX_USER_CHARACTERS)
+    _check_length("cache_salt", message.cache_salt, MAX_SALT_CHARACTERS)
+    _check_logprobs(message, limits)
+    _check_range("priority", message.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    _check_strings("stop", message.stop)
+    _check_strings("stop_regex", message.stop_regex)
+    if message.stop_regex:
+        automaton_of(tuple(message.stop_regex))
+    check_token_ids("stop_token_ids", message.stop_token_ids, limits.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +344,20 @@ async def _read_prompt(
         source=source,
         features=features,
     )
+
+
+def _read_answer(
+    message: gateway_pb2.GenerateRequest, model: LocalModel, prompt: _Prompt, sampling: SamplingParams
+) -> tuple[Parsing | None, tuple[int, ...]]:
+    """What is to be found in the answers, and the tokens that end them."""
+    parsing, ends = None, tuple[int, ...]()
+    if prompt.chat is not None:
+        parsing = read_parsing(prompt.chat, model.tokenizer, prompt.token_ids, sampling.structured_output)
+        ends = answer_ends(parsing, model.tokenizer)
+    elif message.HasField("suffix"):
+        ends = model.tokenizer.fill_in_middle.end_token_ids
+    eos_token_ids = () if message.ignore_eos else (*model.eos_token_ids, *ends)
+    return parsing, tuple(sorted({*eos_token_ids, *message.stop_token_ids}))
 
 
 async def _read_input(
