@@ -60,6 +60,15 @@ class TokenSpan(NamedTuple):
     stop: int | None  # behind its last one
 
 
+class InputLimit(NamedTuple):
+    """How many tokens a text, or two that belong together, may have."""
+
+    max_tokens: int  # with special ones
+    is_cut: bool  # whether a longer one loses tokens until all are `max_tokens`
+    max_last: int | None = None  # own tokens of the last text, if all can be `max_tokens` then
+    keeps_last: bool = False  # whether a text loses tokens at its beginning, not at its end
+
+
 class Tokenizer:
     """Owns the model's tokenizer and the threads it may use; `close` ends them."""
 
@@ -137,36 +146,22 @@ class Tokenizer:
         return await self.off_loop(len(text), lambda: write(self._spans(text, add_special_tokens)))
 
     async def encode_input(
-        self,
-        texts: Sequence[str],
-        adds_special_tokens: bool,
-        max_tokens: int,
-        is_cut: bool,
-        max_last: int | None,
-        *,
-        keeps_last: bool,
+        self, texts: Sequence[str], adds_special_tokens: bool, limit: InputLimit
     ) -> tuple[list[int], int]:
         """Token ids of a text, or of two that belong together, and how many of them are before the second one's part:
         0 if the model is not told.
 
-        If `is_cut`, the longer text loses tokens at its end until all are `max_tokens`, or with `keeps_last` at its
-        beginning; special tokens remain. With `max_last` the last text keeps at most so many of its own, and so many
-        that all are `max_tokens` if they can be.
+        It is the longer text that loses tokens; special tokens remain.
         """
-        size = sum(map(len, texts))
-        given = (texts, adds_special_tokens, max_tokens, is_cut, max_last, keeps_last)
-        return await self.off_loop(size, self._encode_input, *given)
+        return await self.off_loop(sum(map(len, texts)), self._encode_input, texts, adds_special_tokens, limit)
 
-    async def encode_pair(
-        self, template: PairTemplate, texts: Mapping[str, str], max_tokens: int, is_cut: bool, max_last: int | None
-    ) -> list[int]:
+    async def encode_pair(self, template: PairTemplate, texts: Mapping[str, str], limit: InputLimit) -> list[int]:
         """Token ids of a template with a client's texts, in which special tokens are plain text.
 
-        If `is_cut`, the document loses tokens at its end until all are `max_tokens`; with `max_last` it also keeps at
-        most so many.
+        It is the document that loses tokens, always at its end.
         """
         size = sum(map(len, texts.values())) + sum(map(len, template.pieces))
-        return await self.off_loop(size, self._encode_pair, template, texts, max_tokens, is_cut, max_last)
+        return await self.off_loop(size, self._encode_pair, template, texts, limit)
 
     async def encode_chat(
         self, chat: Chat, add_special_tokens: bool | None = None, first_table_id: int = 0, num_bytes: int = 0
@@ -341,33 +336,25 @@ class Tokenizer:
                 yield TokenSpan(token_id, text[start:stop], start, stop)
 
     def _encode_input(
-        self,
-        texts: Sequence[str],
-        adds_special_tokens: bool,
-        max_tokens: int,
-        is_cut: bool,
-        max_last: int | None,
-        keeps_last: bool,
+        self, texts: Sequence[str], adds_special_tokens: bool, limit: InputLimit
     ) -> tuple[list[int], int]:
         pieces = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         num_special = self._backend.num_special_tokens_to_add(len(texts) > 1) if adds_special_tokens else 0
-        room = max(0, max_tokens - num_special)
-        if max_last is not None:
+        room = max(0, limit.max_tokens - num_special)
+        if limit.max_last is not None:
             num_before = sum(len(piece.ids) for piece in pieces[:-1])
-            pieces[-1].truncate(min(max_last, max(0, room - num_before)))
-        if is_cut and sum(len(piece.ids) for piece in pieces) > room:
+            pieces[-1].truncate(min(limit.max_last, max(0, room - num_before)))
+        if limit.is_cut and sum(len(piece.ids) for piece in pieces) > room:
             by_length = sorted(pieces, key=lambda piece: len(piece.ids))
             shorter = min(len(by_length[0].ids), room // 2) if len(pieces) > 1 else 0
             for piece, count in zip(reversed(by_length), (room - shorter, shorter), strict=False):
-                piece.truncate(count, direction="left" if keeps_last else "right")
+                piece.truncate(count, direction="left" if limit.keeps_last else "right")
         encoding = self._backend.post_process(*pieces, add_special_tokens=adds_special_tokens)
         if len(texts) == 1 or "token_type_ids" not in self.hf_tokenizer.model_input_names:
             return encoding.ids, 0
         return encoding.ids, next((i for i, each in enumerate(encoding.type_ids) if each), 0)
 
-    def _encode_pair(
-        self, template: PairTemplate, texts: Mapping[str, str], max_tokens: int, is_cut: bool, max_last: int | None
-    ) -> list[int]:
+    def _encode_pair(self, template: PairTemplate, texts: Mapping[str, str], limit: InputLimit) -> list[int]:
         nonce, place = new_nonce(), template.document_piece
 
         def encode(piece: str) -> list[int]:
@@ -376,9 +363,10 @@ class Tokenizer:
         marked = self._control_tokens.marked(texts, nonce)
         parts = [encode(piece) for piece in template.fill(marked)]
         num_others = sum(map(len, parts)) - len(parts[place])
-        most = max(0, max_tokens - num_others) if is_cut or max_last is not None else len(parts[place])
-        if max_last is not None:
-            most = min(most, len(encode(template.fill({**marked, "document": ""})[place])) + max_last)
+        is_cut = limit.is_cut or limit.max_last is not None
+        most = max(0, limit.max_tokens - num_others) if is_cut else len(parts[place])
+        if limit.max_last is not None:
+            most = min(most, len(encode(template.fill({**marked, "document": ""})[place])) + limit.max_last)
         parts[place] = parts[place][:most]
         return [token_id for part in parts for token_id in part]
 

@@ -34,6 +34,7 @@ from services.gateway.request.generation_request import (
 from services.gateway.request.mixed_prompt import most_tokens, without_texts_between
 from services.gateway.resources.gather import gather_or_cancel
 from services.gateway.resources.memory_budget import HeldMemory
+from services.gateway.text.tokenizer import InputLimit
 from services.pb import gateway_pb2, pooling_pb2
 
 MAX_AT_ONCE = 256  # inputs of all requests that wait or run in the dense worker, and as many of bulk ones
@@ -255,11 +256,11 @@ class Vectors:
         return min(self.service.max_input_tokens, size + _MAX_SPECIAL_TOKENS)
 
     async def _encode_pair(
-        self, template: PairTemplate, each: VectorInput, options: InputOptions, most: int, is_cut: bool
+        self, template: PairTemplate, each: VectorInput, options: InputOptions, limit: InputLimit
     ) -> list[int]:
         instruction = template.instruction if options.instruction is None else options.instruction
         given = {"instruction": instruction or "", "query": str(each.first), "document": each.second or ""}
-        return await self.service.tokenizer.encode_pair(template, given, most, is_cut, each.max_own_tokens)
+        return await self.service.tokenizer.encode_pair(template, given, limit)
 
     async def _message(self, each: VectorInput, options: InputOptions) -> gateway_pb2.GenerateRequest:
         """The request for one input. Raises `InvalidRequest` if it is empty or too long."""
@@ -281,17 +282,12 @@ class Vectors:
                     name,
                 )
             template = self.pooling.template
+            input_limit = InputLimit(most, is_cut, each.max_own_tokens, options.keeps_last)
             if template is not None and each.second is not None:
-                token_ids = await self._encode_pair(template, each, options, most, is_cut)
+                token_ids = await self._encode_pair(template, each, options, input_limit)
             else:
-                token_ids, second_segment = await tokenizer.encode_input(
-                    texts,
-                    options.adds_special_tokens is not False,
-                    most,
-                    is_cut,
-                    each.max_own_tokens,
-                    keeps_last=options.keeps_last,
-                )
+                adds = options.adds_special_tokens is not False
+                token_ids, second_segment = await tokenizer.encode_input(texts, adds, input_limit)
         elif isinstance(each.first, gateway_pb2.Chat):
             adds = options.adds_special_tokens
             chat = gateway_pb2.TokenizeRequest(chat=each.first, add_special_tokens=adds)

@@ -14,7 +14,7 @@ from services.common.config import EMBEDDED_MODEL, ModelSection
 from services.common.errors import ConfigError
 from services.common.pooling.pair_template import TEMPLATES, PairTemplate
 from services.common.pooling.pooling_config import ClassifierHead, read_pooling
-from services.gateway.text.tokenizer import Tokenizer
+from services.gateway.text.tokenizer import InputLimit, Tokenizer
 
 QWEN, GEMMA = TEMPLATES["qwen3"], TEMPLATES["gemma"]
 QUERY, DOCUMENT = "What is the capital of {document}?", "Paris is {query} its capital, they say."
@@ -43,7 +43,7 @@ def encode(
     max_last: int | None = None,
 ) -> list[int]:
     texts = {"query": query, "document": document, "instruction": instruction}
-    return asyncio.run(Tokenizer(tokenizer).encode_pair(template, texts, most, is_cut, max_last))
+    return asyncio.run(Tokenizer(tokenizer).encode_pair(template, texts, InputLimit(most, is_cut, max_last)))
 
 
 def qwen(tokenizer: PreTrainedTokenizerFast, document: str = DOCUMENT) -> tuple[list[int], list[int], list[int]]:
