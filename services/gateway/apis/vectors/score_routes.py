@@ -109,29 +109,11 @@ def score_routes(vectors: Vectors) -> APIRouter:
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
             scores = found_scores.of(pooled)
             order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
-
-            def scored(i: int) -> Iterator[bytes]:
-                found: dict[str, Any] = {"index": i, "score": scores[i]}
-                return _whole(found | {"text": texts[i]} if body.return_text else found)
-
-            def ranked(i: int) -> Iterator[bytes]:
-                found: dict[str, Any] = {"index": i, "relevance_score": scores[i]}
-                if body.return_documents is not False:
-                    found["document"] = {"text": texts[i]}
-                return _whole(found)
-
             if body.texts is not None:
-                yield from list_pieces(map(scored, order))
+                yield from list_pieces(_scored_text(i, scores[i], texts[i], body) for i in order)
                 return
-            head = {
-                "id": options.request_id,
-                "model": body.model or service.names.first,
-                "usage": usage_of(pooled),
-                "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
-            }
-            yield to_json(head)[:-1] + b',"results":'
-            yield from list_pieces(map(ranked, order))
-            yield b"}"
+            ranked = (_ranked_document(i, scores[i], texts[i], body) for i in order)
+            yield from _rank_list(options.request_id, body.model or service.names.first, ranked, pooled)
 
         prepare = found_scores.beforehand(len(texts), vectors)
         return PooledAnswer(vectors, inputs, options, write, body.field, len(texts), prepare)
@@ -226,6 +208,32 @@ class _Scores:
     def of(self, pooled: Sequence[PooledInput]) -> list[float]:
         """Those that have been found, or now."""
         return self._scores_of(pooled) if self._found is None else self._found
+
+
+def _scored_text(index: int, score: float, text: str, body: RerankRequest) -> Iterator[bytes]:
+    """As Text Embeddings Inference has it."""
+    found: dict[str, Any] = {"index": index, "score": score}
+    return _whole(found | {"text": text} if body.return_text else found)
+
+
+def _ranked_document(index: int, score: float, text: str, body: RerankRequest) -> Iterator[bytes]:
+    found: dict[str, Any] = {"index": index, "relevance_score": score}
+    return _whole(found if body.return_documents is False else found | {"document": {"text": text}})
+
+
+def _rank_list(
+    request_id: str, model: str, ranked: Iterable[Iterator[bytes]], pooled: Sequence[PooledInput]
+) -> Iterator[bytes]:
+    """The JSON of a `RankList`."""
+    head = {
+        "id": request_id,
+        "model": model,
+        "usage": usage_of(pooled),
+        "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
+    }
+    yield to_json(head)[:-1] + b',"results":'
+    yield from list_pieces(ranked)
+    yield b"}"
 
 
 def _tasks_of(pooling: PoolingConfig) -> tuple[str, ...]:

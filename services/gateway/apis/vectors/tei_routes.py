@@ -30,6 +30,7 @@ from services.gateway.apis.shared.routes import json_router
 from services.gateway.apis.shared.text_server import TextServer, TextServerInfo
 from services.gateway.apis.vectors.pooled_answer import PooledAnswer, number_pieces
 from services.gateway.apis.vectors.schema import Input, RerankRequest, Texts, input_list
+from services.gateway.core.request_service import RequestService
 from services.gateway.http.json_route import json_route
 from services.gateway.resources.heavy_work import MAX_INLINE_BYTES
 from services.gateway.vectors.scores import probabilities, score_pairs
@@ -279,27 +280,26 @@ def tei_routes(vectors: Vectors, scoring: APIRouter, texts: TextServer) -> APIRo
     @router.get("/info", responses={200: {"model": ModelInfo | TextServerInfo}})
     async def info() -> Mapping[str, Any]:
         """The model, what it is for, and the limits of requests."""
-        if not vectors.makes_any:
-            return texts.info()
-        model, pooling = service.model, vectors.pooling
-        kind: dict[str, dict[str, Any]] = {"embedding": {"pooling": pooling.method.value}}
-        if pooling.is_classifier:
-            labels = {str(i): label for i, label in enumerate(pooling.labels)}
-            classes = {"id2label": labels, "label2id": {label: i for i, label in enumerate(pooling.labels)}}
-            kind = {"reranker" if pooling.is_scorer else "classifier": classes}
-        return {
-            "model_id": service.names.root,
-            "model_sha": None,
-            "model_dtype": model.dtype,
-            "model_type": kind,
-            "max_concurrent_requests": service.section.max_connections,
-            "max_input_length": service.max_input_tokens,
-            "max_batch_tokens": service.max_input_tokens * vectors.max_inputs,  # a request is no batch here
-            "max_client_batch_size": vectors.max_inputs,
-            "auto_truncate": False,
-            "tokenization_workers": 1,
-            "version": __version__,
-        }
+        return _model_info(vectors) if vectors.makes_any else texts.info()
+
+    if not vectors.makes_any:
+        _add_text_root(router, service, texts)
+        return router
+    reranking = [each for each in scoring.routes if isinstance(each, APIRoute) and each.path == "/rerank"]
+    handlers = {
+        EmbedRequest: create_bare_embeddings,
+        PredictRequest: predict,
+        SimilarityRequest: compare,
+        RerankRequest: reranking[0].endpoint,
+    }
+    _add_vector_root(router, vectors, handlers)
+    return router
+
+
+def _add_vector_root(
+    router: APIRouter, vectors: Vectors, handlers: Mapping[type, Callable[[Any, Request], Awaitable[Response]]]
+) -> None:
+    """POST / of a model that makes vectors: what the body is for, vectors, labels, cosines or an order."""
 
     def kind_of(body: Any) -> str:
         if isinstance(body, Mapping) and "query" in body:
@@ -315,29 +315,47 @@ def tei_routes(vectors: Vectors, scoring: APIRouter, texts: TextServer) -> APIRo
         | Annotated[RerankRequest, Tag("<rerank>")],
         Discriminator(kind_of),
     ]
-    handlers: Mapping[type, Callable[[Any, Request], Awaitable[Response]]] = {
-        EmbedRequest: create_bare_embeddings,
-        PredictRequest: predict,
-        SimilarityRequest: compare,
-        RerankRequest: next(
-            route.endpoint for route in scoring.routes if isinstance(route, APIRoute) and route.path == "/rerank"
-        ),
-    }
 
     async def handle_any(body: any_request, request: Request) -> Response:  # type: ignore[valid-type]
-        """What the body is for: vectors, labels, cosines or an order."""
         return await handlers[type(body)](body, request)
 
+    handle_any.__annotations__["body"] = any_request  # it is made here, where FastAPI does not find its name
+    router.add_api_route("/", handle_any, methods=["POST"], include_in_schema=False)
+
+
+def _add_text_root(router: APIRouter, service: RequestService, texts: TextServer) -> None:
+    """POST / of a model that generates: the text that follows."""
+
     async def continue_text(body: texts.body, request: Request) -> Response:  # type: ignore[name-defined]
-        """The text that follows."""
         return await texts.answer(body, request, is_list=True)
 
-    root = handle_any if vectors.makes_any else continue_text
-    root.__annotations__["body"] = any_request if vectors.makes_any else texts.body  # FastAPI does not find their names
-    note_body = None if vectors.makes_any else texts.note_body
-    route_class = json_route(service.section.max_body_values, service.heavy_work, note_body)
-    router.add_api_route("/", root, methods=["POST"], include_in_schema=False, route_class_override=route_class)
-    return router
+    continue_text.__annotations__["body"] = texts.body
+    route_class = json_route(service.section.max_body_values, service.heavy_work, texts.note_body)
+    router.add_api_route(
+        "/", continue_text, methods=["POST"], include_in_schema=False, route_class_override=route_class
+    )
+
+
+def _model_info(vectors: Vectors) -> ModelInfo:
+    service, pooling = vectors.service, vectors.pooling
+    kind: dict[str, dict[str, Any]] = {"embedding": {"pooling": pooling.method.value}}
+    if pooling.is_classifier:
+        labels = {str(i): label for i, label in enumerate(pooling.labels)}
+        classes = {"id2label": labels, "label2id": {label: i for i, label in enumerate(pooling.labels)}}
+        kind = {"reranker" if pooling.is_scorer else "classifier": classes}
+    return {
+        "model_id": service.names.root,
+        "model_sha": None,
+        "model_dtype": service.model.dtype,
+        "model_type": kind,
+        "max_concurrent_requests": service.section.max_connections,
+        "max_input_length": service.max_input_tokens,
+        "max_batch_tokens": service.max_input_tokens * vectors.max_inputs,  # a request is no batch here
+        "max_client_batch_size": vectors.max_inputs,
+        "auto_truncate": False,
+        "tokenization_workers": 1,
+        "version": __version__,
+    }
 
 
 def _pieces(vector: Mapping[int, float]) -> Iterator[bytes]:
