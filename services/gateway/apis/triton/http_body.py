@@ -12,7 +12,7 @@ from services.common.errors import InvalidRequest
 from services.common.shorten import quote, show
 from services.gateway.apis.triton.inference import MAX_TENSORS, SHARED_MEMORY, InferRequest, check_output_parameters
 from services.gateway.apis.triton.models import VERSION, ModelSpec
-from services.gateway.apis.triton.rows import check_name, rows_of_tensors
+from services.gateway.apis.triton.rows import InferLimits, check_name, rows_of_tensors
 from services.gateway.apis.triton.tensors import Tensor, from_list, from_raw, to_raw, values_of
 
 ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}  # sizes of zlib's window, which name the format
@@ -54,22 +54,18 @@ def read_infer_request(
     model: ModelSpec,
     document: Any,
     raw: bytes,
-    max_batch_size: int,
+    limits: InferLimits,
     traceparent: str,
-    max_numbers: int,
-    *,
-    has_tables: bool,
 ) -> tuple[InferRequest, Mapping[str, bool]]:
     """The request, and for each requested output whether it is wanted as raw bytes (`""`: the default).
 
-    document: the parsed JSON; raw: the bytes after it; max_numbers: limit of logits in a response as JSON;
-    has_tables: whether it may have a table of vectors. Raises `InvalidRequest`.
+    document: the parsed JSON; raw: the bytes after it. Raises `InvalidRequest`.
     """
     root = _object(document, "the body")
     parameters = _object(root.get("parameters") or {}, "parameters")
     tensors = []
     for index, each in enumerate(_objects(root.get("inputs"), "inputs")):
-        check_name(model, _text(each, "name", f"inputs[{index}]"), has_tables=has_tables)
+        check_name(model, _text(each, "name", f"inputs[{index}]"), limits)
         tensor, raw = _tensor(each, f"inputs[{index}]", raw)
         tensors.append(tensor)
     if raw:
@@ -85,12 +81,12 @@ def read_infer_request(
             is_raw[names[-1]] = bool(options.get("binary_data", is_raw[""]))
     request = InferRequest(
         model,
-        rows_of_tensors(model, tensors, max_batch_size),
+        rows_of_tensors(model, tensors, limits),
         _text(root, "id", "the body") if root.get("id") else "",
         names,
         parameters,
         traceparent,
-        None if all(is_raw.get(name, is_raw[""]) for name in names or ("",)) else max_numbers,
+        None if all(is_raw.get(name, is_raw[""]) for name in names or ("",)) else limits.max_numbers,
     )
     return request, is_raw
 

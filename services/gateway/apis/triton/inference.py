@@ -17,7 +17,7 @@ from services.gateway.apis.shared.generations import Generations
 from services.gateway.apis.triton.answers import Answers, Column
 from services.gateway.apis.triton.models import EMBEDDING, MODELS, POSTPROCESSING, PREPROCESSING, VERSION, ModelSpec
 from services.gateway.apis.triton.pictures import pictures_of
-from services.gateway.apis.triton.rows import Row
+from services.gateway.apis.triton.rows import InferLimits, Row
 from services.gateway.apis.triton.statistics import Statistics
 from services.gateway.apis.triton.tensors import Tensor
 from services.gateway.apis.triton.texts import embed, postprocess, preprocess
@@ -125,7 +125,8 @@ class Triton:
         self.service = service
         self.peers = peers
         self.vectors = vectors
-        self.max_batch_size = max_batch_size
+        tables = service.prompt_embeds is not None
+        self.limits = InferLimits(max_batch_size, service.section.max_request_logprobs, has_tables=tables)
         self.statistics = {name: Statistics() for name in MODELS}
         self._running: dict[tuple[Owner, str], list[_Running]] = {}  # by the client's id
 

@@ -9,7 +9,7 @@ from services.common.errors import InvalidRequest
 from services.common.shorten import quote
 from services.gateway.apis.triton.inference import MAX_TENSORS, SHARED_MEMORY, InferRequest, check_output_parameters
 from services.gateway.apis.triton.models import VERSION, find_model
-from services.gateway.apis.triton.rows import check_name, rows_of_tensors
+from services.gateway.apis.triton.rows import InferLimits, check_name, rows_of_tensors
 from services.gateway.apis.triton.tensors import Tensor, from_list, from_raw, to_raw
 from services.pb import triton_pb2
 
@@ -26,12 +26,9 @@ CONTENTS = {
 
 
 def decode_infer_request(
-    message: triton_pb2.ModelInferRequest, max_batch_size: int, traceparent: str, *, has_tables: bool
+    message: triton_pb2.ModelInferRequest, limits: InferLimits, traceparent: str
 ) -> InferRequest:
-    """The request of a message. Raises `InvalidRequest` or `UnknownModel`.
-
-    `has_tables`: whether it may have a table of vectors.
-    """
+    """The request of a message. Raises `InvalidRequest` or `UnknownModel`."""
     model = find_model(message.model_name, message.model_version)
     for what, elements in (("inputs", message.inputs), ("outputs", message.outputs)):
         if len(elements) > MAX_TENSORS:
@@ -43,13 +40,13 @@ def decode_infer_request(
             "raw_input_contents",
         )
     for each in message.inputs:
-        check_name(model, each.name, has_tables=has_tables)
+        check_name(model, each.name, limits)
     tensors = [_tensor(each, raw[index] if raw else None) for index, each in enumerate(message.inputs)]
     for output in message.outputs:
         check_output_parameters(_parameters(output.parameters))
     return InferRequest(
         model,
-        rows_of_tensors(model, tensors, max_batch_size),
+        rows_of_tensors(model, tensors, limits),
         message.id,
         [each.name for each in message.outputs] or None,
         _parameters(message.parameters),

@@ -71,11 +71,11 @@ def triton_routes(triton: Triton) -> APIRouter:
         traceparent = request.headers.get("traceparent", "")
         return InferRequest(
             model,
-            [row_of_json(model, body, has_tables=service.prompt_embeds is not None)],
+            [row_of_json(model, body, triton.limits)],
             client_id,
             parameters=parameters,
             traceparent=traceparent,
-            max_numbers=service.section.max_request_logprobs,
+            max_numbers=triton.limits.max_numbers,
         )
 
     @router.get("/v2")
@@ -119,7 +119,7 @@ def triton_routes(triton: Triton) -> APIRouter:
     @router.get(VERSIONED + "/config")
     async def model_config(model: Model) -> dict[str, Any]:
         """A model's configuration."""
-        return model.configuration(triton.max_batch_size)
+        return model.configuration(triton.limits.max_batch_size)
 
     @router.get(MODEL + "/stats")
     @router.get(VERSIONED + "/stats")
@@ -158,16 +158,7 @@ def triton_routes(triton: Triton) -> APIRouter:
         head, raw = split_body(body, request.headers.get(HEADER_LENGTH))
         document = await parse(head)
         traceparent = request.headers.get("traceparent", "")
-        infer_request, is_raw = read_infer_request(
-            model,
-            document,
-            raw,
-            triton.max_batch_size,
-            traceparent,
-            service.section.max_request_logprobs,
-            has_tables=service.prompt_embeds is not None,
-        )
-
+        infer_request, is_raw = read_infer_request(model, document, raw, triton.limits, traceparent)
         return InferAnswer(
             triton, infer_request, lambda outputs: describe_infer_response(infer_request, outputs, is_raw)
         )

@@ -7,6 +7,7 @@ and the JSON bodies of `generate` both become rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,23 @@ TABLE = "prompt_embedding_table"
 Row = Mapping[str, Any]
 
 
-def rows_of_tensors(model: ModelSpec, tensors: Sequence[Tensor], max_batch_size: int) -> list[Row]:
-    """Checks the tensors of a request. Raises `InvalidRequest` for the first that is wrong or missing."""
-    specs = model.inputs_by_name
+@dataclass(frozen=True, slots=True)
+class InferLimits:
+    """What an inference request may have at this server."""
+
+    max_batch_size: int  # rows
+    max_numbers: int  # in all logits of its answers, if they are sent as JSON
+    has_tables: bool  # whether prompts may have a table of vectors
+
+
+def rows_of_tensors(model: ModelSpec, tensors: Sequence[Tensor], limits: InferLimits) -> list[Row]:
+    """Checks the tensors of a request, whose names have passed `check_name`.
+
+    Raises `InvalidRequest` for the first that is wrong or missing.
+    """
+    specs, max_batch_size = model.inputs_by_name, limits.max_batch_size
     found: dict[str, Tensor] = {}
     for tensor in tensors:
-        check_name(model, tensor.name)
         if tensor.name not in specs:
             raise InvalidRequest(f"model {model.name!r} has no input {quote(tensor.name)}", tensor.name)
         if tensor.name in found:
@@ -55,15 +67,12 @@ def rows_of_tensors(model: ModelSpec, tensors: Sequence[Tensor], max_batch_size:
     return list(rows)
 
 
-def row_of_json(model: ModelSpec, body: Mapping[str, Any], *, has_tables: bool = True) -> Row:
-    """Checks the body of a `generate` request. Fields that are no inputs are ignored, as Triton does.
-
-    `has_tables`: whether it may have a table of vectors.
-    """
+def row_of_json(model: ModelSpec, body: Mapping[str, Any], limits: InferLimits) -> Row:
+    """Checks the body of a `generate` request. Fields that are no inputs are ignored, as Triton does."""
     specs, given = model.inputs_by_name, dict[str, Any]()
     for name, value in flat_fields(body).items():
         if value is not None:
-            check_name(model, name, has_tables=has_tables)
+            check_name(model, name, limits)
             if name in specs:
                 given[name] = value
     _check_missing(model, given)
@@ -122,12 +131,9 @@ def _count(values: Sequence[Any]) -> int:
     return sum(_count(each) if isinstance(each, list) else 1 for each in values)
 
 
-def check_name(model: ModelSpec, name: str, *, has_tables: bool = True) -> None:
-    """Raises `InvalidRequest` for an input that is not supported, or a table where `has_tables` is false.
-
-    Called before its values are read.
-    """
-    if name == TABLE and not has_tables:
+def check_name(model: ModelSpec, name: str, limits: InferLimits) -> None:
+    """Raises `InvalidRequest` for an input that is not supported. Called before its values are read."""
+    if name == TABLE and not limits.has_tables:
         raise InvalidRequest(f"{TABLE} cannot be used here: gateway.enable_prompt_embeds is not set", TABLE)
     if name in model.refused:
         raise InvalidRequest(f"the input {name!r} of model {model.name!r} is not supported", name)

@@ -70,7 +70,7 @@ class TritonServicer(triton_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelConfig(
         self, request: triton_pb2.ModelConfigRequest, context: grpc.aio.ServicerContext
     ) -> triton_pb2.ModelConfigResponse:
-        configuration = find_model(request.name, request.version).configuration(self._triton.max_batch_size)
+        configuration = find_model(request.name, request.version).configuration(self._triton.limits.max_batch_size)
         return triton_pb2.ModelConfigResponse(config=ParseDict(configuration, triton_pb2.ModelConfig()))
 
     async def ModelStatistics(
@@ -131,10 +131,7 @@ class TritonServicer(triton_pb2_grpc.GRPCInferenceServiceServicer):
     def _decode(
         self, message: triton_pb2.ModelInferRequest, context: grpc.aio.ServicerContext
     ) -> InferRequest:
-        has_tables = self._triton.service.prompt_embeds is not None
-        return decode_infer_request(
-            message, self._triton.max_batch_size, traceparent_of(context), has_tables=has_tables
-        )
+        return decode_infer_request(message, self._triton.limits, traceparent_of(context))
 
     async def _until_idle(
         self, requests: AsyncIterator[StreamedRequest], running: set[asyncio.Task[None]]

@@ -8,16 +8,17 @@ import pytest
 
 from services.common.errors import InvalidRequest
 from services.gateway.apis.triton.models import ENSEMBLE
-from services.gateway.apis.triton.rows import row_of_json
+from services.gateway.apis.triton.rows import InferLimits, row_of_json
 from services.gateway.apis.triton.to_message import generate_message
 from services.pb import sampling_pb2
 
+LIMITS = InferLimits(max_batch_size=1, max_numbers=0, has_tables=False)
 SCHEMA = '{"type": "object"}'
 
 
 def form_of(kind: str, guide: str | None = None) -> sampling_pb2.StructuredOutput:
     body = {"text_input": "a", "max_tokens": 1, "guided_decoding_guide_type": kind, "guided_decoding_guide": guide}
-    return generate_message(row_of_json(ENSEMBLE, body), "id", str, ()).sampling.structured_output
+    return generate_message(row_of_json(ENSEMBLE, body, LIMITS), "id", str, ()).sampling.structured_output
 
 
 def test_each_type_of_guide_sets_the_field_of_its_form() -> None:
