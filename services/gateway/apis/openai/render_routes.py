@@ -17,7 +17,7 @@ from services.gateway.apis.openai.conversion import DEFAULT_COMPLETION_TOKENS, c
 from services.gateway.apis.openai.fields import OpenAIFields
 from services.gateway.apis.openai.token_answer_schema import TokenSampling
 from services.gateway.apis.shared.answer import PiecewiseAnswer
-from services.gateway.apis.shared.json_pieces import json_pieces
+from services.gateway.apis.shared.json_pieces import WrittenJson, json_pieces
 from services.gateway.apis.shared.prompts import check_prompts
 from services.gateway.apis.shared.routes import json_router
 from services.gateway.core.request_service import BYTES_PER_TOKEN_ID, RequestService
@@ -104,7 +104,8 @@ def render_routes(service: RequestService) -> APIRouter:
             params["logprobs"] = body.logprobs
         name = f"cmpl-{request.state.request_id}"
         names = [name] if len(lists) == 1 else [f"{name}-{i}" for i in range(len(lists))]
-        found = [rendered(body, each, token_ids, params) for each, token_ids in zip(names, lists, strict=True)]
+        written = WrittenJson(params)
+        found = [rendered(body, each, token_ids, written) for each, token_ids in zip(names, lists, strict=True)]
         return PiecewiseAnswer(json_pieces(found), service.heavy_work)
 
     @router.post("/v1/chat/completions/render", responses={200: {"model": RenderedPrompt}})
@@ -140,7 +141,7 @@ def render_routes(service: RequestService) -> APIRouter:
         return params
 
     def rendered(
-        body: OpenAIFields, request_id: str, token_ids: Sequence[int], params: dict[str, Any]
+        body: OpenAIFields, request_id: str, token_ids: Sequence[int], params: dict[str, Any] | WrittenJson
     ) -> RenderedPrompt:
         options = body.stream_options
         return {

@@ -31,6 +31,16 @@ class LazyList:
         return iter(self._make())
 
 
+class WrittenJson(JsonPieces):
+    """A value that several objects have, and whose JSON is made once."""
+
+    def __init__(self, value: Any) -> None:
+        self._json = to_json(value)
+
+    def json_pieces(self) -> Iterator[bytes]:
+        yield self._json
+
+
 def json_at_once(value: Any) -> bytes:
     """The JSON of a value that is not large."""
     return to_json(value, fallback=iter)  # of a `LazyList`, or of `JsonPieces`
