@@ -18,37 +18,52 @@ MAX_METADATA_BYTES = 60_000  # of one header: many clients read at most 65,536
 ROWS = 64  # of an input with a vector for each token that are packed at once
 
 
-def binary_answer(
-    vectors: Vectors,
-    body: EmbeddingRequest,
-    options: InputOptions,
-    values_of: Callable[[PooledInput], np.ndarray],
-    shape: Callable[[np.ndarray], np.ndarray],
-) -> PooledAnswer:
-    """The answer to `body`. values_of, shape: as for `vector_pieces`."""
-    pack = body.pack
-    assert pack is not None
-    number_bytes = len(pack(np.zeros(1, np.float32)))
+class BinaryAnswer(PooledAnswer):
+    """The answer to `body`."""
 
-    def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
-        for values in map(values_of, pooled):
+    media_type = "application/octet-stream"
+
+    def __init__(
+        self,
+        vectors: Vectors,
+        body: EmbeddingRequest,
+        options: InputOptions,
+        values_of: Callable[[PooledInput], np.ndarray],
+        shape: Callable[[np.ndarray], np.ndarray],
+    ) -> None:
+        """values_of, shape: as for `vector_pieces`. Raises `InvalidRequest` for a header that would be too long."""
+        super().__init__(vectors, body.inputs, options, self._packed)
+        assert body.pack is not None
+        self._body, self._pack, self._values_of, self._shape = body, body.pack, values_of, shape
+        self._model = body.model or vectors.service.names.first
+        # Before anything is computed; a vector for each token makes the header longer than one for each input.
+        self._metadata([(1,)] * len(body.inputs), usage_of(()))
+
+    def headers_of(self, pooled: Sequence[PooledInput]) -> dict[str, str]:
+        """Where the vectors of each input are."""
+        shapes = [self._values_of(each)[..., : self._body.dimensions].shape for each in pooled]
+        return self._metadata(shapes, usage_of(pooled))
+
+    def _packed(self, pooled: Sequence[PooledInput]) -> Iterator[bytes]:
+        for values in map(self._values_of, pooled):
             if values.ndim == 1:
-                yield pack(shape(values))
+                yield self._pack(self._shape(values))
                 continue
             for i in range(0, len(values), ROWS):
-                yield pack(shape(values[i : i + ROWS]))
+                yield self._pack(self._shape(values[i : i + ROWS]))
 
-    def headers(shapes: Sequence[tuple[int, ...]], usage: dict[str, int]) -> dict[str, str]:
+    def _metadata(self, shapes: Sequence[tuple[int, ...]], usage: dict[str, int]) -> dict[str, str]:
+        body = self._body
         if body.encoding_format == "bytes_only":
             return {}
+        number_bytes = len(self._pack(np.zeros(1, np.float32)))
         items, end = [], 0
         for index, shape in enumerate(shapes):
             start = end
             end += number_bytes * math.prod(shape)
             kind = {"embed_dtype": body.embed_dtype or "float32", "endianness": body.endianness or "native"}
             items.append({"index": index, **kind, "start": start, "end": end, "shape": shape})
-        names = vectors.service.names
-        head = {"id": options.request_id, "created": int(time.time()), "model": body.model or names.first}
+        head = {"id": self._options.request_id, "created": int(time.time()), "model": self._model}
         metadata = json.dumps(head | {"data": items, "usage": usage})
         if len(metadata) > MAX_METADATA_BYTES:
             raise InvalidRequest(
@@ -57,12 +72,3 @@ def binary_answer(
                 "encoding_format",
             )
         return {"metadata": metadata}
-
-    def headers_of(pooled: Sequence[PooledInput]) -> dict[str, str]:
-        return headers([values_of(each)[..., : body.dimensions].shape for each in pooled], usage_of(pooled))
-
-    # Before anything is computed; a vector for each token makes the header longer than one for each input.
-    headers([(1,)] * len(body.inputs), usage_of(()))
-    return PooledAnswer(
-        vectors, body.inputs, options, write, headers=headers_of, media_type="application/octet-stream"
-    )

@@ -28,6 +28,8 @@ Write = Callable[[Sequence[PooledInput]], Iterator[bytes]]
 class PooledAnswer(Response):
     """Cancels all inputs if the client disconnects."""
 
+    media_type = "application/json"
+
     def __init__(
         self,
         vectors: Vectors,
@@ -37,14 +39,15 @@ class PooledAnswer(Response):
         field: str = "input",
         num_given: int | None = None,
         prepare: Callable[[Sequence[PooledInput]], None] | None = None,
-        headers: Callable[[Sequence[PooledInput]], dict[str, str]] = lambda pooled: {},
-        media_type: str = "application/json",
     ) -> None:
-        """field, num_given: see `Vectors.pool`. prepare: called in a thread before `write`. headers: further ones"""
+        """field, num_given: see `Vectors.pool`. prepare: called in a thread before `write`"""
         super().__init__()
         self._vectors, self._inputs, self._options = vectors, inputs, options
         self._write, self._field, self._num_given, self._prepare = write, field, num_given, prepare
-        self._headers, self._media_type = headers, media_type
+
+    def headers_of(self, pooled: Sequence[PooledInput]) -> dict[str, str]:
+        """Further headers."""
+        return {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises a `TwostrokeError` before the status line is sent."""
@@ -63,14 +66,14 @@ class PooledAnswer(Response):
             heavy_work: HeavyWork = service.heavy_work
             if self._prepare is not None:
                 await heavy_work.in_thread(self._prepare, pooled)
-            headers = self._headers(pooled)
+            headers = self.headers_of(pooled)
             if sum(each.values.size for each in pooled) > MAX_INLINE_VALUES:
-                await send_pieces(send, heavy_work.pieces(self._write(pooled)), self._media_type, headers)
+                await send_pieces(send, heavy_work.pieces(self._write(pooled)), self.media_type, headers)
                 return
         finally:
             held.release()
         body = b"".join(self._write(pooled))
-        await Response(body, headers=headers, media_type=self._media_type)(scope, receive_nothing, send)
+        await Response(body, headers=headers, media_type=self.media_type)(scope, receive_nothing, send)
 
 
 async def receive_nothing() -> dict[str, str]:

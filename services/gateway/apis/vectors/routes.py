@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from services.gateway.apis.shared.json_pieces import list_pieces
 from services.gateway.apis.shared.llama_cpp_errors import ERROR_RESPONSES as LLAMA_CPP_ERRORS
 from services.gateway.apis.shared.routes import json_router
-from services.gateway.apis.vectors.binary_answer import binary_answer
+from services.gateway.apis.vectors.binary_answer import BinaryAnswer
 from services.gateway.apis.vectors.pooled_answer import PooledAnswer, list_answer, number_pieces
 from services.gateway.apis.vectors.schema import (
     EUCLID,
@@ -44,7 +44,7 @@ def vector_routes(vectors: Vectors) -> APIRouter:
             return shaped(values, body.dimensions, normalizes)
 
         if body.is_binary:
-            return binary_answer(vectors, body, options, lambda each: each.values, shape)
+            return BinaryAnswer(vectors, body, options, lambda each: each.values, shape)
 
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
             objects = (

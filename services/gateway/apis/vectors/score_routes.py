@@ -16,7 +16,7 @@ from services.common.errors import InvalidRequest
 from services.common.pooling.pooling_config import PoolingConfig, TokenHead
 from services.gateway.apis.shared.json_pieces import list_pieces
 from services.gateway.apis.shared.routes import json_router
-from services.gateway.apis.vectors.binary_answer import binary_answer
+from services.gateway.apis.vectors.binary_answer import BinaryAnswer
 from services.gateway.apis.vectors.label_scores import (
     GenerativeScoreFormat,
     LabelScoreFormat,
@@ -169,7 +169,7 @@ def score_routes(vectors: Vectors) -> APIRouter:
             return rows[:, 0] if head is TokenHead.SPARSE else rows
 
         if body.is_binary:
-            return binary_answer(vectors, body, options, values_of, shape)
+            return BinaryAnswer(vectors, body, options, values_of, shape)
 
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
             objects = (
