@@ -43,13 +43,17 @@ class Products:
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.linears = {name: self._make(name, *sizes) for name, sizes in SIZES.items()}
-        self.lora = CudaLora(
-            self.linears.values(), NUM_SLOTS, MAX_RANK, 64, torch.bfloat16, torch.device("cuda"), is_deterministic=False
-        )
         rng, self._adapters = np.random.default_rng(0), list[dict[str, LoraTensors]]()
-        for slot, ranks in enumerate(RANKS):
+        for ranks in RANKS:
             self._adapters.append({name: self._adapter(name, rank, rng) for name, rank in ranks.items()})
-            self.lora.store(slot, self._adapters[-1])
+        self.lora = self.make_lora()
+
+    def make_lora(self) -> CudaLora:
+        device = torch.device("cuda")
+        lora = CudaLora(self.linears.values(), NUM_SLOTS, MAX_RANK, 64, torch.bfloat16, device, is_deterministic=False)
+        for slot, tensors in enumerate(self._adapters):
+            lora.store(slot, tensors)
+        return lora
 
     def _make(self, name: str, in_features: int, sizes: tuple[int, ...]) -> Linear:
         merged = tuple(Projection(f"{name}{index}", size) for index, size in enumerate(sizes))
@@ -138,3 +142,21 @@ def test_each_product_has_the_deltas_of_its_rows(
     check(qkv, products.exact("qkv", weighted, slots) * root)
     gate, up = (products.exact("gate_up", weighted, slots) * root).chunk(2, 1)
     check(act, torch.nn.functional.silu(gate) * up)
+
+
+def test_products_of_several_streams_all_end(products: Products) -> None:
+    """Programs wait for x A^T of others of their kernel: no other may take the places of those that have not begun."""
+    slots, x = np.arange(64, dtype=np.int64) % NUM_SLOTS, torch.randn(64, INNER, device="cuda").bfloat16()
+    start, found = torch.randn(64, HIDDEN, device="cuda").bfloat16(), list[torch.Tensor]()
+    streams = [(torch.cuda.Stream(), products.make_lora()) for _ in range(3)]
+    torch.cuda.synchronize()
+    for _ in range(200):
+        for stream, lora in streams:
+            with torch.cuda.stream(stream):
+                lora.begin_step(slots)
+                lora.start(64)
+                found.append(torch.empty_like(start))
+                lora.multiply(products.linears["down"], x, found[-1], None, start)
+    torch.cuda.synchronize()
+    check(found[0], products.exact("down", x, slots) + start.double())
+    assert all(torch.equal(each, found[0]) for each in found)

@@ -5,9 +5,8 @@
 // rows after it. One warpgroup multiplies. Reference: `skinny_linear`.
 //
 // Compiled with KIND, GROUPS (8 features each, and for GATED 8 of gate and 8 of up: of a program, or of a cluster if
-// KIND is SPLIT), SHARED_BYTES, IS_FP8, HAS_DELTAS: of the rows' adapters, whose ranks are as more in_features. Their x A^T
-// comes from the kernel before, which tells by counters that x is complete, and that its sums are: see
-// `triton_fused_hopper`.
+// KIND is SPLIT), SHARED_BYTES, IS_FP8, HAS_DELTAS: of the rows' adapters, whose ranks are as more in_features. Another
+// warpgroup of the same programs computes x A^T, and counts what is complete.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -31,8 +30,12 @@ struct Params {
 #if HAS_DELTAS
     Map b[4], hidden;  // boxes of GROUPS of B [features of a projection, ranks], and of x A^T [projections, 64, ranks]
     const int *ranks, *row_slots;  // [slots, num_projections], [n]
-    int* counters;
-    u32 num_projections, group_size, num_tiles_before, first_features[4];
+    int* counter;  // of tiles of A, 16 ranks of a slot each, of which x A^T is complete
+    const u16 *a, *x;  // [tiles, 16, in_features], [n, in_features]
+    float* parts;  // sums over parts of in_features [tiles, num_parts, 64, 16]
+    int* num_parts_done;  // by tile; zeros
+    u16* shrunk;  // what `hidden` is of
+    u32 num_projections, group_size, num_tiles, first_features[4], x_stride, shrunk_stride, num_parts, part_columns;
 #endif
 };
 
@@ -42,12 +45,24 @@ constexpr int FEATURES = GROUPS * 8, NUM_TILES = (GROUPS * GROUP_ROWS + 63) / 64
 constexpr int CLUSTER = KIND == SPLIT ? 2 : 1;  // programs
 constexpr int MAX_STAGES = 16;
 constexpr int NUM_THREADS = 128;  // that multiply, besides a warp that copies and one for the norm before
+constexpr int NUM_SHRINKING = HAS_DELTAS ? 128 : 0;  // threads that compute x A^T
+constexpr int MAX_POLLS = 1 << 22;  // a few seconds
 constexpr u64 LEAVES_FIRST = 0x12F0000000000000ull, LEAVES_LAST = 0x14F0000000000000ull;  // order of leaving L2
+
+struct Deltas {  // stages of 64 ranks, after those of in_features
+    int count, first_projection, num_blocks;
+};
 
 struct Shared {
     u64 full[MAX_STAGES], empty[MAX_STAGES];
     float factors[64];  // of the norm before, or scales of rows
     float squares[KIND == SPLIT ? GROUPS : 1][64];  // of the norm after
+    u64 known;  // when the deltas are
+    Deltas deltas;
+#if HAS_DELTAS
+    int own_rows[64], is_last;  // of a tile of A
+    float sums[4][16][16];  // of x A^T, by warp, row and rank
+#endif
 };
 
 // ---- instructions
@@ -198,15 +213,14 @@ template <int N> __device__ __forceinline__ void copy_weights_of(const Params& p
 
 // ---- deltas: what is copied after the last in_features
 
-struct Deltas {  // stages of 64 ranks
-    int count = 0, first_projection = 0, num_blocks = 0;
-};
-
 #if HAS_DELTAS
-__device__ __forceinline__ void await(const int* counter, int count) {  // programs that run already
-    int value;
-    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
-    while (value < count);
+// For programs of the same kernel, which all find room at once.
+__device__ __forceinline__ void await(const int* counter, int count) {
+    int value, num_polls = 0;
+    do {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+        if (++num_polls > MAX_POLLS) __trap();
+    } while (value < count);
 }
 
 // For all threads of a warp. A program has all ranks of its features' projections, of a cluster each a part of them.
@@ -216,7 +230,7 @@ __device__ __forceinline__ Deltas deltas_of(const Params& p, const Part& part) {
         const int slot = p.row_slots[row];
         for (u32 i = 0; slot >= 0 && i < p.num_projections; i++) most = max(most, p.ranks[slot * p.num_projections + i]);
     }
-    Deltas deltas;
+    Deltas deltas{};
     deltas.num_blocks = (__reduce_max_sync(~0u, most) / 16 * p.group_size + TILE - 1) / TILE;
     deltas.count = deltas.num_blocks;
     if (KIND == SPLIT) deltas.count = (deltas.num_blocks + CLUSTER - 1 - part.rank) / CLUSTER;
@@ -249,9 +263,120 @@ __device__ __forceinline__ void copy_delta(const Params& p, const Part& part, co
             "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
             ::"r"(ring.weights()), "l"(&p.b[projection]), "r"(column),
             "r"(part.first_group * 8 - (int)p.first_features[projection]), "r"(full) : "memory");
-    await(p.counters, p.num_tiles_before);
+    await(p.counter, p.num_tiles);
     asm volatile("fence.proxy.async.global;" ::: "memory");
     copy_rows(ring.rows(), &p.hidden, column, full, projection * 64);
+}
+#endif
+
+#if HAS_DELTAS
+__device__ __forceinline__ void sync_shrinking() { asm volatile("bar.sync 3, %0;" ::"n"(NUM_SHRINKING) : "memory"); }
+// sums [16 ranks, 8 rows] += 16 columns of A times those of x
+__device__ __forceinline__ void multiply_16(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 x0, u32 x1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(x0), "r"(x1));
+}
+
+// x A^T of 16 ranks of a slot over one part of in_features, for the slot's rows. Whoever ends a tile's last part adds up all,
+// and sets zeros for other rows.
+__device__ __forceinline__ void shrink(const Params& p, Shared* shared) {
+    constexpr int COLUMNS = 32, UNROLLED = 4;  // of a warp's turn: 8 of a thread; turns whose loads are in flight together
+    const int thread = threadIdx.x - (NUM_THREADS + 64), warp = thread / 32, lane = thread % 32;
+    const int tile = blockIdx.x % p.num_tiles, part = blockIdx.x / p.num_tiles;
+    const int num_slots = p.group_size / 16, per_projection = p.num_tiles / p.num_projections;
+    const int projection = tile / per_projection, slot = tile % num_slots;
+    const bool has_ranks = tile % per_projection / num_slots * 16 < p.ranks[slot * p.num_projections + projection];
+    const auto is_own = [&](u32 row) { return has_ranks && row < p.num_rows && p.row_slots[row] == slot; };
+    const u32 lower = __ballot_sync(~0u, is_own(lane)), upper = __ballot_sync(~0u, is_own(lane + 32));
+    const u64 own = (u64)upper << 32 | lower;
+    const int num_own = __popcll(own);
+    if (part >= p.num_parts || (num_own == 0 && part > 0)) return;
+    const u32 begin = part * p.part_columns, end = min(begin + p.part_columns, p.in_features);
+    const u16* a = p.a + (u64)tile * 16 * p.in_features;
+    for (u32 i = thread; num_own > 0 && i < 16 * p.part_columns / 64; i += NUM_SHRINKING)
+        if (const u32 column = begin + i / 16 * 64; column < end)
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(a + (u64)(i % 16) * p.in_features + column) : "memory");
+    if (thread < 64 && own >> thread & 1) shared->own_rows[__popcll(own & ((1ull << thread) - 1))] = thread;
+    sync_shrinking();
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+
+    a += (u64)(lane / 4) * p.in_features;
+    float* sums_of_tile = p.parts + (u64)tile * p.num_parts * 64 * 16;
+    for (int first = 0; first < num_own; first += 16) {
+        float sums[2][4] = {};
+        const u16* x[2];
+        bool is_row[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int place = first + i * 8 + lane / 4;
+            is_row[i] = place < num_own;
+            x[i] = p.x + (u64)(is_row[i] ? shared->own_rows[place] : 0) * p.x_stride;
+        }
+        for (u32 turn = begin + warp * COLUMNS; turn < end; turn += 4 * COLUMNS * UNROLLED) {
+            uint4 of_a[UNROLLED][2], of_x[UNROLLED][2];  // 8 columns of a thread are in the places of 4 times 2
+#pragma unroll
+            for (int i = 0; i < UNROLLED; i++) {
+                const u32 column = turn + i * 4 * COLUMNS + lane % 4 * 8;
+                const uint4 zeros{};
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    of_a[i][half] = column < end ? *(const uint4*)(a + (u64)half * 8 * p.in_features + column) : zeros;
+                    of_x[i][half] = column < end && is_row[half] ? *(const uint4*)(x[half] + column) : zeros;
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < UNROLLED; i++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const uint4 &low = of_a[i][0], &high = of_a[i][1], &row = of_x[i][half];
+                    multiply_16(sums[half], low.x, high.x, low.y, high.y, row.x, row.y);
+                    multiply_16(sums[half], low.z, high.z, low.w, high.w, row.z, row.w);
+                }
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            shared->sums[warp][i / 4 * 8 + lane % 4 * 2 + i % 2][lane / 4 + i / 2 % 2 * 8] = sums[i / 4][i % 4];
+        sync_shrinking();
+        const int place = thread / 8, rank = thread % 8 * 2;
+        float2 sum{};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float2 each = *(const float2*)&shared->sums[i][place][rank];
+            sum.x += each.x, sum.y += each.y;
+        }
+        if (first + place < num_own)
+            *(float2*)(sums_of_tile + (part * 64 + shared->own_rows[first + place]) * 16 + rank) = sum;
+        sync_shrinking();
+    }
+    if (thread == 0) {
+        int num_done = p.num_parts - 1;
+        if (num_own > 0)
+            asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(num_done) : "l"(p.num_parts_done + tile) : "memory");
+        shared->is_last = num_done == p.num_parts - 1;
+    }
+    sync_shrinking();
+    if (!shared->is_last) return;
+    const int row = thread / 2, rank = thread % 2 * 8;
+    float4 sums[2] = {};
+    if (own >> row & 1)
+#pragma unroll 8
+        for (u32 i = 0; i < p.num_parts; i++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float4 each = __ldcg((const float4*)(sums_of_tile + (i * 64 + row) * 16 + rank) + half);
+                sums[half].x += each.x, sums[half].y += each.y, sums[half].z += each.z, sums[half].w += each.w;
+            }
+    Eight shrunk;
+#pragma unroll
+    for (int i = 0; i < 8; i++) shrunk.each[i] = narrow((&sums[i / 4].x)[i % 4]);
+    *(uint4*)(p.shrunk + (u64)(projection * 64 + row) * p.shrunk_stride + tile % per_projection * 16 + rank) = shrunk.all;
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+    sync_shrinking();
+    if (thread == 0) {
+        p.num_parts_done[tile] = 0;
+        asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(p.counter) : "memory");
+    }
 }
 #endif
 
@@ -259,9 +384,9 @@ __device__ __forceinline__ void copy_delta(const Params& p, const Part& part, co
 // 8 rows two.
 
 template <int N>
-__device__ __forceinline__ void sum_products(int num_stages, Ring<N> ring, float (&sums)[NUM_TILES][N / 2]) {
+__device__ __forceinline__ void sum_products(const Part& part, Shared* shared, Ring<N> ring, float (&sums)[NUM_TILES][N / 2]) {
     const int lane = threadIdx.x % 32;
-    int last_stage = 0;
+    int last_stage = 0, num_stages = part.num_stages;
 #pragma unroll 1
     for (int i = 0; i < num_stages; i++) {
         wait_barrier(ring.full + ring.stage * 8, ring.parity);
@@ -277,6 +402,10 @@ __device__ __forceinline__ void sum_products(int num_stages, Ring<N> ring, float
         if (i > 0 && lane == 0) arrive(ring.empty + last_stage * 8);
         last_stage = ring.stage;
         ring.advance();
+        if (HAS_DELTAS && i == part.num_stages - 1) {
+            wait_barrier(shared_address(&shared->known), 0);
+            num_stages += shared->deltas.count;
+        }
     }
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
@@ -429,6 +558,7 @@ template <int N> __device__ __forceinline__ void run(const Params& p) {
             init_barrier(full + stage * 8, 1);
             init_barrier(empty + stage * 8, 4);
         }
+        init_barrier(shared_address(&shared->known), 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         Ring<N> ahead = ring;
@@ -438,16 +568,17 @@ template <int N> __device__ __forceinline__ void run(const Params& p) {
     __syncthreads();
     if (KIND == SPLIT) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #if HAS_DELTAS
-    const Deltas deltas = deltas_of(p, part);
-    if (warp >= 4 && lane == 0) {
-        await(p.counters + 1, 1);  // all kernels but the one before have ended
-        asm volatile("fence.proxy.async.global;" ::: "memory");
+    if (warp == 5) {  // while others wait
+        const Deltas deltas = deltas_of(p, part);
+        if (lane == 0) {
+            shared->deltas = deltas;
+            arrive(shared_address(&shared->known));
+        }
+        __syncwarp();
     }
-    __syncwarp();
-#else
-    const Deltas deltas;
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (warp >= 6) shrink(p, shared);
 #endif
+    asm volatile("griddepcontrol.wait;" ::: "memory");
 
     Share<KIND == SPLIT ? N : 64> share;  // of SPLIT
     if (warp == 4 && lane == 0) {
@@ -459,6 +590,8 @@ template <int N> __device__ __forceinline__ void run(const Params& p) {
             copy_rows(ring.rows(), &p.rows, part.first_column + i * TILE, full + ring.stage * 8);
         }
 #if HAS_DELTAS
+        wait_barrier(shared_address(&shared->known), 0);
+        const Deltas deltas = shared->deltas;
         for (int i = 0; i < deltas.count; i++, ring.advance()) {
             if (part.num_stages + i >= Ring<N>::NUM_STAGES) wait_barrier(empty + ring.stage * 8, ring.parity ^ 1);
             copy_delta(p, part, ring, deltas, i);
@@ -483,9 +616,8 @@ template <int N> __device__ __forceinline__ void run(const Params& p) {
         float sums[NUM_TILES][N / 2];
         Scales scales;
         if constexpr (KIND != SPLIT) scales.read(p, part);
-        else if (!HAS_DELTAS) share.read(p, part);
-        sum_products<N>(part.num_stages + deltas.count, ring, sums);
-        if constexpr (KIND == SPLIT && HAS_DELTAS) share.read(p, part);  // the kernels that write it have ended by now
+        else share.read(p, part);
+        sum_products<N>(part, shared, ring, sums);
         asm volatile("bar.sync 2, %0;" ::"n"(NUM_THREADS + 32) : "memory");  // factors are there, and the ring is free
         if constexpr (KIND == SPLIT) {
             await_cluster();  // its other program has begun
@@ -501,9 +633,6 @@ template <int N> __device__ __forceinline__ void run(const Params& p) {
         await_cluster();
         if (warp < 4) add_and_write<N>(p, part, share, (const float*)(memory + Ring<N>::NUM_STAGES * Ring<N>::STAGE_BYTES), shared);
     }
-#if HAS_DELTAS
-    asm volatile("griddepcontrol.wait;" ::: "memory");  // so that this kernel's end implies that of the one before
-#endif
 }
 
 #if KIND == SPLIT
@@ -512,7 +641,7 @@ template <int N> __device__ __forceinline__ void run(const Params& p) {
 #define CLUSTERS
 #endif
 #define KERNEL(n)                                                                                           \
-    extern "C" __global__ void CLUSTERS __launch_bounds__(NUM_THREADS + 64, 1)                              \
+    extern "C" __global__ void CLUSTERS __launch_bounds__(NUM_THREADS + 64 + NUM_SHRINKING, 1)              \
         rows_product_##n(const __grid_constant__ Params p) { run<n>(p); }
 #if !HAS_DELTAS
 KERNEL(8)

@@ -37,7 +37,8 @@ _GROUP = 8  # features, which programs share out
 _GROUPS = range(6, 33)  # that a program or a cluster may have; more have no room in registers
 _GATED_GROUPS = range(6, 17)
 _CLUSTER = 2  # programs that split in_features
-_NUM_THREADS = 192
+_NUM_THREADS, _NUM_SHRINKING = 192, 128  # the latter: for x A^T
+_PART_STEP = 512  # in_features, which the latter threads read together
 _ALIGNMENT = 16  # bytes, of what the copy unit reads and threads write
 _TILE_BYTES = 128  # of in_features
 # Of an SM's shared memory, for the kernels that wait for flags, which take 1 KB each: without it the program of one SM
@@ -78,22 +79,21 @@ class _ParamsWithDeltas(_Params):
 
     _fields_ = [
         *(("b", TensorMap * MAX_PROJECTIONS), ("hidden", TensorMap)),
-        *((name, ctypes.c_void_p) for name in ("ranks", "row_slots", "counters")),
-        *((name, ctypes.c_uint32) for name in ("num_projections", "group_size", "num_tiles_before")),
+        *((name, ctypes.c_void_p) for name in ("ranks", "row_slots", "counter", "a", "x")),
+        *((name, ctypes.c_void_p) for name in ("parts", "num_parts_done", "shrunk")),
+        *((name, ctypes.c_uint32) for name in ("num_projections", "group_size", "num_tiles")),
         ("first_features", ctypes.c_uint32 * MAX_PROJECTIONS),
-        ("_padding_behind", ctypes.c_uint32 * 3),
+        *((name, ctypes.c_uint32) for name in ("x_stride", "shrunk_stride", "num_parts", "part_columns")),
+        ("_padding_behind", ctypes.c_uint32 * 5),
     ]
 
 
 class RowsProduct:
     """The kernels of all shapes, for one stream."""
 
-    def __init__(
-        self, launcher: KernelLauncher, device: torch.device, *, has_deltas: bool = False, bytes_beside: int = 0
-    ) -> None:
-        """`bytes_beside`: of an SM's shared memory, left for programs of other kernels."""
+    def __init__(self, launcher: KernelLauncher, device: torch.device, *, has_deltas: bool = False) -> None:
         self._launcher, self._device, self._has_deltas = launcher, device, has_deltas
-        self._shared_bytes = launcher.shared_memory_bytes - _SPARE_BYTES - bytes_beside
+        self._shared_bytes = launcher.shared_memory_bytes - _SPARE_BYTES
         self._kernels: dict[RowsShape, dict[int, CudaKernel] | None] = {}  # by number of rows; None: there are none
         self._submitted: set[RowsShape] = set()  # to be compiled
 
@@ -172,7 +172,7 @@ class RowsProduct:
         if scales is not None:
             params.row_scales, params.weight_scales = scales.rows.data_ptr(), scales.weights.data_ptr()
         if isinstance(params, _ParamsWithDeltas) and deltas is not None:
-            _set_deltas(params, shape, block_rows, deltas, num_features)
+            _set_deltas(params, shape, block_rows, x, deltas, num_features)
         kernels[block_rows](shape.num_programs, params)
 
     def _can_load(self, shape: RowsShape) -> bool:
@@ -191,7 +191,8 @@ class RowsProduct:
         binary = self._compiled(shape)
         counts = _ROW_COUNTS_WITH_DELTAS if self._has_deltas else _ROW_COUNTS
         names = {count: f"rows_product_{count}" for count in counts}
-        return {count: CudaKernel(binary, name, _NUM_THREADS, self._shared_bytes) for count, name in names.items()}
+        num_threads = _NUM_THREADS + (_NUM_SHRINKING if self._has_deltas else 0)
+        return {count: CudaKernel(binary, name, num_threads, self._shared_bytes) for count, name in names.items()}
 
     def _compiled(self, shape: RowsShape) -> bytes:
         from services.dense_worker.kernels.cuda_source import compiled
@@ -213,6 +214,18 @@ def choose_rows_shape(out_features: int, num_sms: int, *, is_gated: bool, is_add
         if num_parts > num_squares(out_features):
             return None
     return RowsShape(kind, num_groups, num_parts * _num_splits(kind))
+
+
+def num_parts(num_tiles: int, in_features: int, num_programs: int) -> int:
+    """Parts of in_features, each of which a program sums for one of the tiles of A."""
+    num_steps = -(-in_features // _PART_STEP)
+    most = max(1, min(num_programs // num_tiles, num_steps))
+    return -(-num_steps // -(-num_steps // most))
+
+
+def part_columns(in_features: int, num_parts: int) -> int:
+    """in_features of each part; the last one may have fewer."""
+    return -(-in_features // (_PART_STEP * num_parts)) * _PART_STEP
 
 
 def _num_splits(kind: int) -> int:
@@ -240,7 +253,12 @@ def _set_maps(
 
 
 def _set_deltas(
-    params: _ParamsWithDeltas, shape: RowsShape, block_rows: int, deltas: RowDeltas, num_features: int
+    params: _ParamsWithDeltas,
+    shape: RowsShape,
+    block_rows: int,
+    x: torch.Tensor,
+    deltas: RowDeltas,
+    num_features: int,
 ) -> None:
     """Maps of B by projection, in boxes of 64 ranks and a program's features. Beyond its features there are zeros."""
     width = _TILE_BYTES // deltas.b.itemsize
@@ -259,5 +277,10 @@ def _set_deltas(
     hidden_bytes = hidden.stride(0) * hidden.itemsize
     params.hidden = map_of(hidden, (hidden.shape[1], len(hidden)), (hidden_bytes,), (width, block_rows))
     params.ranks, params.row_slots = deltas.ranks.data_ptr(), deltas.row_slots.data_ptr()
-    params.counters, params.num_tiles_before = deltas.counters.data_ptr(), deltas.num_tiles
+    params.a, params.x, params.x_stride = deltas.a.data_ptr(), x.data_ptr(), x.stride(0)
+    params.parts, params.num_parts_done = deltas.sums.data_ptr(), deltas.num_parts_done.data_ptr()
+    params.counter, params.num_tiles = deltas.counters.data_ptr(), deltas.num_tiles
+    params.shrunk, params.shrunk_stride = hidden.data_ptr(), hidden.stride(0)
+    params.num_parts = num_parts(deltas.num_tiles, x.shape[1], shape.num_programs)
+    params.part_columns = part_columns(x.shape[1], params.num_parts)
     params.num_projections, params.group_size = len(deltas.first_features), deltas.group_size

@@ -21,7 +21,7 @@ from services.dense_worker.kernels.linear.rows_product import RowsProduct
 from services.dense_worker.kernels.linear.triton_tiles import MAX_ROWS
 from services.dense_worker.kernels.lora.tensors import to_tensor
 from services.dense_worker.kernels.lora.triton_fused import MAX_RANKS, FusedWorkspace, fused_linear
-from services.dense_worker.kernels.lora.triton_fused_hopper import SHRINK_BYTES, SlotMemory
+from services.dense_worker.kernels.lora.triton_fused_hopper import SlotMemory
 from services.dense_worker.kernels.lora.triton_lora import (
     FEW_ROWS,
     FEW_ROWS_SPLITS,
@@ -75,7 +75,7 @@ class CudaLora:
         self._max_rank = -(-max_rank // RANK_STEP) * RANK_STEP
         self._layers = {linear.merged_from[0].name: self._allocate(linear) for linear in linears}
         self._launcher = KernelLauncher(device)
-        self._rows_product = RowsProduct(self._launcher, device, has_deltas=True, bytes_beside=SHRINK_BYTES)
+        self._rows_product = RowsProduct(self._launcher, device, has_deltas=True)
         is_cuda = device.type == "cuda"  # the interpreter runs the same on a CPU
         self._copies = torch.cuda.Stream(device) if is_cuda else None
         self._row_slots = torch.full((max_num_tokens,), -1, dtype=torch.int32, device=device)

@@ -71,7 +71,7 @@ def fused_linear(
     row_slots: torch.Tensor,  # int32 [n]: the slot of each row or -1; written before any kernel of `launcher`
     workspace: FusedWorkspace,
     index: int,  # of the product in its step
-    rows_product: RowsProduct,  # with deltas, and room for the kernel for x A^T
+    rows_product: RowsProduct,  # with deltas
     *,
     activation: MlpActivation | None = None,  # of the product
     residual: torch.Tensor | None = None,  # [n, out_features], strides of `out`: add it; may be `out`

@@ -1,9 +1,10 @@
-"""`triton_fused` on Hopper: a kernel for x A^T, and `rows_product` or `triton_skinny_hopper`, which multiply it by B.
+"""`triton_fused` on Hopper: `rows_product`, which computes all of it, or else a kernel for x A^T, and
+`triton_skinny_hopper`, which multiplies it by B.
 
-Both start while the kernel before them still runs, the second beside the first, whose programs need little of an SM.
-The second copies its first weights meanwhile. It waits for the first one's signs, not for its end: that the kernel
-before has ended, so that x is complete, and, after its own product, for x A^T. It cannot wait in vain, because it is
-not started before all programs of the first one run.
+Both of these start while the kernel before them still runs, the second beside the first, whose programs need little of
+an SM. The second copies its first weights meanwhile. It waits for the first one's signs, not for its end: that the
+kernel before has ended, so that x is complete, and, after its own product, for x A^T. It cannot wait in vain, because
+it is not started before all programs of the first one run.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ def copied_ahead_linear(
     shape = None
     if len(slots.first_features) <= MAX_PROJECTIONS:
         shape = rows_product.shape_of(x, weight, bias, out, activation, residual, norm, norm_after)
-    if shape is not None:
-        deltas = _shrink(launcher, x, slots, row_slots, workspace, counters, MAX_ROWS)
+    deltas = _row_deltas(slots, row_slots, workspace, counters)
+    if shape is not None and deltas.num_tiles <= shape.num_programs:
         rows_product.multiply(shape, x, weight, out, residual, norm, norm_after, deltas)
         return
     tiles = choose_tiles_beside(
@@ -101,7 +102,7 @@ def copied_ahead_linear(
         launcher.num_sms,
         None if norm_after is None else num_squares(out_features),
     )
-    deltas = _shrink(launcher, x, slots, row_slots, workspace, counters, tiles.block_rows)
+    _shrink(launcher, x, slots, deltas, tiles.block_rows)
     multiply_copied_ahead(
         launcher,
         x,
@@ -127,30 +128,41 @@ def copied_ahead_linear(
     )
 
 
-def _shrink(
-    launcher: KernelLauncher,
-    x: torch.Tensor,
-    slots: SlotMemory,
-    row_slots: torch.Tensor,
-    workspace: HiddenWorkspace,
-    counters: torch.Tensor,
-    block_rows: int,
+def _row_deltas(
+    slots: SlotMemory, row_slots: torch.Tensor, workspace: HiddenWorkspace, counters: torch.Tensor
 ) -> RowDeltas:
-    """Launches the kernel for x A^T, for at most `block_rows` rows."""
-    num_projections, num_groups, num_slots, _, in_features = slots.a.shape
-    hidden = workspace.hidden[:num_projections]
-    num_tiles, num_splits = _shrink_grid(slots.a, launcher.num_sms)
-    launcher(
-        _shrink_kernel,
-        (num_tiles, num_splits),
-        hidden,
-        x,
+    num_projections, num_groups, num_slots, _, _ = slots.a.shape
+    return RowDeltas(
+        workspace.hidden[:num_projections],
         slots.a,
+        slots.b.flatten(1),
+        num_slots * RANK_STEP,
+        num_projections * num_groups * num_slots,
         slots.ranks,
+        slots.column_starts,
+        slots.first_features,
         row_slots,
         workspace.sums,
         workspace.num_parts_done,
         counters,
+    )
+
+
+def _shrink(launcher: KernelLauncher, x: torch.Tensor, slots: SlotMemory, deltas: RowDeltas, block_rows: int) -> None:
+    """Launches the kernel for x A^T, for at most `block_rows` rows."""
+    num_projections, num_groups, num_slots, _, in_features = slots.a.shape
+    num_tiles, num_splits = _shrink_grid(slots.a, launcher.num_sms)
+    launcher(
+        _shrink_kernel,
+        (num_tiles, num_splits),
+        deltas.hidden,
+        x,
+        slots.a,
+        slots.ranks,
+        deltas.row_slots,
+        deltas.sums,
+        deltas.num_parts_done,
+        deltas.counters,
         len(x),
         x.stride(0),
         in_features,
@@ -158,24 +170,13 @@ def _shrink(
         NUM_SLOTS=num_slots,
         NUM_RANKS=num_groups * num_slots * RANK_STEP,
         RANK_STEP=RANK_STEP,
-        HIDDEN_STRIDE=hidden.stride(1),
+        HIDDEN_STRIDE=deltas.hidden.stride(1),
         MAX_ROWS=MAX_ROWS,
         BLOCK_ROWS=block_rows,
         BLOCK_IN=_BLOCK_IN,
         NUM_BLOCKS=triton.cdiv(triton.cdiv(in_features, _BLOCK_IN), num_splits),
         NUM_SPLITS=num_splits,
         num_warps=4,
-    )
-    return RowDeltas(
-        hidden,
-        slots.b.flatten(1),
-        num_slots * RANK_STEP,
-        num_tiles,
-        slots.ranks,
-        slots.column_starts,
-        slots.first_features,
-        row_slots,
-        counters,
     )
 
 

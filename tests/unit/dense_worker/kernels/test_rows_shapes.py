@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.dense_worker.kernels.linear.rows_product import choose_rows_shape
+from services.dense_worker.kernels.linear.rows_product import choose_rows_shape, num_parts, part_columns
 from services.dense_worker.kernels.tensor_map import num_rows_there
 
 
@@ -47,3 +47,12 @@ def test_no_row_is_read_beyond_the_memory_of_a_tensor() -> None:
     assert num_rows_there(workspace[39:, :8], 64) == 1
     wide = workspace.flatten()[: 33 * 96 + 90].view(-1)
     assert num_rows_there(wide[90:].unflatten(0, (33, 96))[:, 6:], 64) == 39
+
+
+@pytest.mark.parametrize("in_features", [64, 512, 520, 2992, 4096, 11008])
+@pytest.mark.parametrize("num_tiles", [1, 8, 24, 96])
+def test_every_input_is_in_one_part_of_x_a(num_tiles: int, in_features: int) -> None:
+    count = num_parts(num_tiles, in_features, 128)
+    columns = part_columns(in_features, count)
+    assert columns % 8 == 0 and count * num_tiles <= 128  # one program each, which reads 16 bytes at a time
+    assert (count - 1) * columns < in_features <= count * columns
