@@ -17,7 +17,6 @@ import numpy as np
 
 from services.common.errors import AbortedByCaller, InvalidRequest, TwostrokeError
 from services.common.fairness.client_turns import ClientTurns
-from services.common.pooling.pair_template import PairTemplate
 from services.common.pooling.pooling_config import PoolingConfig, TokenHead
 from services.common.sampling_params import MAX_PRIORITY
 from services.gateway.access.access import Caller
@@ -255,51 +254,19 @@ class Vectors:
         size = most_tokens(each.first) + most_tokens(each.second or "")
         return min(self.service.max_input_tokens, size + _MAX_SPECIAL_TOKENS)
 
-    async def _encode_pair(
-        self, template: PairTemplate, each: VectorInput, options: InputOptions, limit: InputLimit
-    ) -> list[int]:
-        instruction = template.instruction if options.instruction is None else options.instruction
-        given = {"instruction": instruction or "", "query": str(each.first), "document": each.second or ""}
-        return await self.service.tokenizer.encode_pair(template, given, limit)
-
     async def _message(self, each: VectorInput, options: InputOptions) -> gateway_pb2.GenerateRequest:
         """The request for one input. Raises `InvalidRequest` if it is empty or too long."""
-        name = each.name
-        limit, tokenizer = self.service.max_input_tokens, self.service.tokenizer
+        name, limit, second_segment = each.name, self.service.max_input_tokens, 0
         most = limit if not options.max_tokens else min(limit, options.max_tokens)
-        second_segment = 0
         is_cut = options.max_tokens is not None if options.is_cut is None else options.is_cut
         if isinstance(each.first, str):
-            texts = [each.first] if each.second is None else [each.first, each.second]
-            if self.service.pictures is not None:
-                self.service.pictures.check_text(sum(map(len, (*texts, options.instruction or ""))), name)
-            num_characters = sum(map(len, texts if each.max_own_tokens is None else texts[:-1]))
-            # A space may stand between two tokens. What is cut may be of any length: long texts are read in a thread.
-            if not is_cut and num_characters > limit * (1 + tokenizer.max_token_characters):
-                raise too_long(
-                    limit,
-                    f"{name} has {num_characters} characters, and a token at most {tokenizer.max_token_characters}",
-                    name,
-                )
-            template = self.pooling.template
             input_limit = InputLimit(most, is_cut, each.max_own_tokens, options.keeps_last)
-            if template is not None and each.second is not None:
-                token_ids = await self._encode_pair(template, each, options, input_limit)
-            else:
-                adds = options.adds_special_tokens is not False
-                token_ids, second_segment = await tokenizer.encode_input(texts, adds, input_limit)
-        elif isinstance(each.first, gateway_pb2.Chat):
-            adds = options.adds_special_tokens
-            chat = gateway_pb2.TokenizeRequest(chat=each.first, add_special_tokens=adds)
-            check_counts(chat, self.service.pictures)
-            check_size(chat, self.service.limits)
-            token_ids, _ = await read_text_or_chat(chat, tokenizer)
-            token_ids = token_ids[:most] if is_cut else token_ids
+            token_ids, second_segment = await self._read_texts(each, options, input_limit)
         else:
-            pictures = self.service.pictures
-            adds = options.adds_special_tokens
-            token_ids = await without_texts_between(each.first, tokenizer, limit, pictures, name, adds)
-            check_token_ids("input", token_ids[: most + 1], self.service.model.vocab_size, name)
+            if isinstance(each.first, gateway_pb2.Chat):
+                token_ids = await self._read_chat(each.first, options)
+            else:
+                token_ids = await self._read_pieces(each.first, name, options, most)
             token_ids = list(token_ids[:most]) if is_cut else token_ids
         if not token_ids:
             raise InvalidRequest(f"{name} has no tokens, at least 1 is required", name)
@@ -322,6 +289,46 @@ class Vectors:
         message.sampling.temperature = 0.0
         message.prompt_token_ids.ids.extend(token_ids)
         return message
+
+    async def _read_texts(
+        self, each: VectorInput, options: InputOptions, limit: InputLimit
+    ) -> tuple[list[int], int]:
+        """Token ids of a text, or of two, and how many of them are before the second one's part: see `encode_input`."""
+        service, texts = self.service, [str(each.first)] if each.second is None else [str(each.first), each.second]
+        tokenizer, most = service.tokenizer, service.max_input_tokens
+        if service.pictures is not None:
+            service.pictures.check_text(sum(map(len, (*texts, options.instruction or ""))), each.name)
+        num_characters = sum(map(len, texts if each.max_own_tokens is None else texts[:-1]))
+        # A space may stand between two tokens. What is cut may be of any length: long texts are read in a thread.
+        if not limit.is_cut and num_characters > most * (1 + tokenizer.max_token_characters):
+            raise too_long(
+                most,
+                f"{each.name} has {num_characters} characters, and a token at most {tokenizer.max_token_characters}",
+                each.name,
+            )
+        template = self.pooling.template
+        if template is None or each.second is None:
+            return await tokenizer.encode_input(texts, options.adds_special_tokens is not False, limit)
+        instruction = template.instruction if options.instruction is None else options.instruction
+        given = {"instruction": instruction or "", "query": str(each.first), "document": each.second or ""}
+        return await tokenizer.encode_pair(template, given, limit), 0
+
+    async def _read_chat(self, chat: gateway_pb2.Chat, options: InputOptions) -> list[int]:
+        message = gateway_pb2.TokenizeRequest(chat=chat, add_special_tokens=options.adds_special_tokens)
+        check_counts(message, self.service.pictures)
+        check_size(message, self.service.limits)
+        token_ids, _ = await read_text_or_chat(message, self.service.tokenizer)
+        return token_ids
+
+    async def _read_pieces(
+        self, pieces: Sequence[int | str], name: str, options: InputOptions, most: int
+    ) -> Sequence[int]:
+        """Token ids, also those of texts between them; those behind `most` are not checked."""
+        service, adds = self.service, options.adds_special_tokens
+        limit = service.max_input_tokens
+        token_ids = await without_texts_between(pieces, service.tokenizer, limit, service.pictures, name, adds)
+        check_token_ids("input", token_ids[: most + 1], service.model.vocab_size, name)
+        return token_ids
 
 
 def shaped(values: np.ndarray, dimensions: int | None, normalizes: bool) -> np.ndarray:

@@ -196,14 +196,7 @@ async def _read_form(
     form: FormData, request: Request, task: Task, service: RequestService
 ) -> tuple[bytes, TranscriptionOptions, str, Streaming]:
     """The file, the options, the format of the answer, and how it is streamed. Raises `InvalidRequest`."""
-    file = form.get("file")
-    if not isinstance(file, UploadFile):
-        raise InvalidRequest("file is missing: a form with a file of sound is required", "file")
-    limit = service.section.max_audio_bytes
-    if file.size is not None and file.size > limit:
-        raise HTTPException(413, f"the file has {file.size} bytes, gateway.max_audio_bytes is {limit}")
-    if not file.size:
-        raise InvalidRequest("the file is empty", "file")
+    file = _file(form, service.section.max_audio_bytes)
     for name, neutral in _UNSUPPORTED.items():
         if (given := form.get(name)) not in (None, "") and str(given).lower() not in neutral:
             raise InvalidRequest(f"{name} is not supported", name.removesuffix("[]"))
@@ -247,6 +240,17 @@ async def _read_form(
         max_tokens=_integer(form, name, 1, 2**63 - 1) if _text(form, name) else None,
     )
     return await file.read(), options, response_format, streaming
+
+
+def _file(form: FormData, max_bytes: int) -> UploadFile:
+    file = form.get("file")
+    if not isinstance(file, UploadFile):
+        raise InvalidRequest("file is missing: a form with a file of sound is required", "file")
+    if file.size is not None and file.size > max_bytes:
+        raise HTTPException(413, f"the file has {file.size} bytes, gateway.max_audio_bytes is {max_bytes}")
+    if not file.size:
+        raise InvalidRequest("the file is empty", "file")
+    return file
 
 
 def _text(form: FormData, name: str) -> str:
