@@ -141,7 +141,7 @@ class Gateway(Service):
         service = self._service = self._make_request_service(tokenizer, model_config, tracer)
         self._speech = self._make_speech()
         self._vectors = Vectors(service, read_pooling(config.model), section.max_inputs)
-        self._triton = Triton(service, section.max_prompts, peers, self._vectors)
+        self._triton = Triton(service, peers, self._vectors)
         self._resumption = self._make_resumption() if section.resume else None
         self._measured = AllProcesses(self._registry, lambda: service.num_open_requests, peers, options.process_index)
         self._opened.push_async_callback(self._measured.close)
@@ -338,10 +338,9 @@ class Gateway(Service):
                 )
             ],
         )
-        servicer = GatewayServicer(service, section.slow_reader_timeout_s, self._peers, self._vectors, self._resumption)
+        servicer = GatewayServicer(service, self._peers, self._vectors, self._resumption)
         gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, server.server)
-        triton_servicer = TritonServicer(self._triton, section.slow_reader_timeout_s, section.grpc_idle_timeout_s)
-        triton_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(triton_servicer, server.server)
+        triton_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(TritonServicer(self._triton), server.server)
         return server
 
     async def _note_connection(self, is_connected: bool) -> None:

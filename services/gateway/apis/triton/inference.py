@@ -120,13 +120,13 @@ def server_metadata() -> dict[str, Any]:
 class Triton:
     """Runs requests, knows which of them run, and counts them."""
 
-    def __init__(self, service: RequestService, max_batch_size: int, peers: GatewayPeers, vectors: Vectors) -> None:
+    def __init__(self, service: RequestService, peers: GatewayPeers, vectors: Vectors) -> None:
         """`peers`: the other gateways at the same port, which may run the requests of a stop."""
         self.service = service
         self.peers = peers
         self.vectors = vectors
-        tables = service.prompt_embeds is not None
-        self.limits = InferLimits(max_batch_size, service.section.max_request_logprobs, has_tables=tables)
+        section, has_tables = service.section, service.prompt_embeds is not None
+        self.limits = InferLimits(section.max_prompts, section.max_request_logprobs, has_tables)
         self.statistics = {name: Statistics() for name in MODELS}
         self._running: dict[tuple[Owner, str], list[_Running]] = {}  # by the client's id
 

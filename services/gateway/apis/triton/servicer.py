@@ -32,11 +32,11 @@ MAX_STREAM_REQUESTS = 1024  # of one stream at the same time; further ones are n
 class TritonServicer(triton_pb2_grpc.GRPCInferenceServiceServicer):
     """Answers clients that `Reception` accepts. Its errors become statuses in `services.rpc.server`."""
 
-    def __init__(self, triton: Triton, slow_reader_timeout_s: float, idle_timeout_s: float) -> None:
-        """`idle_timeout_s`: how long a stream may be open without a request."""
+    def __init__(self, triton: Triton) -> None:
+        section = triton.service.section
         self._triton = triton
-        self._slow_readers = SlowReaders(slow_reader_timeout_s)
-        self._idle_timeout_s = idle_timeout_s
+        self._slow_readers = SlowReaders(section.slow_reader_timeout_s)
+        self._idle_timeout_s = section.grpc_idle_timeout_s  # how long a stream may be open without a request
 
     async def ServerLive(
         self, request: triton_pb2.ServerLiveRequest, context: grpc.aio.ServicerContext

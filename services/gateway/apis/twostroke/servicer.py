@@ -48,19 +48,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     """
 
     def __init__(
-        self,
-        service: RequestService,
-        slow_reader_timeout_s: float,
-        peers: GatewayPeers,
-        vectors: Vectors,
-        resumption: Resumption | None = None,
+        self, service: RequestService, peers: GatewayPeers, vectors: Vectors, resumption: Resumption | None
     ) -> None:
         """`peers`: the other gateways at the same port, which may run the request of an Abort.
 
         `resumption`: None if requests cannot be resumed.
         """
         self._service = service
-        self._slow_readers = SlowReaders(slow_reader_timeout_s)
+        self._slow_readers = SlowReaders(service.section.slow_reader_timeout_s)
         self._peers = peers
         self._vector_calls = VectorCalls(vectors)
         self._resumption = GrpcResumption(resumption, service.memory, self._slow_readers)
