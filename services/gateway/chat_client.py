@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None, program: str = "services.gateway.cha
 def print_answer(
     stub: gateway_pb2_grpc.GatewayStub,
     request: gateway_pb2.GenerateRequest,
-    stop_after_ms: float | None = None,
+    stop_after_ms: float | None,
     *,
     streams: bool = True,
 ) -> tuple[str, bool]:

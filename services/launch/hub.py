@@ -57,7 +57,7 @@ def is_hub_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None and not Path(text).is_dir() and not is_gguf(text)
 
 
-def fetch_model(name: str, revision: str | None, cache_dir: Path | None, hub: str = "huggingface") -> Path:
+def fetch_model(name: str, revision: str | None, cache_dir: Path | None, hub: str) -> Path:
     """The directory of a model with this name in the Hub's cache; downloads what is missing there.
 
     hub: one of `HUBS`. revision: a branch, tag or commit; None: the main branch. Raises `ConfigError` if there is no

@@ -60,11 +60,11 @@ def main(argv: Sequence[str] | None = None) -> ExitCode:
 
 def probe(
     address: str,
-    service: str = "",
-    timeout_s: float = DEFAULT_TIMEOUT_MS / 1000,
+    service: str,
+    timeout_s: float,
     *,
-    credentials: grpc.ChannelCredentials | None = None,
-    server_name: str | None = None,
+    credentials: grpc.ChannelCredentials | None,
+    server_name: str | None,
 ) -> tuple[ExitCode, str]:
     """Calls `Check` once, within `timeout_s` including the connection. Returns the exit code and an explanation.
 

@@ -164,7 +164,7 @@ class Admission:
 class Ticket:
     """What one request counts towards all limits, from its arrival until its end."""
 
-    def __init__(self, admission: Admission, caller: Caller, num_preparing: int, *, is_part: bool = False) -> None:
+    def __init__(self, admission: Admission, caller: Caller, num_preparing: int, *, is_part: bool) -> None:
         self._admission = admission
         self._caller = caller
         self._num_preparing = num_preparing  # answers that the queue has room for while the request is read

@@ -18,7 +18,7 @@ MAX_KEPT_FILES = 32
 class SentPictures:
     """Of one stream, from its beginning. Event loop."""
 
-    def __init__(self, *, shares_memory: bool = False) -> None:
+    def __init__(self, *, shares_memory: bool) -> None:
         """shares_memory: the worker can read memory files of this process"""
         self._shares_memory = shares_memory
         # Bytes by hash, the least recently used first. A file stays open for the worker to open it, maybe after the end

@@ -68,7 +68,7 @@ class WorkerLoad:
     """Owns a channel to each worker and to the launcher. Used in the gateway's event loop."""
 
     def __init__(
-        self, dense_address: str, attention_address: str, peers: PeerSection, launcher_address: str | None = None
+        self, dense_address: str, attention_address: str, peers: PeerSection, launcher_address: str | None
     ) -> None:
         addresses = (dense_address, attention_address)
         tls = read_peer_tls(peers)

@@ -37,13 +37,12 @@ class Recordings:
         metrics: ResumeMetrics,
         timeout_s: float,
         max_number: int,
-        counts: Counts | None = None,
+        counts: Counts,
     ) -> None:
-        """`counts`: those of all processes, for whose sum `max_number` is; None: this is the only one.
+        """`counts`: those of all processes, for whose sum `max_number` is.
 
         Other processes count only what runs here, for they cannot drop what has ended here.
         """
-        counts = counts or Counts()
         self._num_running = counts.gauge("resumable")
         self._running: set[Name] = set()
         self._has_others = counts.is_shared

@@ -29,7 +29,7 @@ class AnswerParser(Protocol):
 class TaggedAnswer:
     """Reasoning between tags, then content with calls in it."""
 
-    def __init__(self, reasoning: ThinkTags, calls: Parser | None, *, has_grammar: bool = False) -> None:
+    def __init__(self, reasoning: ThinkTags, calls: Parser | None, *, has_grammar: bool) -> None:
         """`calls`: None if the answer may have none. `has_grammar`: of the content, so that it is calls or has none."""
         self._reasoning, self._calls = reasoning, calls
         self._is_undecided = has_grammar  # whether the content, of which nothing has been seen yet, is calls

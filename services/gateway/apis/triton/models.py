@@ -113,7 +113,7 @@ class ModelSpec:
         }
 
 
-def find_model(name: str, version: str = "") -> ModelSpec:
+def find_model(name: str, version: str) -> ModelSpec:
     """The model with this name; an empty version means the latest. Raises `UnknownModel`."""
     model = MODELS.get(name)
     if model is None:

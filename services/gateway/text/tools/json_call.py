@@ -27,7 +27,7 @@ class MalformedCall(ValueError):
 class JsonArguments:
     """The arguments of one call, a JSON object. The call begins when its name and the object's beginning are known."""
 
-    def __init__(self, writer: CallWriter, name: str | None = None) -> None:
+    def __init__(self, writer: CallWriter, name: str | None) -> None:
         self._writer = writer
         self._scanner = JsonScanner()
         self._name = name
