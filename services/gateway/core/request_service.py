@@ -102,7 +102,7 @@ class RequestService:
         memory: MemoryBudget,
     ) -> None:
         self.section = section
-        self._local_model = model
+        self.local_model = model
         self.adapters = adapters
         self.journal = journal
         self._dense = dense
@@ -136,7 +136,7 @@ class RequestService:
     def _limits_with(self, names: ModelNames) -> ModelLimits:
         model, section = self._dense.model, self.section
         return ModelLimits(
-            self._local_model,
+            self.local_model,
             names,
             model.vocab_size,
             model.max_model_len,

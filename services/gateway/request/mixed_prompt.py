@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from services.gateway.images.picture_reader import PictureReader
 from services.gateway.request.context_length import too_long
-from services.gateway.text.tokenizer import Tokenizer
+from services.gateway.request.local_model import LocalModel
 
 
 def most_tokens(given: str | Sequence[str | int]) -> int:
@@ -19,23 +18,19 @@ def most_tokens(given: str | Sequence[str | int]) -> int:
 
 
 async def without_texts_between(
-    given: str | Sequence[str | int],
-    tokenizer: Tokenizer,
-    most: int,
-    pictures: PictureReader | None,
-    name: str,
-    add_special_tokens: bool | None,
+    given: str | Sequence[str | int], model: LocalModel, most: int, name: str, add_special_tokens: bool | None
 ) -> str | Sequence[int]:
     """The same prompt without texts between token ids. A text at the start gets special tokens, others do not.
 
-    most: tokens that a prompt may have. `pictures` limits the text of a model that sees some. name: of the prompt, in
-    errors. `add_special_tokens`: what the client said; False: no text gets any. Raises `InvalidRequest`.
+    most: tokens that a prompt may have. name: of the prompt, in errors. `add_special_tokens`: what the client said;
+    False: no text gets any. Raises `InvalidRequest`.
     """
     if isinstance(given, str) or str not in map(type, given):
         return given  # type: ignore[return-value]
     num_characters = sum(len(each) for each in given if isinstance(each, str))
-    if pictures is not None:
-        pictures.check_text(num_characters, name)
+    if model.pictures is not None:
+        model.pictures.check_text(num_characters, name)
+    tokenizer = model.tokenizer
     if num_characters > most * tokenizer.max_token_characters:
         limit = f"and a token at most {tokenizer.max_token_characters}"
         raise too_long(most, f"the texts have {num_characters} characters, {limit}", name)

@@ -325,8 +325,7 @@ class Vectors:
     ) -> Sequence[int]:
         """Token ids, also those of texts between them; those behind `most` are not checked."""
         service, adds = self.service, options.adds_special_tokens
-        limit = service.max_input_tokens
-        token_ids = await without_texts_between(pieces, service.tokenizer, limit, service.pictures, name, adds)
+        token_ids = await without_texts_between(pieces, service.local_model, service.max_input_tokens, name, adds)
         check_token_ids("input", token_ids[: most + 1], service.model.vocab_size, name)
         return token_ids
 

@@ -18,13 +18,10 @@ async def llama_cpp_messages(
     body: LlamaCppBody, request_id: str, limits: ModelLimits
 ) -> list[gateway_pb2.GenerateRequest]:
     """One message per prompt. Raises `InvalidRequest`."""
-    most, tokenizer, pictures = limits.max_prompt_len, limits.model.tokenizer, limits.model.pictures
-    prompts = [
-        await without_texts_between(each, tokenizer, most, pictures, "prompt", body.add_special_tokens)
-        for each in body.prompts_given
-    ]
+    model, most, adds = limits.model, limits.max_prompt_len, body.add_special_tokens
+    prompts = [await without_texts_between(each, model, most, "prompt", adds) for each in body.prompts_given]
     messages = messages_of(_common_message(body.resolved, limits), prompts, request_id, limits.max_prompt_len)
-    bias, banned = await _read_biases(body, tokenizer, limits.vocab_size)
+    bias, banned = await _read_biases(body, model.tokenizer, limits.vocab_size)
     for message in messages:
         if isinstance(body, InfillBody):
             message.suffix, message.middle, message.echo = body.input_suffix, body.prompt or "", False
