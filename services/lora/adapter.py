@@ -18,13 +18,11 @@ class Adapter:
     table: PromptEmbeds | None = None  # its virtual tokens, which gateways send with the prompts; None: it is LoRA
 
 
-def encode_adapter(adapter: Adapter | None) -> adapter_pb2.Adapter | None:
-    """The message; None for a sequence without an adapter."""
-    if adapter is None:
-        return None
+def encode_adapter(adapter: Adapter) -> adapter_pb2.Adapter:
+    """The message."""
     return adapter_pb2.Adapter(name=adapter.name, hash=adapter.hash, path=adapter.path)
 
 
-def decode_adapter(message: adapter_pb2.Adapter) -> Adapter | None:
-    """The adapter of a message; None if the field is not set."""
-    return Adapter(message.name, message.hash, message.path) if message.hash else None
+def decode_adapter(message: adapter_pb2.Adapter) -> Adapter:
+    """The adapter of a message."""
+    return Adapter(message.name, message.hash, message.path)

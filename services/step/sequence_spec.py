@@ -111,7 +111,7 @@ def encode_spec(spec: SequenceSpec) -> sequence_pb2.SequenceSpec:
         tenant=spec.tenant,
         client=spec.client,
         traceparent=spec.traceparent,
-        adapter=encode_adapter(spec.adapter),
+        adapter=spec.adapter and encode_adapter(spec.adapter),
         prompt_embeds=table
         and sequence_pb2.PromptEmbedsRef(
             hash=table.hash,
@@ -126,7 +126,7 @@ def encode_spec(spec: SequenceSpec) -> sequence_pb2.SequenceSpec:
         ),
         features=spec.features,
         source=spec.source and sequence_pb2.SourceRef(hash=spec.source.hash, num_rows=spec.source.num_rows),
-        spans=encode_spans(spec.spans),
+        spans=encode_spans(spec.spans) if spec.spans else (),
     )
 
 
@@ -145,7 +145,7 @@ def decode_spec(message: sequence_pb2.SequenceSpec) -> SequenceSpec:
         tenant=message.tenant,
         client=message.client,
         traceparent=message.traceparent,
-        adapter=decode_adapter(message.adapter),
+        adapter=decode_adapter(message.adapter) if message.HasField("adapter") else None,
         prompt_embeds=PromptEmbedsRef(
             table.hash, table.num_rows, table.hidden_size, table.dtype, table.first_token_id
         )
@@ -156,5 +156,5 @@ def decode_spec(message: sequence_pb2.SequenceSpec) -> SequenceSpec:
         else None,
         features=dict(message.features),
         source=SourceRef(message.source.hash, message.source.num_rows) if message.HasField("source") else None,
-        spans=decode_spans(message.spans),
+        spans=decode_spans(message.spans) if message.spans else (),
     )

@@ -137,9 +137,9 @@ class ShardServicer(shard_pb2_grpc.DenseShardServicer):
         attachment = self._attachment
         if attachment is None or attachment.attachment_id != request.attachment_id:
             raise StaleEpoch(f"attachment {request.attachment_id:016x} was replaced")
-        adapter = decode_adapter(request.adapter)
-        if self._loader is None or self._runner is None or adapter is None:
+        if self._loader is None or self._runner is None:
             raise ConfigError("this dense shard has no adapters: dense.max_loras is 0")
+        adapter = decode_adapter(request.adapter)
         await self._run(self._runner.finish_steps)  # the first rank's have ended; these may still read the slot
         try:
             await asyncio.wrap_future(self._loader.load_part(request.slot, adapter))
