@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from services.common.errors import ModelError
-from services.common.families.fields import MAX_SIZE, ConfigFields
+from services.common.families.fields import ConfigFields
 from services.common.families.registry import FAMILIES, FLAT_TEXT_PARTS, READS_PICTURES, SEES_SPANS, TEXT_PARTS
 from services.common.families.shape import AttentionOptions, LayerHeads, LayerParts, ModelConfig, RopeConfig
 from services.common.families.without_class import WITHOUT_CLASS
 from services.common.hf_config import is_hf_type, parse_hf_config
+from services.common.json_files.fields import Fields
 from services.common.json_files.read_json import read_json
 from services.common.pooling.architectures import has_language_head
 from services.common.quantization.read import MODELOPT_FILE, read_quantization
@@ -103,10 +104,10 @@ def _check_supported(raw: dict[str, Any], path: Path) -> None:
     if spellings and not spellings & {each.casefold() for each in (*supported, *others)}:
         names = ", ".join(dict.fromkeys(supported))
         raise ModelError(f"{path} has architectures {architectures}, supported for {family!r}: {names}")
+    fields = Fields(raw, str(path))
     for name in _SIZES:
-        size = raw.get(name)
-        if size is not None and (type(size) is not int or not 1 <= size <= MAX_SIZE):
-            raise ModelError(f"{path} has {name} {size!r}, expected a whole number from 1 to {MAX_SIZE}")
+        if fields.get(name) is not None:
+            fields.size(name)
 
 
 def _text_part(raw: dict[str, Any], path: Path) -> dict[str, Any]:

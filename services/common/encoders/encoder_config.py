@@ -19,8 +19,6 @@ from services.common.json_files.fields import Fields
 from services.common.json_files.read_json import read_json
 from services.common.model_config import ModelConfig, load_model_config
 
-MAX_SIZE = 2**24  # of anything that a config counts
-
 _ACTIVATIONS = {  # by transformers' names
     "gelu": Activation.GELU,
     "gelu_new": Activation.GELU_TANH,
@@ -151,24 +149,11 @@ def read_encoder_config(path: Path, num_layers: int | None = None) -> TextEncode
 class _EncoderFields(Fields):
     """The fields of a config.json with transformers' defaults."""
 
-    def size(self, name: str) -> int:
-        value = self.get(name)
-        if type(value) is not int or not 1 <= value <= MAX_SIZE:
-            raise self.error(name, value, f"expected a whole number from 1 to {MAX_SIZE}")
-        return value
-
     def activation(self, name: str) -> Activation:
         value = self.get(name)
         if value not in _ACTIVATIONS:
             raise self.unsupported(name, value, ", ".join(_ACTIVATIONS))
         return _ACTIVATIONS[value]
-
-    @property
-    def dtype(self) -> str:
-        name = str(self.get("dtype", "float32")).removeprefix("torch.")
-        if name not in ("float32", "bfloat16", "float16"):
-            raise self.unsupported("dtype", name, "float32, bfloat16, float16")
-        return name
 
 
 def _check_positions(fields: _EncoderFields) -> None:

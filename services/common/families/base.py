@@ -9,7 +9,6 @@ from services.common.families.rope import read_rope
 from services.common.families.shape import Activation, LayerParts, ModelConfig, RopeConfig
 from services.common.json_files.read_json import read_json
 
-_DTYPES = ("float32", "bfloat16", "float16")
 _ACTIVATIONS = {  # by transformers' names
     "silu": Activation.SILU,
     "swish": Activation.SILU,
@@ -71,7 +70,7 @@ def read_base(
         max_position_embeddings=num_positions or fields.size("max_position_embeddings"),
         rope=rope or read_rope(fields, head_dim, allows_partial=allows_partial_rope),
         eos_token_ids=_eos_token_ids(fields),
-        checkpoint_dtype=_checkpoint_dtype(fields),
+        checkpoint_dtype=fields.dtype,
         parts=LayerParts(activation=_activation(fields, activation)),
     )
 
@@ -110,13 +109,6 @@ def _activation(fields: ConfigFields, name: str | Activation) -> Activation:
     if found not in _ACTIVATIONS:
         raise fields.error(name, found, f"supported: {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[found]
-
-
-def _checkpoint_dtype(fields: ConfigFields) -> str:
-    name = str(fields.get("dtype", "float32")).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise fields.error("dtype", name, f"supported: {', '.join(_DTYPES)}")
-    return name
 
 
 def _eos_token_ids(fields: ConfigFields) -> tuple[int, ...]:

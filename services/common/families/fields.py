@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig
 
-MAX_SIZE = 2**24  # of anything that a config counts, such as positions, tokens of the vocabulary and features
 MAX_LAYERS = 4096
 
 # Fields that some class of transformers declares and that do not change the logits of a loaded model: special tokens,
@@ -82,13 +81,6 @@ class ConfigFields(Fields):
     def flag(self, name: str) -> bool:
         """A field that is true or false. A class without it, and null, mean false."""
         return bool(self.get(name, False))
-
-    def size(self, name: str, most: int = MAX_SIZE) -> int:
-        """A field that is a whole number from 1 to `most`."""
-        value = self.get(name)
-        if type(value) is not int or not 1 <= value <= most:
-            raise self.error(name, value, f"expected a whole number from 1 to {most}")
-        return value
 
     def only(self, name: str, *supported: Any) -> None:
         """Refuses a value other than these of a field that would change the computation."""

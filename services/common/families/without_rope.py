@@ -11,7 +11,7 @@ from typing import Any
 
 from services.common.families.alibi import alibi_slopes, mpt_alibi_slopes
 from services.common.families.base import read_base, read_head_dim
-from services.common.families.fields import MAX_SIZE, ConfigFields
+from services.common.families.fields import ConfigFields
 from services.common.families.rope import no_rope
 from services.common.families.shape import Activation, AttentionOptions, ModelConfig, NormKind, ResidualKind
 from services.common.json_files.fields import Fields
@@ -52,9 +52,7 @@ def _read(
 def read_bloom(fields: ConfigFields) -> ModelConfig:
     """BLOOM and BLOOMZ: ALiBi, and a norm of the embedding."""
     fields.only("apply_residual_connection_post_layernorm", False)
-    num_positions = fields.raw.get("seq_length", _BLOOM_POSITIONS)
-    if type(num_positions) is not int or not 1 <= num_positions <= MAX_SIZE:
-        raise fields.error("seq_length", num_positions, f"expected a whole number from 1 to {MAX_SIZE}")
+    num_positions = Fields({"seq_length": _BLOOM_POSITIONS, **fields.raw}, fields.where).size("seq_length")
     config = _read(
         fields,
         eps="layer_norm_epsilon",

@@ -10,6 +10,8 @@ from services.common.errors import ModelError
 
 Value = TypeVar("Value")
 
+MAX_SIZE = 2**24  # of anything that a config counts, such as positions, tokens of the vocabulary and features
+
 
 class Fields:
     """One JSON object. `where` names it in errors, such as "/models/a: quantization_config (awq)"."""
@@ -43,6 +45,21 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise self.error(name, value, "expected a number above 0")
         return float(value)
+
+    def size(self, name: str, most: int = MAX_SIZE) -> int:
+        """A field that is a whole number from 1 to `most`."""
+        value = self.get(name)
+        if type(value) is not int or not 1 <= value <= most:
+            raise self.error(name, value, f"expected a whole number from 1 to {most}")
+        return value
+
+    @property
+    def dtype(self) -> str:
+        """The element type that the field of this name gives, as torch names it."""
+        name = str(self.get("dtype", "float32")).removeprefix("torch.")
+        if name not in ("float32", "bfloat16", "float16"):
+            raise self.unsupported("dtype", name, "float32, bfloat16, float16")
+        return name
 
     def first_of(self, *names: str) -> str:
         """The name of the first field that is there; the first name if none is."""

@@ -304,12 +304,7 @@ def _read_method(folder: Path) -> PoolingMethod:
 
 def _read_dense(folder: Path) -> DenseStage:
     fields = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
-    sizes = []
-    for name in ("in_features", "out_features"):
-        size = fields.get(name)
-        if type(size) is not int or not 1 <= size <= 2**20:
-            raise fields.error(name, size, f"expected a whole number from 1 to {2**20}")
-        sizes.append(size)
+    sizes = [fields.size(name, 2**20) for name in ("in_features", "out_features")]
     activations = {
         "Identity": PooledActivation.NONE,
         "Tanh": PooledActivation.TANH,
