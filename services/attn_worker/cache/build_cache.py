@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from services.attn_worker.cache.block_group import BlockGroup, WindowGroup
 from services.attn_worker.cache.block_pool import BlockPool
@@ -69,7 +70,7 @@ def build_cache(
         BlockGroup(num_blocks, SlidingWindow(block_size, window, num_sink_tokens), most_blocks, make_pool),
         others,
         max_model_len,
-        enable_prefix_cache=enable_prefix_cache,
-        length_dependent_beyond=length_dependent_beyond,
-        make_prefix_cache=make_prefix_cache,
+        partial(
+            make_prefix_cache, is_enabled=enable_prefix_cache, length_dependent_beyond=length_dependent_beyond
+        ),
     )

@@ -39,9 +39,7 @@ class KVCache:
     """Lengths of all sequences, one numpy row each, and the groups with what layers keep of them.
 
     Sequences share prefixes in full blocks. `main`: the group whose blocks the scheduler counts; `others`: those of
-    further layers. `length_dependent_beyond`: the keys of longer prompts depend on the prompt's length (see
-    `rope.length_dependent_beyond`) and share blocks only with prompts of equal length. `make_prefix_cache` takes the
-    arguments of `PrefixCache`.
+    further layers. `make_prefix_cache` takes the arguments of `PrefixCache` that have no default.
     """
 
     def __init__(
@@ -49,9 +47,6 @@ class KVCache:
         main: BlockGroup,
         others: Sequence[CacheGroup],
         max_model_len: int,
-        *,
-        enable_prefix_cache: bool = True,
-        length_dependent_beyond: int | None = None,
         make_prefix_cache: Callable[..., PrefixCache] = PrefixCache,
     ) -> None:
         self.sliding_window = main.sliding_window
@@ -71,13 +66,7 @@ class KVCache:
         self._groups: tuple[CacheGroup, ...] = (main, *others)
         self._rows = SequenceRows()
         self._rollback = Rollback(self._rows, self._groups, self.block_size)
-        self._prefixes = make_prefix_cache(
-            self._rows,
-            self._groups,
-            self.block_size,
-            is_enabled=enable_prefix_cache,
-            length_dependent_beyond=length_dependent_beyond,
-        )
+        self._prefixes = make_prefix_cache(self._rows, self._groups, self.block_size)
         self._add_rows()
 
     def use_tier(self, tier: Tier) -> None:
@@ -176,34 +165,24 @@ class KVCache:
         if new.max_cached_tokens is not None:
             most = min(most, new.max_cached_tokens)
         self._prefixes.use_generation(new.prefix_generation)
-        num_pinned = num_freed = 0
+        num_pinned = 0
         missing: tuple[MissingBlock, ...] = ()
-        sequence = self._sequences.get(seq_id)
-        generation = self._prefixes.generation if sequence is None else sequence.generation
-        root = self._prefixes.root(num_prompt_tokens, new.prefix_key, generation)
-        if sequence is None or new.ignores_prefix_cache or not _continues(sequence, root, ids, spans):
-            length = None
-        else:
-            length = self._rollback.kept_length(sequence, most)
-        if sequence is not None and length is not None:
-            num_freed = self._rollback.truncate(sequence, length)
-            sequence.token_ids, sequence.is_orphan = ids, False
-            self.num_recovered_sequences += 1
-            self.num_recovered_tokens += int(self._rows.num_computed[sequence.row])
-        else:
-            if sequence is not None:
-                num_freed = self._drop(seq_id)
-                generation = self._prefixes.generation
-                root = self._prefixes.root(num_prompt_tokens, new.prefix_key, generation)
+        num_freed = self._go_on(new, ids, most)
+        if num_freed is None:
+            num_freed = self._drop(seq_id)
+            generation = self._prefixes.generation
+            root = self._prefixes.root(num_prompt_tokens, new.prefix_key, generation)
             sequence = self._new_sequence(seq_id, root, generation, ids, spans)
             if not new.ignores_prefix_cache:
                 num_pinned = self._prefixes.pin_longest(sequence, most)
                 num_taken, missing = self._prefixes.extend_from(supplier or self.tier, sequence, most, self._main)
                 num_pinned += num_taken
-        row, has_extra_rows = sequence.row, True
+        sequence, has_extra_rows = self._sequences[seq_id], True
+        row = sequence.row
         if new.num_extra_rows:
             try:
-                has_extra_rows = all([group.open_extra_rows(row, root, new.num_extra_rows) for group in self._groups])
+                opened = [group.open_extra_rows(row, sequence.root, new.num_extra_rows) for group in self._groups]
+                has_extra_rows = all(opened)
             except InvalidRequest:
                 self._drop(seq_id)
                 raise
@@ -340,6 +319,24 @@ class KVCache:
             group.check_integrity(self._sequence_of_row, self._rows)
 
     # Opening a sequence
+
+    def _go_on(self, new: NewSequence, token_ids: array[int], most: int) -> int | None:
+        """Continues a known sequence from its committed tokens, at most so many. Returns how many blocks became free;
+        None: it is unknown, or has to start as a new one.
+        """
+        sequence = self._sequences.get(new.seq_id)
+        if sequence is None or new.ignores_prefix_cache:
+            return None
+        root = self._prefixes.root(new.num_prompt_tokens, new.prefix_key, sequence.generation)
+        if not _continues(sequence, root, token_ids, new.spans):
+            return None
+        if (length := self._rollback.kept_length(sequence, most)) is None:
+            return None
+        num_freed = self._rollback.truncate(sequence, length)
+        sequence.token_ids, sequence.is_orphan = token_ids, False
+        self.num_recovered_sequences += 1
+        self.num_recovered_tokens += int(self._rows.num_computed[sequence.row])
+        return num_freed
 
     def _new_sequence(
         self, seq_id: int, root: bytes, generation: int, token_ids: array[int], spans: Sequence[PromptSpan]

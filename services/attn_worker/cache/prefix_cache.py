@@ -18,7 +18,8 @@ _TOKEN_BYTES = 4
 class PrefixCache:
     """Works on the rows and groups of a `KVCache`. If it is not enabled, it finds and registers nothing.
 
-    `length_dependent_beyond`: the keys of longer prompts depend on the prompt's length.
+    `length_dependent_beyond`: the keys of longer prompts depend on the prompt's length (see
+    `rope.length_dependent_beyond`), so that these share blocks only with prompts of equal length.
     """
 
     def __init__(
@@ -27,8 +28,8 @@ class PrefixCache:
         groups: Sequence[CacheGroup],
         block_size: int,
         *,
-        is_enabled: bool,
-        length_dependent_beyond: int | None,
+        is_enabled: bool = True,
+        length_dependent_beyond: int | None = None,
     ) -> None:
         self._rows = rows
         self._groups = groups

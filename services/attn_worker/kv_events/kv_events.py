@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
 from services.attn_worker.cache.block_pool import BlockPool, root_digest
-from services.attn_worker.cache.cached_sequence import CachedSequence, SequenceRows
-from services.attn_worker.cache.group import CacheGroup
+from services.attn_worker.cache.cached_sequence import CachedSequence
 from services.attn_worker.cache.prefix_cache import PrefixCache
 
 log = structlog.get_logger()
@@ -132,19 +131,8 @@ class ReportedPool(BlockPool):
 class ReportedPrefixCache(PrefixCache):
     """A prefix cache that reports the blocks of the first group that it makes findable."""
 
-    def __init__(
-        self,
-        events: KVEvents,
-        rows: SequenceRows,
-        groups: Sequence[CacheGroup],
-        block_size: int,
-        *,
-        is_enabled: bool,
-        length_dependent_beyond: int | None,
-    ) -> None:
-        super().__init__(
-            rows, groups, block_size, is_enabled=is_enabled, length_dependent_beyond=length_dependent_beyond
-        )
+    def __init__(self, events: KVEvents, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._events = events
         self._plain_root = b""  # of sequences without a prefix key
 
