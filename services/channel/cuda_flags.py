@@ -25,7 +25,7 @@ from services.channel.region import ABORT_WORD, WORD_BYTES, SharedRegion, flag_w
 from services.common.errors import DeviceError
 
 FLAG_BYTES = 128  # device memory of each flag: a cache line of its own
-_POLLS_BEFORE_ABORT_CHECK = 64  # a power of two; the abort mark is in host memory and slow to read
+POLLS_BEFORE_ABORT_CHECK = 64  # a power of two; the abort mark is in host memory and slow to read
 _RELEASE_INTERVAL_S = 50e-6  # between two releases of the running step, which waits once per layer
 _RELEASE_S = 2.0  # by then the running step has ended
 _LATE_RELEASE_INTERVAL_S = 1e-3  # between two releases of steps that are launched later
@@ -177,7 +177,7 @@ class FlagKernels:
         overlaps = capability >= _DEPENDENT_LAUNCH_CAPABILITY
         ptx = _PTX.format(
             target="sm_90" if overlaps else "sm_70",
-            last_poll=_POLLS_BEFORE_ABORT_CHECK - 1,
+            last_poll=POLLS_BEFORE_ABORT_CHECK - 1,
             announce="st.relaxed.sys.global.u32 [%flag + 4], 1;" if overlaps else "",
             await_kernel_before="griddepcontrol.wait;" if overlaps else "",
             start_kernel_after="@%is_coming griddepcontrol.launch_dependents;" if overlaps else "",

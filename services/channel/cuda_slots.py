@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from cuda.bindings import driver
 
-from services.channel.cuda_flags import check
+from services.channel.cuda_flags import POLLS_BEFORE_ABORT_CHECK, check
 from services.common.batch_buckets import SHORT_STEP_TOKENS
 
 NUM_SLOTS = 32  # a warp: each thread handles the flag of one; the limit `MAX_ATTENTION_WORKERS`
-_POLLS_BEFORE_ABORT_CHECK = 64  # a power of two; the abort mark is in host memory and slow to read
 
 
 class SlotAddresses(NamedTuple):
@@ -104,7 +103,7 @@ def make_ptx(capability: tuple[int, int]) -> str:
     await_kernel_before = "griddepcontrol.wait;" if overlaps else ""
     return _PTX.format(
         target="sm_90" if overlaps else "sm_70",
-        last_poll=_POLLS_BEFORE_ABORT_CHECK - 1,
+        last_poll=POLLS_BEFORE_ABORT_CHECK - 1,
         find_slot=_FIND_SLOT.format(await_kernel_before=await_kernel_before, slot_bytes=WORDS_PER_SLOT * 8),
         short_step=SHORT_STEP_TOKENS,
         **words,

@@ -28,14 +28,13 @@ import triton
 from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
 
-from services.common.process import available_cores
+from services.common.process import PR_SET_PDEATHSIG, available_cores
 
 log = structlog.get_logger()
 
 _MAX_COMPILE_S = 30.0  # of the forked processes; the longest took 4 s
 _MAX_PROCESSES = 16  # each takes some 100 MB, and its fork 40 ms
 _POLL_S = 0.01
-_PR_SET_PDEATHSIG = 1
 # Triton's launchers are modules of one name: of two that are loaded at once, both kernels would get the same one.
 _LOADING = threading.Lock()
 # A module that another thread imports at a fork can never be imported in the forked process.
@@ -152,7 +151,7 @@ def _fork(kernels: Sequence[Callable[[], Any]]) -> int:
     if pid:
         return pid
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it has ended before: nobody would end this one, which has its ports and its device
             return 0  # ends below
         signal.set_wakeup_fd(-1)  # signals are no longer for the event loop, whose socket is the parent's

@@ -32,7 +32,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STACKS_SIGNAL = signal.SIGUSR2
 STACKS_FILE = "stacks"  # name of the file in memory that has them
-_PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1
 _PF_EXITING = 4  # among the flags of a process in Linux's include/linux/sched.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # see mallopt(3)
 LARGE_BYTES = 2**20
@@ -117,7 +117,7 @@ def die_with_parent(parent_pid: int) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
     signal.signal(signal.SIGCONT, end_if_orphaned)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
     end_if_orphaned()  # the parent may have ended already
 
 

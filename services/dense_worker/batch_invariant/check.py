@@ -8,16 +8,13 @@ from services.common.errors import ConfigError
 from services.common.quantization.schemes import Activations, Element
 from services.common.resolve import ResolvedModel
 from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
-from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.linear import DTYPES_OF_16_BITS, MAX_IN_FEATURES, TILE_BYTES, Linear
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.linear.quantized.scaled_weight import ScaledWeight
 from services.dense_worker.model.expert_mlp import SharedExpert
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import empty_weights
 from services.dense_worker.parameters import parts_of_type
-
-_SHARED_BYTES = 192 << 10  # of the largest tiles; GPUs that have them also have the tensor cores of Hopper
-_MAX_IN_FEATURES = 32768  # a row is quantized in registers
 
 
 def check_batch_invariance(model: ResolvedModel) -> None:
@@ -44,12 +41,12 @@ def _why_not_on_gpu(model: ResolvedModel, weights: ModelWeights) -> str | None:
         if not isinstance(experts.weight, PlainWeight):
             format_name = type(experts.weight).__name__
             return f"{experts.name} is a {format_name}, the products of experts are those of 16 bits: {instead}"
-    if model.dtype not in (torch.bfloat16, torch.float16):
+    if model.dtype not in DTYPES_OF_16_BITS:
         return f"the model's dtype is {model.dtype}, its products need bfloat16 or float16: {instead}"
     found = torch.cuda.get_device_properties(model.device).shared_memory_per_block_optin
-    if found < _SHARED_BYTES:
+    if found < TILE_BYTES:  # GPUs that have so many also have the tensor cores of Hopper
         name = torch.cuda.get_device_name(model.device)
-        return f"{name} has {found} bytes of shared memory for a program, its products need {_SHARED_BYTES}"
+        return f"{name} has {found} bytes of shared memory for a program, its products need {TILE_BYTES}"
     for linear in parts_of_type(Linear, (weights.layers, weights.head)):
         if (lack := _why_no_product(linear)) is not None:
             return f"{linear.name} {lack}: {instead}"
@@ -65,6 +62,6 @@ def _why_no_product(linear: Linear) -> str | None:
         return f"is a {type(weight).__name__}, its products are those of 16 bits and of FP8 with a scale for each row"
     if weight.activations is not Activations.TOKEN:
         return f"has inputs quantized as {weight.activations.value!r}, its products need a scale for each token"
-    if linear.in_features > _MAX_IN_FEATURES:
-        return f"has {linear.in_features} in_features, at most {_MAX_IN_FEATURES} fit"
+    if linear.in_features > MAX_IN_FEATURES:
+        return f"has {linear.in_features} in_features, at most {MAX_IN_FEATURES} fit"
     return None

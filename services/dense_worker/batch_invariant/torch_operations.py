@@ -66,15 +66,13 @@ class BatchInvariantTorchOperations(TorchOperations):
 
     def apply_gate(self, x: torch.Tensor, norm: RmsNorm | None = None) -> torch.Tensor:
         """Row by row, as activations are."""
-        assert self._gate is not None, "no half of a layer before attention has kept a gate"
-        gate = self._gate if self._selected_rows is None else self._gate.index_select(0, self._selected_rows)
 
         def gated(row: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
             one_row = TorchOperations()
             one_row.keep_gate(gate)
             return one_row.apply_gate(row, norm)
 
-        return _row_by_row(gated, x, gate)
+        return _row_by_row(gated, x, self.kept_gate())
 
 
 def _row_by_row(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:

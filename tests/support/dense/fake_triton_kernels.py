@@ -140,7 +140,6 @@ class _Kernels:
             },
             "services.dense_worker.kernels.linear.triton_gemv": {
                 "gemv": self.gemv,
-                "MAX_IN_FEATURES": 32768,
             },
             "services.dense_worker.kernels.norm.triton_gate": {
                 "apply_gate": self.apply_gate,

@@ -23,6 +23,7 @@ from services.dense_worker.kernels.experts.triton_router import (
     router_logits,
     router_tiles,
 )
+from services.dense_worker.kernels.linear.linear import TILE_BYTES
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.linear.quantized.operands import PreparedInput
 from services.dense_worker.kernels.linear.quantized.quantized_gemv import OPERANDS
@@ -32,7 +33,6 @@ from services.dense_worker.kernels.norm.triton_norm import add_norm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 from services.dense_worker.sampling.upload import upload
 
-_SHARED_BYTES = 192 << 10  # as in `plain_gemv`: what the tiles of `few_gate_up` are sized for in 16 bits
 # Of all steps, if their tiles may not differ: what a step of few pairs has time for while it loads weights, and half of
 # what long prompts have otherwise.
 _SAME_BLOCK_ROWS = 64
@@ -59,7 +59,7 @@ class CudaExperts:
         num_experts, num_per_token = options.num_experts, options.num_per_token
         max_num_pairs = max_num_tokens * num_per_token
         # Float32 takes twice as much: long rows of it have no kernels for few pairs.
-        self._few_bytes = max(_SHARED_BYTES, few_shared_bytes(config.hidden_size, dtype))
+        self._few_bytes = max(TILE_BYTES, few_shared_bytes(config.hidden_size, dtype))
 
         def workspace(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(rows, width, dtype=dtype, device=device)

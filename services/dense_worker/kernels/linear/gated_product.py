@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 
 from services.dense_worker.kernels.linear.activation import MlpActivation
-from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.linear import DTYPES_OF_16_BITS, Linear
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.linear.triton_gated_product import multiply_gated
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
-_DTYPES = (torch.bfloat16, torch.float16)
 # With which it is faster than cuBLAS and the kernel of the activation (bench/results/embeddings.md): for wider inputs
 # the rate of cuBLAS is worth more than what is not written and read again.
 _FEWEST_ROWS, _MOST_IN_FEATURES = 4096, 2048
@@ -27,10 +26,10 @@ class GatedProduct:
 
     def can_multiply(self, linear: Linear, num_rows: int) -> bool:
         """Whether the layer and the number of rows are supported, and gain."""
-        is_known = isinstance(linear.weight, PlainWeight) and linear.weight.kind in _DTYPES and linear.bias is None
+        is_known = isinstance(linear.weight, PlainWeight) and linear.weight.kind in DTYPES_OF_16_BITS
         has_whole_rows = linear.in_features % _MULTIPLE == 0 and linear.out_features % (2 * _MULTIPLE) == 0
         gains = num_rows >= _FEWEST_ROWS and linear.in_features <= _MOST_IN_FEATURES
-        return self._has_tile_copies and is_known and has_whole_rows and gains
+        return self._has_tile_copies and is_known and linear.bias is None and has_whole_rows and gains
 
     def multiply(
         self,

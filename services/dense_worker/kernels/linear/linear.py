@@ -14,6 +14,10 @@ import torch
 
 from services.dense_worker.parameters import Parameter, StoredLayout
 
+DTYPES_OF_16_BITS = (torch.bfloat16, torch.float16)
+MAX_IN_FEATURES = 32768  # of kernels that hold a row of the input in registers
+TILE_BYTES = 192 << 10  # of shared memory, which the largest tiles of kernels take; they are sized for Hopper
+
 
 class WeightFormat(Protocol):
     """The stored form of a matrix [out_features, in_features]: a frozen dataclass of parameters."""

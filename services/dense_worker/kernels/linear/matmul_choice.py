@@ -15,6 +15,7 @@ import torch
 
 from services.common.errors import DeviceError
 from services.dense_worker.kernels.linear.cublaslt import Candidate, CublasLt
+from services.dense_worker.kernels.linear.linear import DTYPES_OF_16_BITS
 from services.dense_worker.kernels.linear.linear_choice import ROW_BUCKETS
 
 log = structlog.get_logger()
@@ -25,7 +26,6 @@ _MIN_GAIN = 0.03  # fraction of a product's time; less is noise
 _NUM_TIMED, _NUM_TIMES = 3, 2  # products in a measurement, and measurements
 _FLUSHED_BYTES = 64 << 20  # more than the second-level cache: a step reads each weight from memory
 _ALIGNMENT = 256  # bytes, which the heuristics take for granted
-_DTYPES = (torch.bfloat16, torch.float16)
 
 _Key = tuple[torch.dtype, torch.Size, torch.Size, int, int]
 
@@ -124,7 +124,7 @@ def has_choice(num_rows: int) -> bool:
 def _has_choice(x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> bool:
     return (
         has_choice(len(x))
-        and x.dtype in _DTYPES
+        and x.dtype in DTYPES_OF_16_BITS
         and x.dtype == matrix.dtype == out.dtype
         and x.stride(1) == out.stride(1) == 1
         and matrix.is_contiguous()

@@ -5,24 +5,21 @@ from __future__ import annotations
 import torch
 
 from services.dense_worker.kernels.linear.activation import MlpActivation
-from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.linear import DTYPES_OF_16_BITS, MAX_IN_FEATURES, TILE_BYTES, Linear
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.linear.rows_product import RowsProduct
-from services.dense_worker.kernels.linear.triton_gemv import MAX_IN_FEATURES, gemv
+from services.dense_worker.kernels.linear.triton_gemv import gemv
 from services.dense_worker.kernels.linear.triton_skinny import skinny_linear
 from services.dense_worker.kernels.linear.triton_tiles import SplitWorkspace
 from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.kernels.norm.split_norm import SplitNorm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
-_DTYPES = (torch.bfloat16, torch.float16)
-_SHARED_BYTES = 192 << 10  # of the largest tiles, sized for Hopper
-
 
 def can_stream_plain(launcher: KernelLauncher, linear: Linear) -> bool:
     """Whether a layer has 16-bit weights whose rows fit into registers, and the GPU has Hopper's shared memory."""
-    is_known = isinstance(linear.weight, PlainWeight) and linear.weight.kind in _DTYPES
-    has_room = launcher.shared_memory_bytes >= _SHARED_BYTES
+    is_known = isinstance(linear.weight, PlainWeight) and linear.weight.kind in DTYPES_OF_16_BITS
+    has_room = launcher.shared_memory_bytes >= TILE_BYTES
     return is_known and has_room and linear.in_features <= MAX_IN_FEATURES
 
 

@@ -20,7 +20,6 @@ from services.dense_worker.kernels.norm.triton_norm import normalize_as, operand
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 _MAX_BLOCK_OUT = 16
-MAX_IN_FEATURES = 32768
 
 
 @dataclass(frozen=True, slots=True)

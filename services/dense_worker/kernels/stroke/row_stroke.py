@@ -15,7 +15,7 @@ import torch
 
 from services.common.families.shape import Activation
 from services.common.quantization.schemes import Activations, Element
-from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.linear import MAX_IN_FEATURES, Linear
 from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.linear.quantized.scaled_weight import ScaledWeight
 from services.dense_worker.kernels.norm.norm import RmsNorm
@@ -32,7 +32,6 @@ _MAX_STAGE_BYTES = 32 << 10
 _MAX_STAGE_ROWS = 16  # which a thread multiplies in registers
 _MAX_STAGES = 16
 _RING_BYTES = 192 << 10  # which leaves attention's programs some room beside it
-_MAX_IN_FEATURES = 32768
 _COPY_ALIGNMENT = 16  # bytes, of bulk copies
 _NONE = -1  # the bits of a place that has no result yet
 _COUNTER_BYTES = 128  # a cache line for each
@@ -156,8 +155,8 @@ def shape_of(segment: Middle, launcher: KernelLauncher, dtype: torch.dtype) -> S
     sizes = [linear.in_features for linear in linears]
     if any(size % _FEATURES for size in sizes):
         return f"in_features are {sizes}, the kernel needs multiples of {_FEATURES}"
-    if max(sizes) > _MAX_IN_FEATURES:
-        return f"in_features are {sizes}, at most {_MAX_IN_FEATURES} fit into registers"
+    if max(sizes) > MAX_IN_FEATURES:
+        return f"in_features are {sizes}, at most {MAX_IN_FEATURES} fit into registers"
     outputs = [linear.out_features // (1 + (linear is after.mlp.gate_up)) for linear in linears]
     if any(size > launcher.num_sms * _NUM_WARPS * 32 for size in outputs):
         return f"out_features are {outputs}, a program has no threads for so many rows"

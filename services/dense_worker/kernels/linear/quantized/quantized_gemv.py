@@ -9,7 +9,13 @@ import torch
 
 from services.common.quantization.schemes import Activations, Element
 from services.dense_worker.kernels.linear.activation import MlpActivation
-from services.dense_worker.kernels.linear.linear import Linear, WeightFormat
+from services.dense_worker.kernels.linear.linear import (
+    DTYPES_OF_16_BITS,
+    MAX_IN_FEATURES,
+    TILE_BYTES,
+    Linear,
+    WeightFormat,
+)
 from services.dense_worker.kernels.linear.quantized.block_fp8_weight import BlockFp8Weight
 from services.dense_worker.kernels.linear.quantized.grouped_int_weight import GroupedIntWeight
 from services.dense_worker.kernels.linear.quantized.mxfp4_weight import GROUP_SIZE, Mxfp4Weight
@@ -33,9 +39,6 @@ from services.dense_worker.kernels.norm.norm import Norm, RmsNorm
 from services.dense_worker.kernels.norm.split_norm import SplitNorm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
-_DTYPES = (torch.bfloat16, torch.float16)
-_SHARED_BYTES = 192 << 10  # as in `plain_gemv`: only Hopper and later, which also convert e4m3
-_MAX_IN_FEATURES = 32768  # a row of the input is prepared in registers
 _MAX_VERSIONS = 3  # of the input: for q, k and v
 _SMALLEST_GROUP = 32  # features, that a product of two codes in a byte fills 16 columns of a tensor core
 
@@ -132,12 +135,12 @@ class QuantizedGemv:
 
 def why_not(launcher: KernelLauncher, weight: WeightFormat, in_features: int, dtype: torch.dtype) -> str | None:
     """Why the kernels do not support this weight in a model in `dtype`; None if they do."""
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES_OF_16_BITS:
         return f"the model's dtype is {dtype}, the kernels need 16 bits"
-    if launcher.shared_memory_bytes < _SHARED_BYTES:
-        return f"a program has {launcher.shared_memory_bytes} bytes of shared memory, needs {_SHARED_BYTES}"
-    if in_features > _MAX_IN_FEATURES:
-        return f"in_features is {in_features}, at most {_MAX_IN_FEATURES} fit"
+    if launcher.shared_memory_bytes < TILE_BYTES:  # as before Hopper, which also converts e4m3
+        return f"a program has {launcher.shared_memory_bytes} bytes of shared memory, needs {TILE_BYTES}"
+    if in_features > MAX_IN_FEATURES:
+        return f"in_features is {in_features}, at most {MAX_IN_FEATURES} fit"
     return OPERANDS[type(weight)].why_not(weight)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from services.common.quantization.schemes import Activations, Element
-from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.linear import MAX_IN_FEATURES, Linear
 from services.dense_worker.kernels.linear.quantized.operands import InputForm
 from services.dense_worker.kernels.linear.quantized.quantized_gemv import codes_form
 from services.dense_worker.kernels.linear.quantized.triton_prepare import prepare_input
@@ -19,7 +19,6 @@ from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 _MULTIPLE = 16  # of rows and columns of the weights
 _MIN_ROWS = 17  # of the input, for INT8
-_MAX_IN_FEATURES = 32768  # a row of the input is quantized in registers
 
 
 class ScaledMatmul:
@@ -37,8 +36,8 @@ class ScaledMatmul:
         sizes = (linear.in_features, *weight.part_sizes)
         if any(size % _MULTIPLE for size in sizes):
             return f"the projections have {sizes[1:]} rows of {sizes[0]}, torch needs multiples of {_MULTIPLE}"
-        if linear.in_features > _MAX_IN_FEATURES:
-            return f"in_features is {linear.in_features}, at most {_MAX_IN_FEATURES} fit"
+        if linear.in_features > MAX_IN_FEATURES:
+            return f"in_features is {linear.in_features}, at most {MAX_IN_FEATURES} fit"
         if weight.element is Element.FP8 and not self._has_fp8:
             return "FP8 needs compute capability 9.0"
         if weight.element is Element.FP8 and self._dtype is not torch.bfloat16:
