@@ -29,7 +29,6 @@ from services.common.several_ranks import check_ranks
 from services.common.split_context import check_split_context
 from services.dense_worker.backends.select import PreparedBackend, SelectedBackend, prepare_backend
 from services.dense_worker.engine.attachment import Attachment
-from services.dense_worker.features.adapters.adapter_loader import make_loader
 from services.dense_worker.features.drafting.drafter import Drafter
 from services.dense_worker.features.drafting.load_drafter import PreparedDrafter, prepare_drafter
 from services.dense_worker.features.feature import Feature
@@ -41,7 +40,6 @@ from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
 from services.dense_worker.kernels.experts.expert_loads import ExpertLoads
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.linear.linear import Linear
-from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.kernels.lora.torch_lora import TorchLora
 from services.dense_worker.lanes.lane_runners import LaneRunners, TurnModelRunner
@@ -209,14 +207,9 @@ class PreparedModel:
         if model.config.quantization is not None:
             log_formats(model.config.quantization.method, weights)
         lora = make_lora(config, model, weights)
-        loader = None if lora is None else make_loader(config, model, weights, lora)
         with naming_what_needs_memory("the buffers of a step"):
             selected = self.backend.load(weights, lora)
-            head = weights.head.lm_head.weight if model.rank.count == 1 else None  # other ranks may have no head
-            table = head.matrix.data if isinstance(head, PlainWeight) else None
-            features = make_features(
-                config, model, selected.backend, lora, loader, self.grammars, table, weights.encoder, self.images
-            )
+            features = make_features(config, model, weights, selected.backend, lora, self.grammars, self.images)
             sampler = self._make_sampler(selected, features)
             drafter = make_drafter and make_drafter(weights, sampler)
             if scheduler.num_lanes == 1:

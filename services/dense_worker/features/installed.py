@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 
-import torch
-
 from services.common.config import Config
 from services.common.errors import ModelError
 from services.common.families.shape import ModelConfig
@@ -19,7 +17,7 @@ from services.dense_worker.encoders.source.runnable_encoder import RunnableEncod
 from services.dense_worker.encoders.source.source_encoder import SourceEncoder
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.features.adapters.adapter_feature import AdapterFeature
-from services.dense_worker.features.adapters.adapter_loader import AdapterLoader
+from services.dense_worker.features.adapters.adapter_loader import make_loader
 from services.dense_worker.features.beams.add_beams import add_beams
 from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.fork_policy import ForkPolicy
@@ -43,26 +41,26 @@ from services.dense_worker.features.returned_logits.context_logits import Contex
 from services.dense_worker.features.returned_logits.generation_logits import GenerationLogitsFeature
 from services.dense_worker.features.source.source_feature import NAME as SOURCE
 from services.dense_worker.features.source.source_feature import SourceFeature
+from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.lora.tensors import LoraStore
+from services.dense_worker.model.model_weights import ModelWeights
 from services.pb import dense_pb2
 
 
 def make_features(
     config: Config,
     model: ResolvedModel,
+    weights: ModelWeights,
     backend: DenseBackend,
     lora: LoraStore | None,
-    loader: AdapterLoader | None,
     grammars: Grammars,
-    language_head: torch.Tensor | None,
-    encoder: SourceEncoder | None,
     images: PreparedImages | None,
 ) -> tuple[Feature, ...]:
-    """All features, which the caller closes. lora, loader: the adapters of the backend; None: they are off.
+    """All features, which the caller closes.
 
-    language_head: the matrix [vocab, hidden]; None if it is quantized or cut. encoder: None: the model has none.
-    images: the tower, which is loaded here; None: no pictures
+    lora: the adapters of the backend; None: they are off. images: the tower, which is loaded here; None: no pictures
     """
+    loader = None if lora is None else make_loader(config, model, weights, lora)
     images_feature = _make_images(config, model, images)
     embeds = EmbedsLoader(model.dtype, model.config.embedding_size, backend.takes_input_embeds)
     return (
@@ -73,10 +71,12 @@ def make_features(
         ContextLogitsFeature(),
         GenerationLogitsFeature(),
         HiddenStatesFeature(),
-        _make_pooling(config, model, language_head),
+        _make_pooling(config, model, weights),
         ProgressFeature(),
         GrammarFeature(grammars),
-        SourceFeature(encoder, model.config, images_feature.received, _make_encoder_runs(config, model, encoder)),
+        SourceFeature(
+            weights.encoder, model.config, images_feature.received, _make_encoder_runs(config, model, weights.encoder)
+        ),
     )
 
 
@@ -104,14 +104,16 @@ def has_progress(submit: dense_pb2.Submit) -> bool:
     return bool(submit.output_token_ids or submit.search.beams)
 
 
-def _make_pooling(config: Config, model: ResolvedModel, language_head: torch.Tensor | None) -> PoolingFeature:
+def _make_pooling(config: Config, model: ResolvedModel, weights: ModelWeights) -> PoolingFeature:
     section, size, device = config.model, model.config.hidden_size, model.device
     pooling = read_pooling(section)
     if pooling is None:
         return PoolingFeature(None, PoolingHead())
     if section.load_format == "dummy":
         return PoolingFeature(pooling, random_pooling_head(pooling, size, device, section.dummy_seed))
-    return PoolingFeature(pooling, load_pooling_head(pooling, section.path, size, device, language_head))
+    head = weights.head.lm_head.weight if model.rank.count == 1 else None  # other ranks may have no head
+    table = head.matrix.data if isinstance(head, PlainWeight) else None  # [vocab, hidden]
+    return PoolingFeature(pooling, load_pooling_head(pooling, section.path, size, device, table))
 
 
 def _make_images(config: Config, model: ResolvedModel, images: PreparedImages | None) -> ImagesFeature:
