@@ -151,25 +151,12 @@ class TritonAttention:
         """Raises CapacityError if memory is too small, ConfigError if the cache has neither the dtype nor 8 bits."""
         config, spec, dtype, device = setup.config, setup.spec, setup.dtype, setup.device
         max_model_len, max_num_seqs, max_num_tokens = setup.max_model_len, setup.max_num_seqs, setup.max_num_tokens
-        if not set(spec.dtypes) <= {dtype, torch.float8_e4m3fn, torch.int8}:
-            raise ConfigError(
-                "the Triton kernels need a KV cache of float8_e4m3fn, int8 or the model's"
-                f" {dtype}, this one is {spec.dtype}"
-            )
-        assert set(spec.dtypes) == {dtype} or config.head_dim % 4 == 0, "`select_backend` refuses this"
-        assert (spec.num_blocks + 1) * spec.block_size < 2**31, "slots are int32"
+        _check(setup)
         options = config.attention
-        slopes = torch.tensor(options.alibi_slopes, device=device) if options.alibi_slopes else None
-        assert slopes is None or set(config.layer_ropes) == {None}, "with ALiBi, angle rows are positions"
-        plain = ScoreOptions(options.scale or config.head_dim**-0.5, options.softcap or 0.0, slopes)
-        assert options.scale is not None or not options.layer_heads, "heads that differ have a scale of their own"
-        if options.num_sink_tokens:
-            plain = replace(plain, num_sink_tokens=options.num_sink_tokens, place_rows=max_num_tokens)
         self._sinks: torch.Tensor | None = None
-        self._scores = [plain] * config.num_layers
         if options.has_sinks:  # rows of a multiple of 16 bytes, so that kernels are compiled once
             self._sinks = torch.zeros(config.num_layers, -(-config.num_heads // 4) * 4, device=device)
-            self._scores = [replace(plain, sinks=each) for each in self._sinks]
+        self._scores = _scores_of_layers(setup, self._sinks)
         self._heads = config.layer_heads
         self._widths = [(heads.qkv_size, heads.attn_size) for heads in self._heads]
         self._pairs = [
@@ -221,16 +208,7 @@ class TritonAttention:
         self._tiles_of_prompts = [self._choose_prefill_tiles(each) for each in lengths]  # short contexts first
         self._prompt_shapes = self._shapes_of_prompts()
         self.captured_shapes: Sequence[StepShape] = [DECODE_ONLY, *self._short_shapes, *self._prompt_shapes]
-        num_groups = spec.num_groups
         max_num_items = max_num_seqs + self._max_num_pieces
-        num_entries = (
-            len(self._distinct_item_kinds) * max_num_items * NUM_FIELDS
-            + num_groups * max_num_seqs * -(-max_model_len // spec.block_size)  # block tables
-            # Prefill items, and arrays with one element per token.
-            + max_num_tokens * (num_groups * len(self._distinct_kernel_kinds) * NUM_FIELDS + 5 + num_groups)
-            + self._num_chunk_entries(max_num_tokens)
-            + TABLE_SLACK
-        )
         self.storage = setup.storage or BlockStorage(spec, spec.head_major_block, device)
         self._caches = self.storage.layers
         compiled_kinds = zip(self._kernel_kinds, self._pairs, strict=True)
@@ -248,7 +226,7 @@ class TritonAttention:
                 self._angles = StreamingAngles(config, last_place, max_num_tokens, device)
             else:
                 self._angles = RopeAngles(angles_config, max_model_len, max_num_tokens, device)
-            self._upload = StepUpload(num_entries, device)
+            self._upload = StepUpload(self._max_num_entries(max_num_items, max_model_len), device)
         except RuntimeError as error:  # includes torch.OutOfMemoryError
             raise CapacityError(
                 f"{spec.num_blocks} KV blocks ({spec.num_bytes} bytes) and workspaces do not fit on {device}: {error}"
@@ -633,12 +611,19 @@ class TritonAttention:
             for kind in self._distinct_kernel_kinds
         }
 
-    def _num_chunk_entries(self, max_num_tokens: int) -> int:
-        """The most int32 elements that the items of short chunks take in a step."""
-        if not self._max_short_chunk:
-            return 0
-        num_arrays = len(self._distinct_item_kinds) * len(self._distinct_kernel_kinds)
-        return num_arrays * (max_num_tokens + self._num_chunk_pieces) * NUM_FIELDS
+    def _max_num_entries(self, max_num_items: int, max_model_len: int) -> int:
+        """The most int32 elements that a step sends to the device. max_num_items: of decode rows, for each kind"""
+        num_groups, num_tokens = self._spec.num_groups, self._max_num_tokens
+        num_item_kinds, num_kernel_kinds = len(self._distinct_item_kinds), len(self._distinct_kernel_kinds)
+        num_chunk_items = num_tokens + self._num_chunk_pieces if self._max_short_chunk else 0
+        return (
+            num_item_kinds * max_num_items * NUM_FIELDS
+            + num_groups * self._max_num_seqs * -(-max_model_len // self._block_size)  # block tables
+            # Prefill items, and arrays with one element per token.
+            + num_tokens * (num_groups * num_kernel_kinds * NUM_FIELDS + 5 + num_groups)
+            + num_item_kinds * num_kernel_kinds * num_chunk_items * NUM_FIELDS
+            + TABLE_SLACK
+        )
 
     def _make_chunk_workspace(self, most_kv_heads: int, device: torch.device) -> DecodeWorkspace | None:
         if not self._max_short_chunk:
@@ -659,6 +644,30 @@ class TritonAttention:
         host, device = self._upload.reserve(array.shape)
         host[...] = array
         return device
+
+
+def _check(setup: BackendSetup) -> None:
+    """Raises ConfigError if the cache has neither the model's dtype nor 8 bits."""
+    config, spec, options = setup.config, setup.spec, setup.config.attention
+    if not set(spec.dtypes) <= {setup.dtype, torch.float8_e4m3fn, torch.int8}:
+        raise ConfigError(
+            "the Triton kernels need a KV cache of float8_e4m3fn, int8 or the model's"
+            f" {setup.dtype}, this one is {spec.dtype}"
+        )
+    assert set(spec.dtypes) == {setup.dtype} or config.head_dim % 4 == 0, "`select_backend` refuses this"
+    assert (spec.num_blocks + 1) * spec.block_size < 2**31, "slots are int32"
+    assert not options.alibi_slopes or set(config.layer_ropes) == {None}, "with ALiBi, angle rows are positions"
+    assert options.scale is not None or not options.layer_heads, "heads that differ have a scale of their own"
+
+
+def _scores_of_layers(setup: BackendSetup, sinks: torch.Tensor | None) -> list[ScoreOptions]:
+    """What each layer does to its scores. sinks: learned ones, [num_layers, at least num_heads]; None: it has none"""
+    config, options = setup.config, setup.config.attention
+    slopes = torch.tensor(options.alibi_slopes, device=setup.device) if options.alibi_slopes else None
+    scores = ScoreOptions(options.scale or config.head_dim**-0.5, options.softcap or 0.0, slopes)
+    if options.num_sink_tokens:
+        scores = replace(scores, num_sink_tokens=options.num_sink_tokens, place_rows=setup.max_num_tokens)
+    return [scores] * config.num_layers if sinks is None else [replace(scores, sinks=each) for each in sinks]
 
 
 def write_block_tables(
