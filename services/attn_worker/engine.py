@@ -81,6 +81,10 @@ class AttentionEngine:
         """Runs one of the methods below on the engine thread, after everything submitted before."""
         return self._thread.submit(function, *arguments)
 
+    def post(self, function: Callable[[], object]) -> None:
+        """Like `submit`, for what raises nothing."""
+        self._thread.post(function)
+
     def progress(self, num_layers: int) -> Progress | None:
         """The progress for the watchdog; None without a step. May be called from any thread."""
         attachment = self._attachment
@@ -163,7 +167,6 @@ class AttentionEngine:
         """
         self._check_attachment(attachment)
         start_s = time.perf_counter()
-        self._metrics.on_plan(start_s - received_s)
         self._commit_done(attachment)
         channel, request_ids = attachment.channels[plan.lane], attachment.request_ids
         step = self.cache.plan_step(plan)
@@ -184,6 +187,7 @@ class AttentionEngine:
                 self._runner.copy_blocks(step.block_copies)
             running = self._launch(step, channel, start_s, before) if plan.entries else FinishedStep()
             attachment.running.append((running, plan))
+            self._metrics.on_plan(start_s - received_s)
             self._commit_done(attachment)
         except BaseException:
             self._roll_back(attachment)

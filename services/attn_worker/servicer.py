@@ -372,21 +372,22 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
     ) -> StepPlan:
         """Passes a plan to the engine, and returns it. Raises `InvalidRequest`, which ends the stream."""
 
-        def report(step: Future[None]) -> None:
-            if not step.cancelled() and (error := step.exception()) is not None:
-                put(error if isinstance(error, Exception) else PeerError(repr(error)))
+        def run() -> None:
+            try:
+                engine.run_step(attachment, plan, received_s, accept)
+            except Exception as error:  # of this attachment, not of the thread
+                put(error)
 
         def accept(accepted: PlanAccepted) -> None:
             if plan.frees_blocks or accepted.errors:
                 put(encode_accepted(accepted))
 
-        plan = decode_plan(message)
+        plan, received_s = decode_plan(message), time.perf_counter()
         for new_sequence in plan.new_sequences:
             self._open(engine, attachment, new_sequence, put)
         self._check_plan(plan, attachment)
         if plan.is_step:
-            step = engine.submit(engine.run_step, attachment, plan, time.perf_counter(), accept)
-            step.add_done_callback(report)
+            engine.post(run)
         return plan
 
     def _open(self, engine: AttentionEngine, attachment: Attachment, new: NewSequence, put: _Put) -> None:

@@ -26,7 +26,7 @@ def encode_sampling(params: SamplingParams) -> sampling_pb2.SamplingParams:
     """The message. It has every option, defaults included, except a `top_k` that is None."""
     return sampling_pb2.SamplingParams(
         **{name: getattr(params, name) for name in _SCALARS},
-        logit_bias=dict(params.logit_bias),
+        logit_bias=dict(params.logit_bias) or None,
         bad_words=[sampling_pb2.TokenSequence(token_ids=word) for word in params.bad_words],
         allowed_token_ids=params.allowed_token_ids,
         structured_output=_encode_structured_output(params.structured_output),

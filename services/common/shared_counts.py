@@ -55,7 +55,7 @@ class Count:
     @property
     def total(self) -> int:
         """The sum of all processes' numbers."""
-        return self.own + self.others
+        return self.own
 
 
 class KeyCounts(NamedTuple):

@@ -124,7 +124,7 @@ def encode_spec(spec: SequenceSpec) -> sequence_pb2.SequenceSpec:
         and sequence_pb2.BeamSearchSpec(
             num_beams=beams.num_beams, num_answers=beams.num_answers, options=encode_beam_search(beams)
         ),
-        features=spec.features,
+        features=spec.features or None,
         source=spec.source and sequence_pb2.SourceRef(hash=spec.source.hash, num_rows=spec.source.num_rows),
         spans=encode_spans(spec.spans) if spec.spans else (),
     )

@@ -120,7 +120,7 @@ class DecodeRows:
         sequence.counts = RowCounts(self, slot)
         index = bisect.bisect(self._in_order, sequence.order, key=_order)
         self._in_order.insert(index, sequence)
-        self._order = np.insert(self._order, index, slot)
+        self._order = np.concatenate((self._order[:index], (slot,), self._order[index:]))
         self.num_of_client[sequence.spec.client_id] += 1
         self._stop_counts.update(sequence.spec.stop_token_ids)
 
@@ -137,7 +137,7 @@ class DecodeRows:
         self._free_slots.append(slot)
         index = bisect.bisect_left(self._in_order, sequence.order, key=_order)
         assert self._in_order.pop(index) is sequence
-        self._order = np.delete(self._order, index)
+        self._order = np.concatenate((self._order[:index], self._order[index + 1 :]))
         _subtract(self.num_of_client, sequence.spec.client_id)
         for token_id in sequence.spec.stop_token_ids:
             _subtract(self._stop_counts, token_id)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from itertools import compress
 
 import numpy as np
@@ -206,7 +205,7 @@ class Scheduler:
 
     def _start_empty(self, sequence: Sequence) -> None:
         """Lets the next plans open a sequence and run it."""
-        self.session.to_open.append(replace(sequence.describe(self._prefix_generation), starts_empty=True))
+        self.session.to_open.append(sequence.describe(self._prefix_generation, starts_empty=True))
         sequence.note_found(0)
         self._waiting.note_opened(sequence)
         self._residency.enter(sequence)

@@ -232,7 +232,7 @@ class Sequence:
         new = self.describe(prefix_generation)
         return [new] if self.divided is None else self.divided.split(new)
 
-    def describe(self, prefix_generation: int = 0) -> NewSequence:
+    def describe(self, prefix_generation: int = 0, *, starts_empty: bool = False) -> NewSequence:
         """The sequence with its present tokens, for the KV cache; with those that all its rows share."""
         return NewSequence(
             seq_id=self.seq_id,
@@ -247,6 +247,7 @@ class Sequence:
             leaves_cache_id=None if self.leaves_cache_id == self.cache_id else self.leaves_cache_id,
             num_extra_rows=sum([each.num_extra_rows for each in self.features]),
             spans=self.spec.spans,
+            starts_empty=starts_empty,
         )
 
     def describe_to_runner(self) -> RequestState:

@@ -126,7 +126,8 @@ class Access:
         """
         try:
             caller = self._find(authorization)
-            return replace(caller, client=number_of("address", address)) if address else caller
+            number = number_of("address", address) if address else 0
+            return Caller(caller.key, caller.usage, caller.tenant, number) if number else caller
         except Unauthenticated as error:
             if self._on_refusal is not None:
                 self._on_refusal(error)

@@ -26,7 +26,8 @@ class AdapterList:
 
     def visible_to(self, key_name: str) -> Mapping[str, Adapter]:
         """What the requests of a key may name: its own adapters and those that are shared; its own come first."""
-        return ChainMap(self._of.get(key_name, {}), self._of[SHARED])
+        own, shared = self._of.get(key_name), self._of[SHARED]
+        return ChainMap(own, shared) if own and own is not shared else shared
 
     def put(self, owner: str, adapter: Adapter) -> None:
         """Adds an adapter, in place of one of this owner and name."""

@@ -42,7 +42,7 @@ def encode_submit(entry: JournalEntry) -> dense_pb2.GatewayMessage:
         submit=dense_pb2.Submit(
             seq_id=entry.seq_id,
             output_token_ids=entry.output_token_ids,
-            num_reported={name: record.num_reported for name, record in entry.records.items()},
+            num_reported={name: record.num_reported for name, record in entry.records.items()} or None,
             queue_timeout_ms=entry.queue_timeout_ms,
             num_crashes=entry.num_crashes,
             search=_encode_search(entry),

@@ -80,7 +80,8 @@ def add_beams(message: gateway_pb2.GenerateRequest, body: BeamFields) -> None:
 
 def add_logit_bias(message: gateway_pb2.GenerateRequest, bias: dict[str, float] | None) -> None:
     """Adds a `LogitBias`."""
-    message.sampling.logit_bias.update({int(token_id): value for token_id, value in (bias or {}).items()})
+    if bias:
+        message.sampling.logit_bias.update({int(token_id): value for token_id, value in bias.items()})
 
 
 def add_echo(message: gateway_pb2.GenerateRequest) -> None:
