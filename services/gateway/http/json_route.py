@@ -127,7 +127,7 @@ async def _read_body(
         if errors:
             raise RequestValidationError(errors, body=value)
         await next_turn(request)
-    body.log_unknown_fields(request.state.request_id)
+    body.log_unknown_fields(request.scope["state"]["request_id"])
     return body
 
 
@@ -140,12 +140,12 @@ def _has_many_objects(body: bytes) -> bool:
 
 def note_size(request: Request, num_bytes: int, heavy_work: HeavyWork) -> None:
     """Notes whether the further steps of a request with such a body, up to its answer, need turns."""
-    request.state.heavy_work = heavy_work if num_bytes > MAX_INLINE_BYTES else None
+    request.scope["state"]["heavy_work"] = heavy_work if num_bytes > MAX_INLINE_BYTES else None
 
 
 async def next_turn(request: Request) -> None:
     """Lets other tasks run before the next step of a request whose body is large."""
-    heavy_work: HeavyWork | None = request.state.heavy_work
+    heavy_work: HeavyWork | None = request.scope["state"]["heavy_work"]
     if heavy_work is not None:
         await heavy_work.turn()
 

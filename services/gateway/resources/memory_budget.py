@@ -315,10 +315,10 @@ class MemoryBudget:
 
     def _line(self, holder: HeldMemory, num_bytes: int, purpose: Purpose) -> _Line:
         """Where one is that holds so many bytes more."""
-        num_held, num_unsettled = self.num_held, self._unsettled.total
-        is_body, has_little = purpose is Purpose.BODY, self._has_little(holder, num_bytes)
+        is_body, num_unsettled = purpose is Purpose.BODY, self._unsettled.total
         if is_body and num_unsettled == holder.num_unsettled:
             return _Line.BEFORE  # it is the only one
+        num_held, has_little = self.num_held, self._has_little(holder, num_bytes)
         limit = self.max_bytes if has_little else self.limit_of(holder.client)
         leaves_last_part = num_held + num_bytes <= limit - (limit - num_held + num_unsettled) // _LAST_PARTS
         if not is_body:
