@@ -200,7 +200,7 @@ def _check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> No
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(
-                f"{name} has token {token_id}, out of vocabulary: must be in [0, {vocab_size})", _field(name)
+                f"{name} has the out-of-vocabulary token {token_id}: must be in [0, {vocab_size})", _field(name)
             )
 
 

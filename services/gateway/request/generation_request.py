@@ -603,7 +603,8 @@ def check_token_ids(
         return
     i = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < limit)
     beyond = f"out of vocabulary and beyond the {num_rows} rows" if num_rows else "out of vocabulary"
-    raise InvalidRequest(f"{what or field}[{i}] is {token_ids[i]}, {beyond}: must be in [0, {limit})", field)
+    allowed = f"in [0, {limit})" if token_ids[i] >= 0 else f"greater than or equal to 0 and below {limit}"
+    raise InvalidRequest(f"{what or field}[{i}] is {token_ids[i]}, {beyond}: must be {allowed}", field)
 
 
 def _shows_prompt(features: Iterable[str]) -> bool:

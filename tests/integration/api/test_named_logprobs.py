@@ -138,7 +138,7 @@ def test_the_whole_vocabulary_at_every_position_of_a_prompt(cluster: Cluster) ->
 def test_what_cannot_be_served_is_refused_with_value_and_limit(cluster: Cluster) -> None:
     base = {"prompt": [5] * 4000, "max_tokens": 1}
     for path, body, param, *parts in (
-        (COMPLETIONS, {"prompt": "a", "logprob_token_ids": [5]}, "logprob_token_ids", "only with logprobs"),
+        (COMPLETIONS, {"prompt": "a", "logprob_token_ids": [5]}, "logprob_token_ids", "logprobs must be set"),
         (COMPLETIONS, {"prompt": "a", "logprobs": 0, "logprob_token_ids": [1024]}, "logprob_token_ids", "1024"),
         (COMPLETIONS, {"prompt": "a", "logprobs": 0, "logprob_token_ids": [5] * 129}, "logprob_token_ids", "129"),
         (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs", "21", "20", "-1"),

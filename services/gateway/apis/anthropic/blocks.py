@@ -58,6 +58,7 @@ class RedactedThinkingBlock(RequestModel):
     """Reasoning that only Anthropic can read; the model does not see it."""
 
     type: Literal["redacted_thinking"]
+    data: Annotated[str, Field(min_length=1)]
 
 
 class ToolUseBlock(RequestModel):

@@ -82,6 +82,7 @@ def _common_message(body: OllamaFields, request_id: str, names: ModelNames) -> g
     for name, default in DEFAULTS.items():
         given = getattr(options, name)
         fields[name] = default if given is None else given
+    _bring_into_range(fields)
     fields["repetition_penalty"] = options.repeat_penalty
     if options.repeat_last_n == 0:
         fields |= dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"))
@@ -102,6 +103,17 @@ def _common_message(body: OllamaFields, request_id: str, names: ModelNames) -> g
     if body.logprobs:
         message.logprobs = body.top_logprobs or 0
     return message
+
+
+def _bring_into_range(fields: dict[str, Any]) -> None:
+    """As Ollama does, instead of refusing them. A `top_p` of 0 leaves the most likely token."""
+    fields["temperature"] = max(0.0, fields["temperature"])
+    if fields["min_p"] is not None:
+        fields["min_p"] = min(max(0.0, fields["min_p"]), 1.0)
+    if fields["top_p"] <= 0:
+        fields["top_k"] = 1
+    if not 0 < fields["top_p"] <= 1:
+        fields["top_p"] = 1.0
 
 
 def _chat_of(body: OllamaFields, messages: Any) -> gateway_pb2.Chat:

@@ -31,6 +31,7 @@ class UsageObject(TypedDict):
     total_tokens: int
     prompt_tokens_details: NotRequired[PromptTokensDetails]
     completion_tokens_details: NotRequired[CompletionTokensDetails]
+    reasoning_tokens: NotRequired[int]  # the same number, where clients of SGLang look for it
 
 
 class RequestMetrics(TypedDict):

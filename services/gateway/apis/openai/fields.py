@@ -95,8 +95,11 @@ class OpenAIFields(SamplingFields, AnswerFields, UsageFields, BeamFields, Struct
 
     @pydantic.model_validator(mode="after")
     def _check_named_tokens(self) -> OpenAIFields:
+        context = {"field": "logprob_token_ids"}  # the messages have the words of vLLM
+        if self.logprob_token_ids == []:
+            raise PydanticCustomError("logprobs", "must not be an empty list", context)
         if self.logprob_token_ids and not self.has_logprobs:
-            raise PydanticCustomError("logprobs", "has an effect only with logprobs", {"field": "logprob_token_ids"})
+            raise PydanticCustomError("logprobs", "logprobs must be set when using `logprob_token_ids`", context)
         return self
 
     @pydantic.model_validator(mode="after")

@@ -114,6 +114,7 @@ class UsageCounter:
         }
         if self._num_reasoning_tokens is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": self._num_reasoning_tokens}
+            usage["reasoning_tokens"] = self._num_reasoning_tokens
         return usage
 
 

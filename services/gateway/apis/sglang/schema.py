@@ -16,7 +16,7 @@ from services.gateway.apis.shared.feature_fields import FeatureFields, ReportObj
 from services.gateway.apis.shared.generation_fields import BeamFields, Echo, LogitBias, Priority, SamplingFields, Suffix
 from services.gateway.apis.shared.other_servers import LLAMA_CPP_OPTIONS, OF_CHATS, UNSUPPORTED
 from services.gateway.apis.shared.prompts import Prompt, prompt_list
-from services.gateway.apis.shared.request_model import CountOrAll, RequestModel, UInt32, at_most
+from services.gateway.apis.shared.request_model import CountOrAll, Int64, RequestModel, UInt32, at_most
 from services.gateway.apis.shared.structured_output import StructuredOutputFields
 
 DEFAULT_TOKENS = 128  # SGLang's default of max_new_tokens
@@ -27,7 +27,7 @@ def _kind_of_named(value: Any) -> str:
     return "<lists>" if is_nested else "<token_ids>"
 
 
-_Named = Annotated[list[UInt32], at_most(MAX_LOGPROB_TOKENS)]
+_Named = Annotated[list[Int64], at_most(MAX_LOGPROB_TOKENS)]
 SeveralNames = Annotated[str | list[str] | None, at_most(MAX_PROMPTS)]
 NamedTokens = Annotated[
     Annotated[_Named, Tag("<token_ids>")]
@@ -211,7 +211,14 @@ class GenerateBody(FeatureFields):
             raise PydanticCustomError("named", "has an effect only with return_logprob", {"field": "token_ids_logprob"})
         if not isinstance(given[0], int) and (not self.is_batch or len(given) != num_prompts):
             context = {"count": len(given), "prompts": num_prompts, "field": "token_ids_logprob"}
-            raise PydanticCustomError("named", "has {count} lists for {prompts} prompts", context)
+            is_flat = "must be a flat list of integers"
+            raise PydanticCustomError(
+                "named", is_flat if num_prompts == 1 else "has {count} lists for {prompts} prompts", context
+            )
+        lists = [given] if isinstance(given[0], int) else given
+        if (wrong := next((i for each in lists for i in each or () if not 0 <= i < 2**32), None)) is not None:
+            context = {"token_id": wrong, "field": "token_ids_logprob"}
+            raise PydanticCustomError("named", "has the out-of-vocabulary token {token_id}", context)
 
     def named_tokens(self, prompt_index: int) -> list[int]:
         """The tokens of `token_ids_logprob` for one of the prompts."""

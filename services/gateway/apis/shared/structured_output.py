@@ -122,7 +122,7 @@ def _of_response_format(given: ResponseFormat | None) -> _Message | None:
         return _of_schema(given.schema_)
     if given.json_schema is None:
         context = {"field": "response_format"}
-        raise PydanticCustomError("json_schema", "json_schema is required where type is json_schema", context)
+        raise PydanticCustomError("json_schema", "json_schema must be provided where type is json_schema", context)
     schema = given.json_schema.schema_
     return _of_schema({} if schema is None else schema)
 

@@ -71,6 +71,10 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, response_tool(parameters={"type": "array"}), "tools[0].parameters.type"),
     (RESPONSES, response_tool(parameters={"type": "object", "properties": 5}), "tools[0].parameters.properties"),
     (RESPONSES, response_tool(strict=1), "tools[0].strict"),
+    *(
+        (MESSAGES, {"messages": [*USER, {"role": "assistant", "content": [block]}]}, "messages[1].content[0].data")
+        for block in ({"type": "redacted_thinking"}, {"type": "redacted_thinking", "data": ""})
+    ),
     (MESSAGES, {"stop_sequences": [""]}, "stop_sequences[0]"),
     (MESSAGES, {"stop_sequences": "x"}, "stop_sequences"),
     (MESSAGES, {"metadata": {"user_id": "a\nb"}}, "metadata.user_id"),

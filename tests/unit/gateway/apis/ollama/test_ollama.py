@@ -128,11 +128,18 @@ def test_options_have_ollamas_names_and_defaults(tmp_path: Path) -> None:
         assert len(seeds) == 3
         lengths = {(await spec(num_predict=count)).max_tokens for count in (-2, -1, 0)}
         assert lengths == {2048 - len(prompt_of(dense))}
+        for given, expected in (  # Ollama brings them into their range: its sampler keeps the first token at top_p 0
+            ({"top_p": 0}, (1, 1, 0)), ({"top_p": -1}, (1, 1, 0)), ({"top_p": 2, "min_p": 2}, (40, 1, 1)),
+            ({"top_p": 1, "min_p": -1}, (40, 1, 0)),
+        ):  # fmt: skip
+            used = (await spec(**given)).sampling
+            assert (used.top_k, used.top_p, used.min_p) == expected, given
+        assert (await spec(temperature=-1)).sampling.temperature == 0
         stopped = (await client.post(CHAT, json=ASK | WHOLE | {"options": {"stop": [","]}})).json()
         assert stopped["message"]["content"] == TEXT.partition(",")[0] and stopped["done_reason"] == "stop"
         for wrong, name in (
             ({"repeat_last_n": 64, "repeat_penalty": 1.1}, "repeat_last_n"), ({"mirostat": 1}, "mirostat"),
-            ({"typical_p": 0.5}, "typical_p"), ({"temperature": "hot"}, "temperature"), ({"top_p": 2}, "top_p"),
+            ({"typical_p": 0.5}, "typical_p"), ({"temperature": "hot"}, "temperature"), ({"top_p": "2"}, "top_p"),
         ):  # fmt: skip
             refused = await client.post(CHAT, json=ASK | {"options": wrong})
             assert refused.status_code == 400 and refused.json()["error"].startswith(f"options.{name}"), refused.text

@@ -31,6 +31,7 @@ def test_reasoning_stands_beside_the_content(tmp_path: Path) -> None:
         assert message.model_extra["reasoning"] == message.model_extra["reasoning_content"] == THOUGHT
         num_tokens = len(answer_tokens(ANSWER.partition("</think>")[0] + "</think>")) - 1
         assert answer.usage.completion_tokens_details.reasoning_tokens == num_tokens
+        assert answer.usage.reasoning_tokens == num_tokens, "where clients of SGLang look for it"
         assert answer.usage.completion_tokens == len(answer_tokens(ANSWER)) == len(answer.choices[0].logprobs.content)
         reasoning, content, counts = "", "", []
         async for chunk in await create(api, stream=True, stream_options={"include_usage": True}):

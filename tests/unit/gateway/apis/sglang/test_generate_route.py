@@ -525,7 +525,13 @@ def test_the_server_tells_its_model_and_its_limits(tmp_path: Path) -> None:
     with_client(tmp_path, dense, test)
 
 
+NAMED: dict[str, Any] = {"text": "a", "return_logprob": True}
 WRONG: list[tuple[dict[str, Any], str, list[str]]] = [
+    (NAMED | {"token_ids_logprob": [-1]}, "token_ids_logprob", ["out-of-vocabulary", "-1"]),
+    (NAMED | {"token_ids_logprob": [2 * 10**9]}, "token_ids_logprob", ["out-of-vocabulary", "2000000000"]),
+    (NAMED | {"token_ids_logprob": [5, 2**40]}, "token_ids_logprob", ["out-of-vocabulary", str(2**40)]),
+    (NAMED | {"token_ids_logprob": [[0], [1, 2]]}, "token_ids_logprob", ["flat list of integers"]),
+    (NAMED | {"text": ["a", "b"], "token_ids_logprob": [[0], [-1]]}, "token_ids_logprob", ["out-of-vocabulary", "-1"]),
     ({}, "text", ["exactly one of text and input_ids"]),
     ({"text": "a", "input_ids": [5]}, "text", ["exactly one"]),
     ({"input_ids": "abc"}, "input_ids", ["token ids"]),
