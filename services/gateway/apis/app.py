@@ -17,11 +17,17 @@ from services.gateway.access.weight_updates import WeightUpdates
 from services.gateway.apis.anthropic.errors import ANTHROPIC
 from services.gateway.apis.anthropic.routes import messages_routes
 from services.gateway.apis.audio.routes import Speech, audio_routes
+from services.gateway.apis.cohere.errors import COHERE
 from services.gateway.apis.cohere.routes import cohere_chat_routes
+from services.gateway.apis.cohere.vector_routes import cohere_vector_routes
 from services.gateway.apis.invocations import invocation_routes
+from services.gateway.apis.llama_cpp.errors import LLAMA_CPP
 from services.gateway.apis.llama_cpp.routes import llama_cpp_routes
+from services.gateway.apis.llama_cpp.vector_routes import llama_cpp_vector_routes
 from services.gateway.apis.models import model_routes
+from services.gateway.apis.ollama.errors import OLLAMA
 from services.gateway.apis.ollama.routes import ollama_routes
+from services.gateway.apis.ollama.vector_routes import ollama_vector_routes
 from services.gateway.apis.openai.render_routes import render_routes
 from services.gateway.apis.openai.routes import completion_routes
 from services.gateway.apis.openai.token_routes import token_routes
@@ -33,16 +39,11 @@ from services.gateway.apis.server.page_routes import page_routes
 from services.gateway.apis.server.routes import server_routes
 from services.gateway.apis.server.weight_routes import weight_routes
 from services.gateway.apis.sglang.routes import generate_routes
-from services.gateway.apis.shared.cohere_errors import COHERE
-from services.gateway.apis.shared.llama_cpp_errors import LLAMA_CPP
-from services.gateway.apis.shared.ollama_errors import OLLAMA
 from services.gateway.apis.tgi.errors import TGI
 from services.gateway.apis.tgi.routes import TextGeneration, text_generation_routes
 from services.gateway.apis.triton.errors import TRITON
 from services.gateway.apis.triton.inference import Triton
 from services.gateway.apis.triton.routes import triton_routes
-from services.gateway.apis.vectors.cohere import cohere_routes
-from services.gateway.apis.vectors.ollama import ollama_vector_routes
 from services.gateway.apis.vectors.routes import vector_routes
 from services.gateway.apis.vectors.score_routes import score_routes
 from services.gateway.apis.vectors.tei_routes import tei_routes
@@ -103,9 +104,10 @@ def build_app(
         responses_routes(service, store),
         stored_response_routes(service, store),
         vector_routes(vectors),
+        llama_cpp_vector_routes(vectors),
         scoring,
         tei_routes(vectors, scoring, texts),
-        cohere_routes(vectors),
+        cohere_vector_routes(vectors),
         ollama_vector_routes(vectors),
         token_routes(service, vectors),
         render_routes(service),

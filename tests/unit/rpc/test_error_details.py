@@ -21,7 +21,7 @@ from services.common.errors import (
     RateLimited,
     TwostrokeError,
 )
-from services.gateway.apis.shared.llama_cpp_errors import llama_cpp_error
+from services.gateway.apis.llama_cpp.errors import llama_cpp_error
 from services.pb import gateway_pb2, gateway_pb2_grpc
 from services.rpc.error_details import error_of, rich_status
 from services.rpc.server import GrpcServer, _status_of

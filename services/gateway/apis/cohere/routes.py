@@ -6,10 +6,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from services.gateway.apis.cohere.conversion import cohere_message
+from services.gateway.apis.cohere.errors import CHAT_PATHS, ERROR_RESPONSES
 from services.gateway.apis.cohere.format import CohereFormat
 from services.gateway.apis.cohere.schema import CohereAnswer, CohereChatRequest
 from services.gateway.apis.shared.answer import Answer
-from services.gateway.apis.shared.cohere_errors import CHAT_PATHS, ERROR_RESPONSES
 from services.gateway.apis.shared.routes import NAMED_STREAM_CONTENT, json_router
 from services.gateway.core.request_service import RequestService
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from services.common.token_logprobs import TokenLogprobs
+from services.gateway.apis.llama_cpp.errors import LlamaCppErrorBody, llama_cpp_error
 from services.gateway.apis.llama_cpp.schema import (
     ALL,
     LlamaCppBody,
@@ -13,7 +14,6 @@ from services.gateway.apis.llama_cpp.schema import (
     TokenProbability,
 )
 from services.gateway.apis.shared.answer import Format
-from services.gateway.apis.shared.llama_cpp_errors import LlamaCppErrorBody, llama_cpp_error
 from services.gateway.apis.shared.logprobs import LEAST_LOGPROB
 from services.gateway.apis.shared.timings import TimingsSoFar, prompt_progress, timings
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt

@@ -7,11 +7,11 @@ from fastapi.responses import Response
 
 from services.common.errors import PeerError
 from services.gateway.apis.llama_cpp.conversion import llama_cpp_messages
+from services.gateway.apis.llama_cpp.errors import ERROR_RESPONSES
 from services.gateway.apis.llama_cpp.format import LlamaCppFormat
 from services.gateway.apis.llama_cpp.schema import InfillBody, LlamaCppBody, LlamaCppObject, Props, Slot
 from services.gateway.apis.llama_cpp.server_objects import server_props, server_slots
 from services.gateway.apis.shared.answer import Answer
-from services.gateway.apis.shared.llama_cpp_errors import ERROR_RESPONSES
 from services.gateway.apis.shared.prompts import check_prompts
 from services.gateway.apis.shared.routes import STREAM_CONTENT, json_router
 from services.gateway.core.request_service import RequestService

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from services.gateway.apis.ollama.errors import name_without_tag
 from services.gateway.apis.ollama.schema import (
     RANDOM_SEED,
     OllamaChatRequest,
@@ -17,7 +18,6 @@ from services.gateway.apis.ollama.schema import (
     OllamaOptions,
 )
 from services.gateway.apis.shared.generation_fields import SamplingFields
-from services.gateway.apis.shared.ollama_errors import name_without_tag
 from services.gateway.apis.shared.to_message import sampling_message
 from services.gateway.request.model_names import ModelNames
 from services.pb import gateway_pb2

@@ -10,10 +10,10 @@ from pydantic_core import from_json
 
 from services.common.token_logprobs import TokenLogprobs
 from services.gateway.apis.ollama.conversion import param_names
+from services.gateway.apis.ollama.errors import OllamaErrorBody, ollama_error
 from services.gateway.apis.ollama.schema import CallObject, MessageObject, OllamaAnswer, OllamaChatRequest, OllamaFields
 from services.gateway.apis.shared.answer import Format
 from services.gateway.apis.shared.logprobs import chat_logprobs
-from services.gateway.apis.shared.ollama_errors import OllamaErrorBody, ollama_error
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.core.request_service import RequestService
 from services.gateway.text.deltas import CallArguments, CallBegin, CallEnd, ContentDelta, Delta, ReasoningDelta

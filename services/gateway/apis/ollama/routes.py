@@ -12,6 +12,7 @@ from pydantic_core import to_json
 
 from services.gateway import __version__
 from services.gateway.apis.ollama.conversion import chat_message, generate_chat, generate_message
+from services.gateway.apis.ollama.errors import ERROR_RESPONSES, name_without_tag
 from services.gateway.apis.ollama.format import OllamaFormat, answer_head
 from services.gateway.apis.ollama.schema import (
     ListedModels,
@@ -26,7 +27,6 @@ from services.gateway.apis.ollama.schema import (
 )
 from services.gateway.apis.ollama.server_objects import listed_model, running_model, shown_model
 from services.gateway.apis.shared.answer import LINE_CONTENT_TYPE, Answer
-from services.gateway.apis.shared.ollama_errors import ERROR_RESPONSES, name_without_tag
 from services.gateway.apis.shared.routes import json_router
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.field_names import client_field_names

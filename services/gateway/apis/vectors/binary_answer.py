@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from services.common.errors import InvalidRequest
-from services.gateway.apis.vectors.pooled_answer import PooledAnswer, usage_of
+from services.gateway.apis.shared.pooled_answer import PooledAnswer, usage_of
 from services.gateway.apis.vectors.schema import EmbeddingRequest
 from services.gateway.vectors.vectors import InputOptions, PooledInput, Vectors
 

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, and /embeddings in llama.cpp's form."""
+"""POST /v1/embeddings."""
 
 from __future__ import annotations
 
@@ -10,18 +10,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from services.gateway.apis.shared.json_pieces import list_pieces
-from services.gateway.apis.shared.llama_cpp_errors import ERROR_RESPONSES as LLAMA_CPP_ERRORS
+from services.gateway.apis.shared.pooled_answer import PooledAnswer, list_answer, number_pieces
 from services.gateway.apis.shared.routes import json_router
 from services.gateway.apis.vectors.binary_answer import BinaryAnswer
-from services.gateway.apis.vectors.pooled_answer import PooledAnswer, list_answer, number_pieces
-from services.gateway.apis.vectors.schema import (
-    EUCLID,
-    EmbeddingList,
-    EmbeddingRequest,
-    PlainEmbedding,
-    PlainEmbeddingRequest,
-    input_list,
-)
+from services.gateway.apis.vectors.schema import EmbeddingList, EmbeddingRequest
 from services.gateway.vectors.vectors import PooledInput, Vectors, shaped
 
 ROWS = 48  # of an input with a vector for each token that are shaped at once; their bytes are whole groups of base64
@@ -55,27 +47,7 @@ def vector_routes(vectors: Vectors) -> APIRouter:
 
         return PooledAnswer(vectors, body.inputs, options, write)
 
-    @router.post("/embedding", include_in_schema=False)
-    @router.post("/embeddings", responses={**LLAMA_CPP_ERRORS, 200: {"model": list[PlainEmbedding]}})
-    async def create_plain_embeddings(body: PlainEmbeddingRequest, request: Request) -> Response:
-        """The same in llama.cpp's form: the list of vectors alone."""
-        embeds = vectors.embeds
-        normalizes = embeds.normalizes if body.embd_normalize is None else body.embd_normalize == EUCLID
-
-        def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
-            return list_pieces(
-                _plain_pieces(index, shaped(each.values, None, normalizes)) for index, each in enumerate(pooled)
-            )
-
-        return PooledAnswer(vectors, input_list(body.input), body.options(request), write)
-
     return router
-
-
-def _plain_pieces(index: int, values: np.ndarray) -> Iterator[bytes]:
-    yield b'{"index":%d,"embedding":[' % index
-    yield from number_pieces(values.tolist())
-    yield b"]}"
 
 
 def vector_pieces(

@@ -16,63 +16,14 @@ from typing_extensions import TypedDict
 
 from services.common.config import MAX_INPUTS
 from services.common.errors import InvalidRequest
-from services.gateway.apis.shared.generation_fields import Priority, User
+from services.gateway.apis.shared.inputs import Input, InputFields, Texts, input_list
 from services.gateway.apis.shared.parts import MAX_PARTS, by_shape, check_parts
-from services.gateway.apis.shared.prompts import kind_of_prompts, prompt_list, prompts_of
-from services.gateway.apis.shared.request_model import CountOrAll, RequestModel, at_most
+from services.gateway.apis.shared.request_model import RequestModel, at_most
 from services.gateway.request.generation_request import MAX_MESSAGES
 from services.gateway.text.read_chat import MAX_NAME_CHARACTERS
 from services.gateway.vectors.packed_numbers import packed
 from services.gateway.vectors.vectors import InputOptions, VectorInput
 from services.pb import gateway_pb2
-
-Texts = Annotated[list[str], Field(fail_fast=True), at_most(MAX_INPUTS)]
-
-
-def _kind_of_input(value: Any) -> str:
-    """A list that begins with a text has an input in each element, as with OpenAI: a number there is a mistake."""
-    return "<prompts>" if isinstance(value, list) and value and isinstance(value[0], str) else kind_of_prompts(value)
-
-
-Input = prompts_of(MAX_INPUTS, _kind_of_input)
-
-
-def input_list(given: str | list[Any], field: str = "input") -> list[VectorInput]:
-    """All inputs of an `Input`, one element each."""
-    inputs = prompt_list(given)
-    return [VectorInput(f"{field}[{i}]" if len(inputs) > 1 else field, each) for i, each in enumerate(inputs)]
-
-
-class InputFields(RequestModel):
-    """What bodies for vectors have in common."""
-
-    model: str | None = None
-    user: User = None
-    priority: Priority = None
-    cache_salt: Annotated[str, Field(min_length=1)] | None = Field(
-        None, description="Only requests with the same salt share prefixes of inputs"
-    )
-    truncate_prompt_tokens: CountOrAll | None = Field(
-        None,
-        description="Cut longer inputs behind so many tokens; -1: as many as the model takes. Default: refuse them",
-    )
-    add_special_tokens: bool | None = Field(
-        None, description="Add the special tokens that the model expects around a text; default: not for messages"
-    )
-
-    def options(self, request: Request) -> InputOptions:
-        """What all inputs of the body have in common."""
-        cut = self.truncate_prompt_tokens
-        return InputOptions(
-            model=self.model or "",
-            request_id=request.state.request_id,
-            user=self.user or "",
-            traceparent=request.headers.get("traceparent", ""),
-            priority=self.priority,
-            cache_salt=self.cache_salt or "",
-            adds_special_tokens=self.add_special_tokens,
-            max_tokens=None if cut is None else max(0, cut),
-        )
 
 
 class TextPart(RequestModel):
@@ -180,30 +131,6 @@ class EmbeddingRequest(InputRequest):
         if self.encoding_format in (None, "float"):
             return None
         return partial(packed, self.embed_dtype, ">" if self.endianness == "big" else "<")
-
-
-EUCLID = 2  # llama.cpp's number of the norm
-
-
-class PlainEmbeddingRequest(InputFields):
-    """The inputs as llama.cpp has them."""
-
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"encoding_format": ("float",)}
-
-    input: Input = Field(
-        validation_alias=AliasChoices("input", "content"),
-        description="A text, token ids, texts between token ids, or a list of such inputs; content is the same",
-    )
-    embd_normalize: Literal[-1, 2] | None = Field(
-        None, description="2: vectors of length 1; -1: as they are; default: as the model says"
-    )
-
-
-class PlainEmbedding(TypedDict):
-    """The vector of one input, as the only one of a list."""
-
-    index: int
-    embedding: list[list[float]]
 
 
 UseActivation = Annotated[

@@ -15,6 +15,7 @@ from pydantic_core import to_json
 from services.common.errors import InvalidRequest
 from services.common.pooling.pooling_config import PoolingConfig, TokenHead
 from services.gateway.apis.shared.json_pieces import list_pieces
+from services.gateway.apis.shared.pooled_answer import PooledAnswer, list_answer, usage_of
 from services.gateway.apis.shared.routes import json_router
 from services.gateway.apis.vectors.binary_answer import BinaryAnswer
 from services.gateway.apis.vectors.label_scores import (
@@ -24,7 +25,6 @@ from services.gateway.apis.vectors.label_scores import (
     LabelScores,
     label_scores,
 )
-from services.gateway.apis.vectors.pooled_answer import PooledAnswer, list_answer, usage_of
 from services.gateway.apis.vectors.routes import vector_pieces
 from services.gateway.apis.vectors.schema import (
     ClassifyRequest,

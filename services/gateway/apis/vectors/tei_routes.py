@@ -24,12 +24,13 @@ from services.common.pooling.pooling_config import TokenHead
 from services.common.shorten import quote
 from services.gateway import __version__
 from services.gateway.apis.shared.answer import PiecewiseAnswer
+from services.gateway.apis.shared.inputs import Input, Texts, input_list
 from services.gateway.apis.shared.json_pieces import list_pieces, text_pieces
+from services.gateway.apis.shared.pooled_answer import PooledAnswer, number_pieces
 from services.gateway.apis.shared.request_model import RequestModel, TokenLists, at_most
 from services.gateway.apis.shared.routes import json_router
 from services.gateway.apis.shared.text_server import TextServer, TextServerInfo
-from services.gateway.apis.vectors.pooled_answer import PooledAnswer, number_pieces
-from services.gateway.apis.vectors.schema import Input, RerankRequest, Texts, input_list
+from services.gateway.apis.vectors.schema import RerankRequest
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.json_route import json_route
 from services.gateway.resources.heavy_work import MAX_INLINE_BYTES

@@ -12,13 +12,13 @@ from pydantic import Field
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
+from services.gateway.apis.ollama.errors import ERROR_RESPONSES, name_without_tag
 from services.gateway.apis.shared.generation_fields import IGNORED
+from services.gateway.apis.shared.inputs import Texts, input_list
 from services.gateway.apis.shared.json_pieces import list_pieces
-from services.gateway.apis.shared.ollama_errors import ERROR_RESPONSES, name_without_tag
+from services.gateway.apis.shared.pooled_answer import PooledAnswer, number_pieces
 from services.gateway.apis.shared.request_model import RequestModel
 from services.gateway.apis.shared.routes import json_router
-from services.gateway.apis.vectors.pooled_answer import PooledAnswer, number_pieces
-from services.gateway.apis.vectors.schema import Texts, input_list
 from services.gateway.vectors.vectors import InputOptions, PooledInput, VectorInput, Vectors, shaped
 
 

@@ -15,13 +15,13 @@ from typing_extensions import TypedDict
 
 from services.common.errors import InvalidRequest
 from services.common.shorten import quote
-from services.gateway.apis.shared.cohere_errors import ERROR_RESPONSES
+from services.gateway.apis.cohere.errors import ERROR_RESPONSES
 from services.gateway.apis.shared.generation_fields import Priority
+from services.gateway.apis.shared.inputs import Texts
 from services.gateway.apis.shared.json_pieces import list_pieces
+from services.gateway.apis.shared.pooled_answer import PooledAnswer, number_pieces
 from services.gateway.apis.shared.request_model import RequestModel, at_most
 from services.gateway.apis.shared.routes import json_router
-from services.gateway.apis.vectors.pooled_answer import PooledAnswer, number_pieces
-from services.gateway.apis.vectors.schema import Texts
 from services.gateway.vectors.vectors import InputOptions, PooledInput, VectorInput, Vectors, shaped
 
 Kind = Literal["float", "base64", "binary", "ubinary"]
@@ -76,7 +76,7 @@ class CohereEmbedAnswer(TypedDict):
     meta: dict[str, Any]
 
 
-def cohere_routes(vectors: Vectors) -> APIRouter:
+def cohere_vector_routes(vectors: Vectors) -> APIRouter:
     """The route for embeddings of one gateway."""
     service = vectors.service
     router = json_router(service, "Vectors", ERROR_RESPONSES)
