@@ -16,7 +16,7 @@ import itertools
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic
 
 import torch
@@ -46,6 +46,20 @@ class _UnderWay(Generic[Input]):
     run: EncoderRun
     inputs: Mapping[str, Input]  # by hash
     found: list[Encoded] | None = None  # their outputs, which a GPU may still compute
+
+
+@dataclass(slots=True)
+class _Choice(Generic[Input]):
+    """Of the inputs of the next run."""
+
+    known: set[str]  # hashes of what is kept, under way or chosen
+    num_bytes: int  # of what is under way or chosen
+    begun: dict[Sequence, int]  # sequences that have some of what they need, and the bytes that they lack
+    begun_bytes: int  # the sum of these
+    inputs: dict[str, Input] = field(default_factory=dict)  # those chosen, by hash
+    num_rows: int = 0  # of these
+    parked: list[Sequence] = field(default_factory=list)  # by making room
+    must_stay: set[str] | None = None  # for those that are not first; None: to be looked up when something must go
 
 
 class EncoderRuns(Generic[Input]):
@@ -156,66 +170,77 @@ class EncoderRuns(Generic[Input]):
         The first sequence gets room before any other. Another one begins if there is room for all that it lacks beside
         what those lack that have begun; its client is passed by as long as there is none.
         """
-        chosen: dict[str, Input] = {}
-        parked: list[Sequence] = []
-        under_way = {name: each for run in self._under_way for name, each in run.inputs.items()}
-        num_rows, num_bytes = 0, sum(map(self._encoder.output_bytes, under_way.values()))
-        known = {*self._outputs, *under_way}
         first = missing[0][1]
+        under_way = {name: each for run in self._under_way for name, each in run.inputs.items()}
+        known, num_bytes = {*self._outputs, *under_way}, sum(map(self._encoder.output_bytes, under_way.values()))
         lacking = next((each for each in self._inputs_of(first) if each.hash not in known), None)
         if lacking is not None:  # others are only looked at if it has room: there may be a thousand
             room = num_bytes + self._encoder.output_bytes(lacking)
             if not self._may_have_room(room, first, waiting, is_only=not under_way):
-                return chosen, parked
+                return {}, []
         turns_of = self._turns_of(missing, waiting)
+        begun = self._begun(turns_of, known)
+        choice = _Choice[Input](known, num_bytes, begun, sum(begun.values()))
+        for turns in turns_of:
+            while turns:
+                for client, waits in list(turns.items()):
+                    while client in turns and waits[0][1].hash in choice.known:
+                        _pass_on(turns, client)
+                for client in self._turns.sorted(turns):  # until one gets room: whoever gets none changes no turns
+                    sequence, each = turns[client][0]
+                    if choice.inputs and choice.num_rows + self._encoder.size(each) > self._max_rows:
+                        return choice.inputs, choice.parked
+                    if self._find_room(choice, sequence, each, waiting, is_first=sequence is first):
+                        self._take(choice, sequence, each)
+                        self._turns.charge(client, self._encoder.size(each))
+                        _pass_on(turns, client)
+                        break
+                    if sequence is first:
+                        return choice.inputs, choice.parked
+                    del turns[client]
+        return choice.inputs, choice.parked
+
+    def _begun(
+        self, turns_of: list[dict[Client, deque[tuple[Sequence, Input]]]], known: set[str]
+    ) -> dict[Sequence, int]:
+        """The sequences that have some of what they need, and how many bytes they lack."""
         waits_for = itertools.chain.from_iterable(waits for turns in turns_of for waits in turns.values())
-        begun = {
+        return {
             sequence: self._lacking_bytes(sequence, known)
             for sequence in dict.fromkeys(sequence for sequence, _ in waits_for)
             if any(each.hash in known for each in self._inputs_of(sequence))
         }
-        begun_bytes = sum(begun.values())
-        must_stay: set[str] | None = None  # for those that are not first; looked up when something must be dropped
-        for turns in turns_of:
-            while turns:
-                for client, waits in list(turns.items()):
-                    while client in turns and waits[0][1].hash in known:
-                        _pass_on(turns, client)
-                for client in self._turns.sorted(turns):  # until one gets room: whoever gets none changes no turns
-                    sequence, each = turns[client][0]
-                    size, needed_bytes = self._encoder.size(each), self._encoder.output_bytes(each)
-                    if chosen and num_rows + size > self._max_rows:
-                        return chosen, parked
-                    is_only, is_first = not (chosen or under_way), sequence is first
-                    room = num_bytes + needed_bytes
-                    if not is_first and sequence not in begun:
-                        room = num_bytes + self._lacking_bytes(sequence, known) + begun_bytes
-                    excess = self.counts.num_bytes + room - self._max_bytes
-                    if excess > 0 and not is_first:
-                        if must_stay is None:
-                            must_stay = self._must_stay(waiting)
-                        if not self._can_drop(excess, must_stay, sequence, is_only=is_only):
-                            del turns[client]
-                            continue
-                    newly_parked = self._make_room(room, sequence, waiting, is_only=is_only, is_first=is_first)
-                    if newly_parked is None:
-                        if is_first:
-                            return chosen, parked
-                        del turns[client]
-                        continue
-                    if excess > 0:
-                        must_stay = None
-                    parked += newly_parked
-                    num_rows, num_bytes = num_rows + size, num_bytes + needed_bytes
-                    chosen[each.hash] = each
-                    known.add(each.hash)
-                    begun_bytes -= begun.get(sequence, 0)
-                    begun[sequence] = self._lacking_bytes(sequence, known)
-                    begun_bytes += begun[sequence]
-                    self._turns.charge(client, size)
-                    _pass_on(turns, client)
-                    break
-        return chosen, parked
+
+    def _find_room(
+        self, choice: _Choice[Input], sequence: Sequence, each: Input, waiting: WaitingQueue, *, is_first: bool
+    ) -> bool:
+        """Whether there is room for an input of a sequence, which may have been made."""
+        is_only = not (choice.inputs or self._under_way)
+        room = choice.num_bytes + self._encoder.output_bytes(each)
+        if not is_first and sequence not in choice.begun:
+            room = choice.num_bytes + self._lacking_bytes(sequence, choice.known) + choice.begun_bytes
+        excess = self.counts.num_bytes + room - self._max_bytes
+        if excess > 0 and not is_first:
+            if choice.must_stay is None:
+                choice.must_stay = self._must_stay(waiting)
+            if not self._can_drop(excess, choice.must_stay, sequence, is_only=is_only):
+                return False
+        parked = self._make_room(room, sequence, waiting, is_only=is_only, is_first=is_first)
+        if parked is None:
+            return False
+        choice.parked += parked
+        if excess > 0:
+            choice.must_stay = None
+        return True
+
+    def _take(self, choice: _Choice[Input], sequence: Sequence, each: Input) -> None:
+        choice.inputs[each.hash] = each
+        choice.num_rows += self._encoder.size(each)
+        choice.num_bytes += self._encoder.output_bytes(each)
+        choice.known.add(each.hash)
+        num_lacking = self._lacking_bytes(sequence, choice.known)
+        choice.begun_bytes += num_lacking - choice.begun.get(sequence, 0)
+        choice.begun[sequence] = num_lacking
 
     def _lacking_bytes(self, sequence: Sequence, known: set[str]) -> int:
         lacking = {each.hash: each for each in self._inputs_of(sequence) if each.hash not in known}
