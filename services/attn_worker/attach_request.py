@@ -9,8 +9,7 @@ import numpy as np
 
 from services.attn_worker.build import AttentionSetup
 from services.attn_worker.cache.make_spec import StepLimits
-from services.common.attention.learned import Learned
-from services.common.attention.recurrence_weights import RecurrenceWeights
+from services.common.attention.learned import Learned, RecurrenceWeights
 from services.common.config import MAX_LANES
 from services.common.errors import ConfigError, InvalidRequest
 from services.common.kv_cache.format import resolve_kv_cache_format

@@ -6,9 +6,23 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from services.common.attention.recurrence_weights import RecurrenceWeights
 from services.common.kv_cache.scales import KVScales
 from services.pb import attn_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrenceWeights:
+    """The weights of a recurrent layer that the attention worker computes with.
+
+    The layer's `services.common.families.shape.Recurrence` says what there is, and how many numbers.
+    """
+
+    conv: bytes = b""  # float32, little-endian, [conv_dim, conv_size]; the last column is that of the own token
+    a_log: tuple[float, ...] = ()  # by head; the decay of a token is exp(-exp(a_log) * softplus(a + dt_bias))
+    dt_bias: tuple[float, ...] = ()  # by head
+    conv_bias: bytes = b""  # float32, little-endian, [conv_dim]
+    d: tuple[float, ...] = ()  # by head or channel: the input times this is added to the recurrence's output
+    a_logs: bytes = b""  # float32, little-endian, [num_channels, state_size]: of a selective scan, in place of `a_log`
 
 
 @dataclass(frozen=True, slots=True)

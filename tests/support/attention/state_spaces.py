@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from services.common.attention.recurrence_weights import RecurrenceWeights
+from services.common.attention.learned import RecurrenceWeights
 from services.common.families.shape import SelectiveScan, ShortConvolution, StateSpace
 
 Sizes = StateSpace | ShortConvolution | SelectiveScan

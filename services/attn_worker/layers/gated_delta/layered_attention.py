@@ -15,7 +15,7 @@ from services.attn_worker.layers.attention_among_others import AttentionAmongOth
 from services.attn_worker.layers.gated_delta.torch_recurrences import TorchRecurrences
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.runner.step_metadata import StepMetadata
-from services.common.attention.recurrence_weights import RecurrenceWeights
+from services.common.attention.learned import RecurrenceWeights
 from services.common.kv_cache.scales import KVScales
 
 

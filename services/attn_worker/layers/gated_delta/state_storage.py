@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from services.attn_worker.cache.spec import KVCacheSpec
-from services.common.attention.recurrence_weights import RecurrenceWeights
+from services.common.attention.learned import RecurrenceWeights
 from services.common.errors import CapacityError
 
 

@@ -14,7 +14,7 @@ from services.attn_worker.layers.gated_delta.recurrence import convolve, rule_in
 from services.attn_worker.layers.gated_delta.state_storage import StateStorage
 from services.attn_worker.layers.state_space.recurrence import run_state_space
 from services.channel import rows_of_layer
-from services.common.attention.recurrence_weights import RecurrenceWeights
+from services.common.attention.learned import RecurrenceWeights
 from services.common.families.shape import GatedDelta, SelectiveScan, ShortConvolution, StateSpace
 
 

@@ -32,7 +32,7 @@ from services.attn_worker.layers.state_space.triton_state_space import (
 )
 from services.attn_worker.layers.step_upload import StepUpload
 from services.channel import rows_of_layer
-from services.common.attention.recurrence_weights import RecurrenceWeights
+from services.common.attention.learned import RecurrenceWeights
 from services.common.errors import CapacityError
 from services.common.families.shape import GatedDelta, Recurrence, SelectiveScan, ShortConvolution, StateSpace
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from services.common.attention.recurrence_weights import RecurrenceWeights
+from services.common.attention.learned import RecurrenceWeights
 from services.common.families.names import (
     CheckpointNames,
     GatedDeltaNames,

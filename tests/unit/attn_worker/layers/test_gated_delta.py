@@ -8,7 +8,7 @@ import torch
 from services.attn_worker.cache.step_states import StateWave, StepStates, null_slot, zero_slot
 from services.attn_worker.layers.gated_delta.state_storage import StateStorage
 from services.attn_worker.layers.gated_delta.torch_recurrences import TorchRecurrences
-from services.common.attention.recurrence_weights import RecurrenceWeights
+from services.common.attention.learned import RecurrenceWeights
 from services.common.errors import CapacityError
 from services.common.families.shape import GatedDelta
 from tests.support.attention.gated_layers import make_gated_spec, random_gated_weights, random_rows, true_values
