@@ -160,6 +160,8 @@ def test_cached_tokens_are_those_of_the_first_step_that_was_not_lost() -> None:
     assert first.num_cached_tokens == 4 and attention.attachment is not None
     engine.on_detached(attention.attachment, AttachmentEnd("gone", is_crash=True))
     engine.on_attached(make_attachment(attention, 2))
+    while attention.ready_for.get(timeout=TIMEOUT_S) != 2:  # otherwise the step might end before it is lost
+        pass
     runner.has_ended.set()
     num_tokens, found = 0, []
     while num_tokens < 3:
