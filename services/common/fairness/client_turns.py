@@ -58,6 +58,11 @@ class ClientTurns:
         self._max_wait_s = max_wait_s
         self._what = what
 
+    @property
+    def is_free(self) -> bool:
+        """Whether a turn begins without a wait."""
+        return self._num_free > 0
+
     @contextlib.asynccontextmanager
     async def turn(self, client: Client) -> AsyncIterator[None]:
         """Waits for a turn of this client, which lasts as long as the context. Raises `CapacityError`."""

@@ -91,6 +91,7 @@ def _counted(receive: Receive, held: HeldMemory) -> Receive:
 
 def _authorization(scope: Scope) -> str | None:
     """The value of the header `authorization`, or one made from `x-api-key`."""
-    headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}  # the first one counts
+    headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # the first one counts
     key = headers.get(b"x-api-key")
-    return headers.get(b"authorization") or (None if key is None else f"Bearer {key}")
+    found = headers.get(b"authorization") or (None if key is None else b"Bearer " + key)
+    return None if found is None else found.decode("latin-1")

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, ClassVar
 
 import structlog
@@ -194,7 +195,7 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        num_bytes = len(self.url) + sum(map(len, chain.from_iterable(self.headers))) + 4 * len(self.headers)
         if num_bytes > self.section.max_header_bytes:
             self._refuse_headers()
         if self._is_refused:

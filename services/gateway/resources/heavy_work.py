@@ -74,11 +74,13 @@ class HeavyWork:
 
         One that arrives alone does not wait. Hundreds that arrive together would keep streams waiting for a second.
         """
+        if self._beginnings.is_free and not self._has_begun:
+            self._begin_small()
+            return
         async with self._beginnings.turn(_client.get()):
             if self._has_begun:
                 await asyncio.sleep(0)
-            self._has_begun = True
-            asyncio.get_running_loop().call_soon(self._note_begun)
+            self._begin_small()
 
     async def pieces(self, pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
         """The bytes of `pieces`, whose making is the work, as many at a time as one turn makes."""
@@ -123,6 +125,10 @@ class HeavyWork:
         self._is_in_turn = True
         # In the next iteration, before whoever is next looks at it.
         asyncio.get_running_loop().call_soon(self._note_end, time.thread_time())
+
+    def _begin_small(self) -> None:
+        self._has_begun = True
+        asyncio.get_running_loop().call_soon(self._note_begun)
 
     def _note_begun(self) -> None:
         self._has_begun = False

@@ -13,6 +13,7 @@ from services.common.errors import ConfigError, PermissionDenied, RateLimited, U
 from services.gateway.access.access import Access, Caller
 from services.gateway.access.api_keys import ApiKey, read_api_keys
 from services.gateway.access.rate_limits import RateLimits, Usage
+from services.gateway.http.authorize import _authorization
 from tests.support.clients.generation_requests import make_request
 
 KEY_A, KEY_B = "sk-aaaaaaaaaaaaaaaaaaaa", "sk-bbbbbbbbbbbbbbbbbbbb"
@@ -175,3 +176,20 @@ def test_a_request_may_only_lower_the_urgency_of_its_key() -> None:
     assert make_caller(priority=-5).adapt(make_request(priority=0)).spec.priority == 0
     with pytest.raises(PermissionDenied, match="priority is 0, "):
         caller.adapt(make_request(priority=0))
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ([], None),
+        ([(b"authorization", b"Bearer a"), (b"authorization", b"Bearer b")], "Bearer a"),
+        ([(b"x-api-key", b"k"), (b"x-api-key", b"l")], "Bearer k"),
+        ([(b"x-api-key", b"k"), (b"authorization", b"Bearer a")], "Bearer a"),
+        ([(b"authorization", b""), (b"x-api-key", b"k")], "Bearer k"),
+        ([(b"authorization", b"Bearer \xe9")], "Bearer é"),
+    ],
+)
+def test_the_key_of_a_request_is_in_the_first_of_its_headers(
+    headers: list[tuple[bytes, bytes]], expected: str | None
+) -> None:
+    assert _authorization({"headers": headers}) == expected
