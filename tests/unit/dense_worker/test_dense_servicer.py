@@ -15,11 +15,14 @@ from services.common.errors import PeerError
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput
 from services.dense_worker.engine.step_report import DecodedTokens, StepOutputs, StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
+from services.dense_worker.features.feature import Feature
+from services.dense_worker.features.sequence_feature import SequenceFeature
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.servicer import DenseServicer
 from services.pb import dense_pb2, sampling_pb2
 from services.rpc.metrics import new_registry
 from services.rpc.spans import NoTracer
+from services.step import SequenceSpec
 from tests.support.clients.dense_stream import submit
 
 TIMEOUT_S = 60.0
@@ -125,6 +128,50 @@ def test_a_search_with_impossible_beams_is_refused_and_its_stream_goes_on() -> N
         assert end.message == "a beam of a search has token id 50, the vocabulary has 50 tokens"
         stream.send(submit(2, [5, 6], 4))
         assert (await submitted.get()).seq_id == 2, "the stream still takes sequences"
+        await stream.close()
+
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+
+
+class Asked(Feature):
+    """Writes down of which sequences it is asked."""
+
+    def __init__(self, name: str, *, sees_all: bool = False) -> None:
+        self.name, self.sees_all = name, sees_all
+        self.asked_of: list[str] = []
+
+    def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceFeature | None:
+        self.asked_of.append(spec.request_id)
+        return None if self.sees_all else SequenceFeature()
+
+
+def test_features_are_asked_only_of_sequences_that_ask_for_them() -> None:
+    async def run() -> None:
+        submitted: asyncio.Queue[Sequence] = asyncio.Queue()
+        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), MAX_MESSAGE_BYTES)
+        toy, adapter, form = Asked("toy"), Asked("adapter"), Asked("structured_output")
+        strict = Asked("strict", sees_all=True)
+        servicer.set_engine(Mock(submit=submitted.put_nowait), Mock(), (toy, adapter, form, strict))
+        servicer.set_info(dense_pb2.DenseInfo(vocab_size=50))
+        stream = Stream(servicer)
+        messages = {name: submit(seq_id, [5, 6], 4) for seq_id, name in enumerate(("plain", "all", "form"), start=1)}
+        for name, message in messages.items():
+            message.spec.request_id = name
+        messages["all"].spec.features["toy"] = b""
+        messages["all"].spec.adapter.hash = "ab"
+        messages["form"].spec.sampling.structured_output.regex = "a+"
+        num_features = []
+        for message in messages.values():
+            stream.send(message)
+            num_features.append(len((await submitted.get()).features))
+        assert num_features == [0, 2, 1]
+        assert (toy.asked_of, adapter.asked_of, form.asked_of) == (["all"], ["all"], ["form"])
+        assert strict.asked_of == ["plain", "all", "form"]
+        unknown = submit(4, [5, 6], 4)
+        unknown.spec.features["other"] = b""
+        stream.send(unknown)
+        [end] = (await stream.next).ended
+        assert end.seq_id == 4 and "has no feature 'other'" in end.message
         await stream.close()
 
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))

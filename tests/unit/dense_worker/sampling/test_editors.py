@@ -146,6 +146,26 @@ def test_editor_is_called_only_while_a_row_of_the_step_needs_it() -> None:
     assert Countdown.made.calls == []
 
 
+class Asked(LogitsEditor):
+    """Raises an error when it is asked about a sequence."""
+
+    options = ("min_p", "bad_words")
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None: ...
+
+    def set(self, slot: int, sequence: EditedSequence) -> bool:
+        raise LookupError(slot)
+
+
+def test_an_editor_is_asked_only_about_sequences_that_change_its_options() -> None:
+    sampler = Sampler(4, VOCAB_SIZE, "cpu", [Asked])
+    sampler.add(0, SamplingParams(), [1], [], STOP)
+    sampler.add(1, SamplingParams(temperature=0.0, seed=3, min_tokens=2, min_p=0.0, bad_words=()), [1], [], STOP)
+    for params in (SamplingParams(min_p=0.1), SamplingParams(bad_words=((1, 2),))):
+        with pytest.raises(LookupError):
+            Sampler(4, VOCAB_SIZE, "cpu", [Asked]).add(2, params, [1], [], STOP)
+
+
 def test_each_row_of_a_sequence_is_edited_by_its_own_length() -> None:
     """A step that verifies drafts has several rows of one sequence."""
     sampler = Sampler(2, VOCAB_SIZE, "cpu")
