@@ -34,13 +34,14 @@ from services.gateway.apis.openai.token_routes import token_routes
 from services.gateway.apis.responses.response_store import ResponseStore
 from services.gateway.apis.responses.routes import responses_routes
 from services.gateway.apis.responses.stored_routes import stored_response_routes
+from services.gateway.apis.same_paths import same_path_routes
 from services.gateway.apis.server.adapter_routes import adapter_routes
 from services.gateway.apis.server.page_routes import page_routes
 from services.gateway.apis.server.routes import server_routes
 from services.gateway.apis.server.weight_routes import weight_routes
 from services.gateway.apis.sglang.routes import generate_routes
 from services.gateway.apis.tgi.errors import TGI
-from services.gateway.apis.tgi.routes import TextGeneration, text_generation_routes
+from services.gateway.apis.tgi.routes import text_generation_routes
 from services.gateway.apis.triton.errors import TRITON
 from services.gateway.apis.triton.inference import Triton
 from services.gateway.apis.triton.routes import triton_routes
@@ -91,12 +92,11 @@ def build_app(
     app.add_middleware(Authorize, access=service.access, memory=service.memory)
     add_error_handlers(app, service.metrics)
     store = _response_store(service.section)
-    scoring = score_routes(vectors)
-    texts = TextGeneration(service)
     routers = [
         completion_routes(service),
-        generate_routes(service, peers, worker_load, texts),
-        text_generation_routes(texts, service),
+        generate_routes(service, peers, worker_load),
+        text_generation_routes(service),
+        same_path_routes(vectors),
         llama_cpp_routes(service),
         ollama_routes(service),
         cohere_chat_routes(service),
@@ -105,8 +105,8 @@ def build_app(
         stored_response_routes(service, store),
         vector_routes(vectors),
         llama_cpp_vector_routes(vectors),
-        scoring,
-        tei_routes(vectors, scoring, texts),
+        score_routes(vectors),
+        tei_routes(vectors),
         cohere_vector_routes(vectors),
         ollama_vector_routes(vectors),
         token_routes(service, vectors),

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import Discriminator, Tag
 
 from services.common.errors import PeerError
 from services.gateway import __version__
@@ -15,7 +12,6 @@ from services.gateway.apis.sglang.format import GenerateFormat
 from services.gateway.apis.sglang.schema import (
     AbortBody,
     GenerateBody,
-    GenerateObject,
     LoadDetails,
     ModelDetails,
     ServerDetails,
@@ -23,66 +19,16 @@ from services.gateway.apis.sglang.schema import (
 )
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.prompts import check_prompts
-from services.gateway.apis.shared.routes import STREAM_CONTENT, json_router
-from services.gateway.apis.shared.text_server import TextServer
+from services.gateway.apis.shared.routes import json_router
 from services.gateway.core.request_service import RequestService
-from services.gateway.http.errors import ERROR_RESPONSES, either_responses
 from services.gateway.http.field_names import client_field_names
 from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.link.worker_load import WorkerLoad
 
 
-def generate_routes(
-    service: RequestService, peers: GatewayPeers, worker_load: WorkerLoad, texts: TextServer
-) -> APIRouter:
-    """The routes of one gateway. `peers`: its other processes, which may run what is to be aborted."""
-    router = json_router(service, "Generation", note_body=texts.note_body)
-
-    any_body = Annotated[
-        Annotated[GenerateBody, Tag("<sglang>")] | Annotated[texts.body, Tag("<texts>")],  # type: ignore[name-defined]
-        Discriminator(lambda body: "<texts>" if texts.is_meant(body) else "<sglang>"),
-    ]
-
-    async def generate(body: any_body, request: Request) -> Response:  # type: ignore[valid-type]
-        """SGLang's own route: continues one or several prompts. With `inputs` it is Text Generation Inference's."""
-        if isinstance(body, texts.body):
-            return await texts.answer(body, request)
-        request_id: str = request.state.request_id if isinstance(body.rid, list | None) else body.rid
-        for each in body.each_sampling[:1]:
-            each.log_unknown_fields(request.state.request_id)
-        limits = service.limits
-        answer_format = GenerateFormat(service, body, request_id)
-        with client_field_names(answer_format.param_names):
-            check_prompts(
-                body.prompts,
-                service.section.max_prompts,
-                limits.max_prompt_len,
-                are_cut=all(each.truncate_prompt_tokens is not None for each in body.each_sampling),
-            )
-        messages = generate_messages(body, request_id, limits)
-        return Answer(
-            service,
-            messages,
-            answer_format,
-            is_stream=bool(body.stream),
-            repeats_prompt=body.shows_prompt_logprobs,
-            repeats_logprobs=bool(body.return_logprob),
-        )
-
-    generate.__annotations__["body"] = any_body  # it is made here, where FastAPI does not find its name
-    router.add_api_route(
-        "/generate",
-        generate,
-        methods=["POST"],
-        responses={
-            **either_responses(ERROR_RESPONSES, texts.error_responses),
-            200: {
-                "model": GenerateObject | list[GenerateObject],
-                "content": STREAM_CONTENT,
-                "description": "The answer, or a list of answers",
-            }
-        },
-    )
+def generate_routes(service: RequestService, peers: GatewayPeers, worker_load: WorkerLoad) -> APIRouter:
+    """The routes of one gateway but /generate. `peers`: its other processes, which may run what is to be aborted."""
+    router = json_router(service, "Generation")
 
     @router.post("/abort_request", response_class=Response)
     async def abort_request(body: AbortBody, request: Request) -> Response:
@@ -146,3 +92,27 @@ def generate_routes(
         }
 
     return router
+
+
+def answer_generate(service: RequestService, body: GenerateBody, request: Request) -> Answer:
+    """The answer to one or several prompts of /generate."""
+    request_id: str = request.state.request_id if isinstance(body.rid, list | None) else body.rid
+    for each in body.each_sampling[:1]:
+        each.log_unknown_fields(request.state.request_id)
+    limits = service.limits
+    answer_format = GenerateFormat(service, body, request_id)
+    with client_field_names(answer_format.param_names):
+        check_prompts(
+            body.prompts,
+            service.section.max_prompts,
+            limits.max_prompt_len,
+            are_cut=all(each.truncate_prompt_tokens is not None for each in body.each_sampling),
+        )
+    return Answer(
+        service,
+        generate_messages(body, request_id, limits),
+        answer_format,
+        is_stream=bool(body.stream),
+        repeats_prompt=body.shows_prompt_logprobs,
+        repeats_logprobs=bool(body.return_logprob),
+    )

@@ -12,66 +12,16 @@ from services.gateway import __version__
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.prompts import check_prompts
 from services.gateway.apis.shared.routes import STREAM_CONTENT, json_router
-from services.gateway.apis.shared.text_server import TextServerInfo
 from services.gateway.apis.tgi.conversion import tgi_messages
 from services.gateway.apis.tgi.errors import ERROR_RESPONSES
 from services.gateway.apis.tgi.format import TgiFormat
-from services.gateway.apis.tgi.schema import StreamRequest, TgiEvent, TgiRequest
+from services.gateway.apis.tgi.schema import StreamRequest, TextServerInfo, TgiEvent, TgiRequest
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.field_names import client_field_names
 from services.gateway.request.generation_request import MAX_STOP_STRINGS
 
 
-class TextGeneration:
-    """Answers Text Generation Inference's requests of one gateway: a `TextServer`."""
-
-    body = TgiRequest
-    error_responses = ERROR_RESPONSES
-
-    def __init__(self, service: RequestService) -> None:
-        self._service = service
-
-    def is_meant(self, body: Any) -> bool:
-        """Whether a body at /generate is one of these, and not SGLang's."""
-        if not isinstance(body, Mapping) or "inputs" not in body:
-            return False
-        return body.get("text") is None and body.get("input_ids") is None
-
-    def note_body(self, request: Request, body: Any) -> None:
-        """Lets errors be of this dialect if the body is, see `is_text_generation`."""
-        request.state.is_text_generation = request.scope["path"] == "/" or self.is_meant(body)
-
-    async def answer(self, body: TgiRequest, request: Request, *, is_list: bool = False) -> Response:
-        """The answer, or a stream of its tokens. `is_list`: the answer is in a list, as at /."""
-        request_id: str = request.state.request_id
-        body.parameters.log_unknown_fields(request_id)
-        limits, truncates = self._service.limits, body.parameters.truncate is not None
-        answer_format = TgiFormat(self._service, body, is_list=is_list)
-        with client_field_names(answer_format.param_names):
-            check_prompts([body.inputs], self._service.section.max_prompts, limits.max_prompt_len, are_cut=truncates)
-            messages = tgi_messages(body, request_id, limits)
-        return Answer(self._service, messages, answer_format, is_stream=body.is_stream)
-
-    def info(self) -> TextServerInfo:
-        """The model and the limits of requests."""
-        service, model = self._service, self._service.model
-        return {
-            "model_id": service.names.root,
-            "model_sha": None,
-            "model_dtype": model.dtype,
-            "model_pipeline_tag": "text-generation",
-            "max_concurrent_requests": self._service.section.max_connections,
-            "max_best_of": service.limits.max_n,
-            "max_stop_sequences": MAX_STOP_STRINGS,
-            "max_input_tokens": service.max_input_tokens,
-            "max_total_tokens": model.max_model_len,
-            "max_client_batch_size": 1,
-            "router": "twostroke",
-            "version": __version__,
-        }
-
-
-def text_generation_routes(texts: TextGeneration, service: RequestService) -> APIRouter:
+def text_generation_routes(service: RequestService) -> APIRouter:
     """The route that only Text Generation Inference has."""
     router = json_router(service, "Generation", ERROR_RESPONSES)
 
@@ -81,6 +31,48 @@ def text_generation_routes(texts: TextGeneration, service: RequestService) -> AP
     )
     async def generate_stream(body: StreamRequest, request: Request) -> Response:
         """Text Generation Inference's own route: continues a text, with an event for each token."""
-        return await texts.answer(body, request)
+        return answer_text(service, body, request)
 
     return router
+
+
+def is_text_body(body: Any) -> bool:
+    """Whether a body at /generate is one of these, and not SGLang's."""
+    if not isinstance(body, Mapping) or "inputs" not in body:
+        return False
+    return body.get("text") is None and body.get("input_ids") is None
+
+
+def note_body(request: Request, body: Any) -> None:
+    """Lets errors be of this dialect if the body is, see `is_text_generation`."""
+    request.state.is_text_generation = request.scope["path"] == "/" or is_text_body(body)
+
+
+def answer_text(service: RequestService, body: TgiRequest, request: Request, *, is_list: bool = False) -> Answer:
+    """The answer, or a stream of its tokens. `is_list`: the answer is in a list, as at /."""
+    request_id: str = request.state.request_id
+    body.parameters.log_unknown_fields(request_id)
+    limits, truncates = service.limits, body.parameters.truncate is not None
+    answer_format = TgiFormat(service, body, is_list=is_list)
+    with client_field_names(answer_format.param_names):
+        check_prompts([body.inputs], service.section.max_prompts, limits.max_prompt_len, are_cut=truncates)
+        messages = tgi_messages(body, request_id, limits)
+    return Answer(service, messages, answer_format, is_stream=body.is_stream)
+
+
+def text_server_info(service: RequestService) -> TextServerInfo:
+    """The model and the limits of requests."""
+    return {
+        "model_id": service.names.root,
+        "model_sha": None,
+        "model_dtype": service.model.dtype,
+        "model_pipeline_tag": "text-generation",
+        "max_concurrent_requests": service.section.max_connections,
+        "max_best_of": service.limits.max_n,
+        "max_stop_sequences": MAX_STOP_STRINGS,
+        "max_input_tokens": service.max_input_tokens,
+        "max_total_tokens": service.model.max_model_len,
+        "max_client_batch_size": 1,
+        "router": "twostroke",
+        "version": __version__,
+    }

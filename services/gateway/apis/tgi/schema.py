@@ -173,3 +173,20 @@ class TgiEvent(TypedDict):
     top_tokens: NotRequired[list[TgiToken]]
     generated_text: str | None
     details: StreamDetails | None
+
+
+class TextServerInfo(TypedDict):
+    """The served model and the limits of requests."""
+
+    model_id: str
+    model_sha: str | None
+    model_dtype: str
+    model_pipeline_tag: str
+    max_concurrent_requests: int
+    max_best_of: int
+    max_stop_sequences: int
+    max_input_tokens: int
+    max_total_tokens: int
+    max_client_batch_size: int
+    router: str
+    version: str

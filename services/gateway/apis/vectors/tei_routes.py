@@ -1,19 +1,17 @@
-"""Text Embeddings Inference's routes: /embed, /embed_all, /embed_sparse, /similarity, /predict, /decode and /info.
+"""Text Embeddings Inference's routes: /embed, /embed_all, /embed_sparse, /similarity, /predict and /decode.
 
-POST / is the one of them that the body is for, as in its server. If the model makes no vectors, it and /info
-are those of Text Generation Inference.
+POST / and /info are where those of other dialects are: `services/gateway/apis/invocations.py`, `same_paths.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from fastapi.routing import APIRoute
 from pydantic import Discriminator, Field, Tag
 from pydantic_core import to_json
 from typing_extensions import TypedDict
@@ -29,10 +27,6 @@ from services.gateway.apis.shared.json_pieces import list_pieces, text_pieces
 from services.gateway.apis.shared.pooled_answer import PooledAnswer, number_pieces
 from services.gateway.apis.shared.request_model import RequestModel, TokenLists, at_most
 from services.gateway.apis.shared.routes import json_router
-from services.gateway.apis.shared.text_server import TextServer, TextServerInfo
-from services.gateway.apis.vectors.schema import RerankRequest
-from services.gateway.core.request_service import RequestService
-from services.gateway.http.json_route import json_route
 from services.gateway.resources.heavy_work import MAX_INLINE_BYTES
 from services.gateway.vectors.scores import probabilities, score_pairs
 from services.gateway.vectors.sparse import sparse_vector
@@ -180,8 +174,8 @@ class ModelInfo(TypedDict):
     version: str
 
 
-def tei_routes(vectors: Vectors, scoring: APIRouter, texts: TextServer) -> APIRouter:
-    """The routes of one gateway. `scoring`: the router of /rerank."""
+def tei_routes(vectors: Vectors) -> APIRouter:
+    """The routes of one gateway."""
     service = vectors.service
     router = json_router(service, "Vectors")
 
@@ -278,66 +272,11 @@ def tei_routes(vectors: Vectors, scoring: APIRouter, texts: TextServer) -> APIRo
             return PiecewiseAnswer(list_pieces(map(text_pieces, texts)), service.heavy_work)
         return JSONResponse(texts)
 
-    @router.get("/info", responses={200: {"model": ModelInfo | TextServerInfo}})
-    async def info() -> Mapping[str, Any]:
-        """The model, what it is for, and the limits of requests."""
-        return _model_info(vectors) if vectors.makes_any else texts.info()
-
-    if not vectors.makes_any:
-        _add_text_root(router, service, texts)
-        return router
-    reranking = [each for each in scoring.routes if isinstance(each, APIRoute) and each.path == "/rerank"]
-    handlers = {
-        EmbedRequest: create_bare_embeddings,
-        PredictRequest: predict,
-        SimilarityRequest: compare,
-        RerankRequest: reranking[0].endpoint,
-    }
-    _add_vector_root(router, vectors, handlers)
     return router
 
 
-def _add_vector_root(
-    router: APIRouter, vectors: Vectors, handlers: Mapping[type, Callable[[Any, Request], Awaitable[Response]]]
-) -> None:
-    """POST / of a model that makes vectors: what the body is for, vectors, labels, cosines or an order."""
-
-    def kind_of(body: Any) -> str:
-        if isinstance(body, Mapping) and "query" in body:
-            return "<rerank>"
-        if isinstance(body, Mapping) and isinstance(body.get("inputs"), Mapping):
-            return "<similarity>"
-        return "<predict>" if vectors.is_classifier else "<embed>"
-
-    any_request = Annotated[
-        Annotated[EmbedRequest, Tag("<embed>")]
-        | Annotated[PredictRequest, Tag("<predict>")]
-        | Annotated[SimilarityRequest, Tag("<similarity>")]
-        | Annotated[RerankRequest, Tag("<rerank>")],
-        Discriminator(kind_of),
-    ]
-
-    async def handle_any(body: any_request, request: Request) -> Response:  # type: ignore[valid-type]
-        return await handlers[type(body)](body, request)
-
-    handle_any.__annotations__["body"] = any_request  # it is made here, where FastAPI does not find its name
-    router.add_api_route("/", handle_any, methods=["POST"], include_in_schema=False)
-
-
-def _add_text_root(router: APIRouter, service: RequestService, texts: TextServer) -> None:
-    """POST / of a model that generates: the text that follows."""
-
-    async def continue_text(body: texts.body, request: Request) -> Response:  # type: ignore[name-defined]
-        return await texts.answer(body, request, is_list=True)
-
-    continue_text.__annotations__["body"] = texts.body
-    route_class = json_route(service.section.max_body_values, service.heavy_work, texts.note_body)
-    router.add_api_route(
-        "/", continue_text, methods=["POST"], include_in_schema=False, route_class_override=route_class
-    )
-
-
-def _model_info(vectors: Vectors) -> ModelInfo:
+def model_info(vectors: Vectors) -> ModelInfo:
+    """The model, what it is for, and the limits of requests."""
     service, pooling = vectors.service, vectors.pooling
     kind: dict[str, dict[str, Any]] = {"embedding": {"pooling": pooling.method.value}}
     if pooling.is_classifier:
