@@ -191,9 +191,14 @@ class Launcher(Service):
         lifelines = Lifelines()
         lifelines.start()
         self._opened.callback(lifelines.close)
-        environment = None if self._mps is None else self._mps.environment
-        own = {"environment": environment, "lifelines": lifelines, "succeed": self._succeed, "early": self._early}
-        return partial(Child, run_dir=run_dir, **own)
+        return partial(
+            Child,
+            run_dir=run_dir,
+            environment=None if self._mps is None else self._mps.environment,
+            lifelines=lifelines,
+            succeed=self._succeed,
+            early=self._early,
+        )
 
     def _make_standbys(
         self, config: Config, addresses: Mapping[tuple[str, int], SwitchedAddress], make_child: MakeChild
