@@ -26,7 +26,7 @@ from services.gateway.request.beam_request import decode_beams, greedy_for_beams
 from services.gateway.request.context_length import check_prompt_length, num_kept_tokens, read_max_tokens, too_long
 from services.gateway.request.local_model import LocalModel
 from services.gateway.request.model_names import ModelNames
-from services.gateway.request.prompt_vectors import check_vectors, read_vectors, stand_in_front
+from services.gateway.request.prompt_vectors import PromptVectors, check_vectors, read_vectors
 from services.gateway.request.source_reader import Source, SourceReader
 from services.gateway.resources.repeatable import current_run, draw_bits
 from services.gateway.text.answer_grammar import answer_ends, answer_grammar, read_parsing, read_reasoning_limit
@@ -39,7 +39,7 @@ from services.gateway.text.tools.tool import check_tools_size
 from services.lora.prompt_embeds import PromptEmbeds
 from services.pb import gateway_pb2
 from services.step.prompt_span import PromptSpan
-from services.step.sequence_spec import PromptEmbedsRef, SequenceSpec
+from services.step.sequence_spec import SequenceSpec
 
 SOURCE = "source"  # the name of the feature
 MAX_REQUEST_ID_CHARACTERS = 128
@@ -191,6 +191,7 @@ async def read_request(
         _check_min_tokens(sampling.min_tokens, message.max_tokens)
 
     prompt = await _read_prompt(message, limits, prompt_name, reading)
+    vectors = prompt.vectors
     features |= prompt.features
     max_tokens = read_max_tokens(
         message, prompt.num_tokens, sampling.min_tokens, limits.max_model_len, is_strict=limits.strict_max_tokens
@@ -214,7 +215,7 @@ async def read_request(
     adapter = limits.names.adapters.get(message.model)
     spec = SequenceSpec(
         request_id=message.request_id or f"gen-{secrets.token_hex(8)}",
-        prompt_token_ids=[*prompt.front_ids, *prompt.token_ids] if prompt.front_ids else prompt.token_ids,
+        prompt_token_ids=[*vectors.front_ids, *prompt.token_ids] if vectors.are_in_front else prompt.token_ids,
         sampling=sampling,
         max_tokens=max(1, max_tokens),
         stop_token_ids=stop_token_ids,
@@ -223,7 +224,7 @@ async def read_request(
         priority=message.priority,
         traceparent=message.traceparent,
         adapter=None if adapter is None or adapter.table is not None else adapter,
-        prompt_embeds=prompt.table_ref,
+        prompt_embeds=vectors.ref,
         beam_search=beam_search,
         source=prompt.source and prompt.source.ref,
         features=features,
@@ -246,7 +247,7 @@ async def read_request(
         user=message.user,
         queue_timeout_s=limits.queue_timeout_s,
         parsing=parsing,
-        prompt_embeds=prompt.table,
+        prompt_embeds=vectors.table,
         num_source_tokens=0 if prompt.source is None or message.HasField("sound") else prompt.source.ref.num_rows,
         pictures=prompt.pictures,
         is_stepwise=current_run() is not None,
@@ -275,11 +276,9 @@ class _Prompt:
     """What the model reads."""
 
     token_ids: list[int]  # with a source those that the decoder begins with
-    front_ids: range  # of vectors before the tokens
+    vectors: PromptVectors
     text: str | None  # as it was given, if it was given as text and is kept whole
     chat: Chat | None
-    table: PromptEmbeds | None  # the vectors that stand in it
-    table_ref: PromptEmbedsRef | None
     pictures: Sequence[Picture]
     spans: tuple[PromptSpan, ...]  # one for each picture
     source: Source | None  # what an encoder reads
@@ -288,7 +287,7 @@ class _Prompt:
     @property
     def num_tokens(self) -> int:
         """With the vectors in front of them."""
-        return len(self.front_ids) + len(self.token_ids)
+        return len(self.vectors.front_ids) + len(self.token_ids)
 
 
 async def _read_prompt(
@@ -299,11 +298,9 @@ async def _read_prompt(
 ) -> _Prompt:
     """Raises `InvalidRequest` if there is none, or it does not fit. The arguments are those of `read_request`."""
     model, adapter = limits.model, limits.names.adapters.get(message.model)
-    table = await read_vectors(message, adapter, model.prompt_embeds, limits.max_model_len)
-    table_ids = range(0) if table is None else table.token_ids(limits.vocab_size)
-    front_ids = table_ids if stand_in_front(message, adapter) else range(0)
+    vectors = await read_vectors(message, adapter, model.prompt_embeds, limits.vocab_size, limits.max_model_len)
     _check_source(message, model.sources)
-    given, chat, source = await _read_input(message, limits, table_ids, reading)
+    given, chat, source = await _read_input(message, limits, vectors.token_ids, reading)
     pictures: Sequence[Picture] = () if reading is None else await reading  # last: meanwhile the text was tokenized
     if model.sources is not None and source is None:
         given = _cut(given, message, model.sources.encoder.max_source_len)
@@ -316,16 +313,16 @@ async def _read_prompt(
         given, spans = model.pictures.expand(list(given), pictures)
     if pictures and message.HasField("truncate_prompt_tokens"):
         raise InvalidRequest("truncate_prompt_tokens cannot be used with pictures", "truncate_prompt_tokens")
-    if pictures and table is not None:
+    if pictures and vectors.table is not None:
         raise InvalidRequest("pictures cannot be used with vectors in one prompt", "messages")
-    num_kept = len(given)
+    num_kept, num_in_front = len(given), len(vectors.front_ids)
     if message.HasField("truncate_prompt_tokens") and source is None:
-        num_kept = min(num_kept, num_kept_tokens(message, limits.max_model_len - len(front_ids)))
+        num_kept = min(num_kept, num_kept_tokens(message, limits.max_model_len - num_in_front))
     if not num_kept:
         raise InvalidRequest("the prompt has no tokens, at least 1 is required", "prompt")
-    check_prompt_length(len(front_ids) + num_kept, limits.max_model_len + (not model.generates))
+    check_prompt_length(num_in_front + num_kept, limits.max_model_len + (not model.generates))
     token_ids = list(given[:num_kept] if message.keep_first_tokens else given[-num_kept:])
-    num_rows = len(table_ids) - len(front_ids)  # that token ids of the prompt may stand for
+    num_rows = len(vectors.token_ids) - num_in_front  # that token ids of the prompt may stand for
     check_token_ids("prompt_token_ids", token_ids, limits.vocab_size, name, num_rows)
     features = {SOURCE: source.input} if source is not None else {}
     if pictures and source is None:
@@ -333,12 +330,9 @@ async def _read_prompt(
     is_whole_text = message.WhichOneof("input") == "prompt" and num_kept == len(given) and source is None
     return _Prompt(
         token_ids,
-        front_ids,
+        vectors,
         text=message.prompt if is_whole_text else None,
         chat=chat,
-        table=table,
-        table_ref=table
-        and PromptEmbedsRef(table.hash, table.num_rows, table.hidden_size, table.dtype, table_ids.start),
         pictures=pictures,
         spans=spans,
         source=source,
