@@ -32,7 +32,7 @@ from tests.support.reference import reference_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
-PROFILES = "1,16,17-64,65-512"  # each plan takes some seconds to build
+PROFILES = "1,16,17-512"  # each plan takes some seconds to build
 MAX_NUM_SEQS = 32
 BUILD_TIMEOUT_S = 600.0
 PLANS_VARIABLE = "TWOSTROKE_TEST_PLANS"  # of the environment
@@ -141,8 +141,10 @@ def test_a_cluster_by_tensorrt_gives_the_tokens_of_torch(
 ) -> None:
     with gpu_cluster(tmp_path, *settings(plan_dir, "tensorrt")) as cluster:
         assert "dense backend is TensorRT" in cluster.log_file.read_text()
-        assert generate_all(cluster) == by_torch
-        assert [cluster.generate(prompt, NUM_TOKENS, ignore_eos=True).token_ids for prompt in PROMPTS] == by_torch
+        alone = [cluster.generate(prompt, NUM_TOKENS, ignore_eos=True).token_ids for prompt in PROMPTS]
+        for prompt, *found, expected in zip(PROMPTS, generate_all(cluster), alone, by_torch, strict=True):
+            for tokens in found:
+                check_greedy(prompt, tokens, expected)
 
 
 def check_greedy(prompt: str, found: list[int], expected: list[int]) -> None:
@@ -181,9 +183,11 @@ def test_no_request_fails_while_tensorrt_replaces_torch_and_torch_tensorrt(
                     print(f"\n{result.stdout.strip()}")
         finally:
             is_over.set()
-        for stream, expected in zip(streams, by_torch, strict=True):
+        for prompt, stream, expected in zip(PROMPTS, streams, by_torch, strict=True):
             answers = stream.result()
-            assert answers and all(answer == expected for answer in answers)
+            assert answers
+            for answer in answers:
+                check_greedy(prompt, answer, expected)
         log = cluster.log_file.read_text()
         assert "is_crash=True" not in log
         # Streams wait for what happens after the old worker has left, so that nothing is captured ahead there.
