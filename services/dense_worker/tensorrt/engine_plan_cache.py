@@ -21,7 +21,7 @@ from services.dense_worker.tensorrt.files.atomic_file import TEMPORARY_SUFFIX, m
 from services.dense_worker.tensorrt.files.timing_cache import TimingOrigin, read_timings, write_timings
 from services.dense_worker.tensorrt.profiles import Profile, parse_profile
 
-RECIPE = 8  # increase it when the builder's settings in api.py, onnx_forms.py or the fields of `EnginePlanKey` change
+RECIPE = 9  # increase it when the builder's settings in api.py, onnx_forms.py or the fields of `EnginePlanKey` change
 
 
 @dataclass(frozen=True, slots=True)

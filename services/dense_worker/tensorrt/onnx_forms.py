@@ -1,4 +1,4 @@
-"""Other forms of products, for which TensorRT 8.6 has faster kernels where a plan is for one size of few rows.
+"""Other forms of products, for which TensorRT 8.6 has faster kernels where a plan is for one size.
 
 What they gain is in bench/results/tensorrt.md.
 """
@@ -14,12 +14,12 @@ from services.dense_worker.tensorrt.engine_segments import KEPT
 from services.dense_worker.tensorrt.profiles import Profile
 
 _LONG_SUM = 8192  # numbers; of one row it makes kernels for sums of 4,096, and none for those of 11,008
-_MAX_OUTPUTS = 4096  # with tiles of 32 x 32 these are fewer programs than a large GPU has places for
-_MAX_ROWS = 32
+_MAX_OUTPUTS = 4096  # its tiles of these are no more programs than a large GPU has SMs, which have places for more
+_MAX_ROWS = 256  # of 384 halves gain nothing
 
 
 def fit_products(network: bytes, profile: Profile) -> bytes:
-    """The same network, or one with other forms of its products if `profile` is one size of up to 32 rows.
+    """The same network, or one with other forms of its products if `profile` is one size of up to 256 rows.
 
     One row: products with long sums become a multiplication and a sum. The input of each becomes an output whose name
     begins with `KEPT`, because otherwise TensorRT computes the input anew for each sum.

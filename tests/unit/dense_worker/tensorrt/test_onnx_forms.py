@@ -1,4 +1,4 @@
-"""Products in halves, in plans for one size of few rows: what TensorRT 8.6 is given, and that it computes the same."""
+"""Products in halves, in plans for one size: what TensorRT 8.6 is given, and that it computes the same."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def test_each_long_product_of_one_row_keeps_its_input(tmp_path: Path, monkeypatc
     torch.testing.assert_close(run_step(segments, *step), expected, rtol=0, atol=1e-5)
 
 
-def test_short_products_that_are_added_are_halved_for_few_rows(tmp_path: Path) -> None:
-    _, plans = build(make_model_dir(tmp_path / "model", "llama"), tmp_path / "plans", "1,4,33")
+def test_short_products_that_are_added_are_halved_up_to_a_number_of_rows(tmp_path: Path) -> None:
+    _, plans = build(make_model_dir(tmp_path / "model", "llama"), tmp_path / "plans", "1,4,256,257")
     of_one = {"whole": 3, "halved": 0, "kept": 1}  # down is a sum
     halved, as_exported = {"whole": 2, "halved": 2, "kept": 0}, {"whole": 4, "halved": 0, "kept": 0}  # o and down
     for segment in ("middle", "last"):
-        assert [products_of(plans, segment, index) for index in range(3)] == [of_one, halved, as_exported]
-    assert [products_of(plans, "first", index)["whole"] for index in range(3)] == [1, 1, 1]
+        assert [products_of(plans, segment, index) for index in range(4)] == [of_one, halved, halved, as_exported]
+    assert [products_of(plans, "first", index)["whole"] for index in range(4)] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
