@@ -137,6 +137,12 @@ GROUPS = {
             Row(AT_ONCE, (Figure("1,000 at once, tok/s", "output_throughput", 14_500, 16_000),)),
         ),
     ),
+    "7b-fp8-kv": Group(
+        "llama-2-7b",
+        "fp8-and-kv",
+        ("scheduler.max_num_seqs=512", LARGE_STEPS),
+        (Row(AT_ONCE, (Figure("1,000 at once, KV in FP8, tok/s", "output_throughput"),)),),
+    ),
     "13b-fp8": Group(
         "llama-2-13b",
         "fp8-and-kv",
