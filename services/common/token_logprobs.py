@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import overload
 
 import numpy as np
@@ -38,6 +39,20 @@ def decode_logprobs(message: sampling_pb2.TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(message.logprob, top, message.rank if message.HasField("rank") else None)
 
 
+def encode_rows(values: Sequence[TokenLogprobs]) -> bytes:
+    """Converts to the rows of `protos/prompt_logprobs.proto`. All have as many likely tokens."""
+    num_top = len(values[0].top) if values else 0
+    rows = np.empty((len(values), 2 + 2 * num_top), "<u4")
+    floats = rows.view("<f4")
+    floats[:, 0] = [value.logprob for value in values]
+    rows[:, 1] = [value.rank or 0 for value in values]
+    pairs = chain.from_iterable(value.top for value in values)
+    top = np.fromiter(chain.from_iterable(pairs), np.float64, 2 * len(values) * num_top)
+    rows[:, 2 : 2 + num_top] = top[0::2].reshape(len(values), num_top)
+    floats[:, 2 + num_top :] = top[1::2].reshape(len(values), num_top)
+    return rows.tobytes()
+
+
 class LogprobRows(Sequence[TokenLogprobs]):
     """The log-probabilities of consecutive tokens, in arrays: 12 bytes for each token and 8 for each likely one.
 
@@ -66,16 +81,15 @@ class LogprobRows(Sequence[TokenLogprobs]):
         self._top_logprobs.extend(message.top_logprobs)
         self._ends.append(len(self._top_logprobs))
 
-    def extend_columns(
-        self, own: np.ndarray, ranks: np.ndarray, top_token_ids: np.ndarray, top_logprobs: np.ndarray
-    ) -> None:
-        """Adds those of further tokens. own: float32 [n]; ranks: uint32 [n], 0: not counted; top: [n, num_top] each."""
-        start, (num_rows, num_top) = len(self._top_logprobs), top_token_ids.shape
-        ends = start + num_top * np.arange(1, num_rows + 1, dtype=np.uint32)
-        columns = (own, "<f4"), (ranks, "<u4"), (ends, "<u4"), (top_token_ids, "<u4"), (top_logprobs, "<f4")
+    def extend_encoded(self, values: bytes, num_tokens: int, num_known: int = 0) -> None:
+        """Adds those of further tokens: the rows of `encode_rows`, of so many tokens, without the first `num_known`."""
+        rows = np.frombuffer(values, "<u4").reshape(num_tokens, -1)[num_known:]
+        start, num_rows, num_top = len(self._top_logprobs), len(rows), (rows.shape[1] - 2) // 2
+        ends = start + num_top * np.arange(1, num_rows + 1, dtype="<u4")
+        columns = rows[:, 0], rows[:, 1], ends, rows[:, 2 : 2 + num_top], rows[:, 2 + num_top :]
         arrays = (self.own, self._ranks, self._ends, self._top_token_ids, self._top_logprobs)
-        for target, (values, dtype) in zip(arrays, columns, strict=True):
-            target.frombytes(values.astype(dtype).tobytes())
+        for target, column in zip(arrays, columns, strict=True):
+            target.frombytes(column.tobytes())
 
     def extend(self, rows: LogprobRows) -> None:
         """Adds those of further tokens."""

@@ -239,16 +239,18 @@ class SequenceEnd(_message.Message):
     def __init__(self, seq_id: _Optional[int] = ..., reason: _Optional[_Union[SequenceEnd.Reason, str]] = ..., status_code: _Optional[int] = ..., message: _Optional[str] = ..., param: _Optional[str] = ..., answers: _Optional[_Iterable[_Union[BeamAnswer, _Mapping]]] = ...) -> None: ...
 
 class BeamAnswer(_message.Message):
-    __slots__ = ("token_ids", "logprobs", "score", "reason")
+    __slots__ = ("token_ids", "logprobs", "logprob_rows", "score", "reason")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_ROWS_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_sampling_pb2.TokenLogprobs]
+    logprob_rows: bytes
     score: float
     reason: SequenceEnd.Reason
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_sampling_pb2.TokenLogprobs, _Mapping]]] = ..., score: _Optional[float] = ..., reason: _Optional[_Union[SequenceEnd.Reason, str]] = ...) -> None: ...
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_sampling_pb2.TokenLogprobs, _Mapping]]] = ..., logprob_rows: _Optional[bytes] = ..., score: _Optional[float] = ..., reason: _Optional[_Union[SequenceEnd.Reason, str]] = ...) -> None: ...
 
 class GetInfoRequest(_message.Message):
     __slots__ = ("wait_ms", "example")

@@ -29,10 +29,14 @@ class ClientQueue(Generic[T]):
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def put(self, client: Client, item: T) -> None:
-        """Adds an item at the end of its client's."""
+    def put(self, client: Client, item: T, *, is_first: bool = False) -> None:
+        """Adds an item at the end of its client's, or before them."""
         tenant, address = client
-        self._waiting.setdefault(tenant, {}).setdefault(address, deque()).append(item)
+        items = self._waiting.setdefault(tenant, {}).setdefault(address, deque())
+        if is_first:
+            items.appendleft(item)
+        else:
+            items.append(item)
 
     def take(self) -> T:
         """Takes out the one whose turn it is. Its client, and its tenant, go to the end."""
@@ -64,14 +68,17 @@ class ClientTurns:
         return self._num_free > 0
 
     @contextlib.asynccontextmanager
-    async def turn(self, client: Client) -> AsyncIterator[None]:
-        """Waits for a turn of this client, which lasts as long as the context. Raises `CapacityError`."""
+    async def turn(self, client: Client, *, goes_on: bool = False) -> AsyncIterator[None]:
+        """Waits for a turn of this client, which lasts as long as the context. Raises `CapacityError`.
+
+        `goes_on`: before others of this client, because it has had a turn already.
+        """
         if self._num_free:
             self._num_free -= 1
         else:
             try:
                 async with asyncio.timeout(self._max_wait_s):
-                    await self._wait(client)
+                    await self._wait(client, goes_on)
             except TimeoutError:
                 raise CapacityError(f"{self._what} has waited {self._max_wait_s:g} s for its turn, the limit") from None
         try:
@@ -79,9 +86,9 @@ class ClientTurns:
         finally:
             self._pass_on()
 
-    async def _wait(self, client: Client) -> None:
+    async def _wait(self, client: Client, goes_on: bool) -> None:
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.put(client, place)
+        self._waiting.put(client, place, is_first=goes_on)
         try:
             await place
         except asyncio.CancelledError:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from services.common.errors import InvalidRequest
 from services.common.token_logprobs import LogprobRows
 from services.gateway.features.report import AnswerMessage, Report, Reporter, ReportRecord
@@ -26,10 +24,7 @@ class _Record(ReportRecord):
     def keep(self, start: int, num_tokens: int, values: bytes) -> bool:
         num_known = self.num_reported - start
         if 0 <= num_known < num_tokens:  # else those before them are still to come again, or all are known
-            rows = np.frombuffer(values, "<u4").reshape(num_tokens, -1)[num_known:]
-            num_others = (rows.shape[1] - 2) // 2  # most likely and named tokens of each
-            ids, logprobs = rows[:, 2 : 2 + num_others], rows[:, 2 + num_others :]
-            self._rows.extend_columns(rows[:, 0].view("<f4"), rows[:, 1], ids, logprobs.view("<f4"))
+            self._rows.extend_encoded(values, num_tokens, num_known)
         return False
 
     def take(self, reporter: Reporter, num_tokens: int, is_last: bool) -> LogprobRows | None:

@@ -127,8 +127,8 @@ def _keep_answers(entry: JournalEntry, answers: Sequence[dense_pb2.BeamAnswer], 
     """Gives each answer of a beam search to its entry."""
     for each, answer in zip((entry, *entry.followers), answers, strict=True):
         each.beam_score = answer.score
-        for logprobs in answer.logprobs:
-            each.logprobs.append(logprobs)
+        if answer.logprob_rows:
+            each.logprobs.extend_encoded(answer.logprob_rows, len(answer.token_ids))
         for token_id in answer.token_ids:
             each.append(token_id, now)
         each.finish(FINISH_REASONS[answer.reason])

@@ -100,9 +100,13 @@ class HeavyWork:
         """All bytes of `pieces`, made in turns."""
         return b"".join([each async for each in self.pieces(pieces)])
 
-    async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        """The result of a function that releases the interpreter lock, or gives it up after a millisecond or two."""
-        async with self._thread_turns.turn(_client.get()):
+    async def in_thread(self, function: Callable[..., T], *arguments: Any, goes_on: bool = False) -> T:
+        """The result of a function that releases the interpreter lock, or gives it up after a millisecond or two.
+
+        `goes_on`: it is the last such part of a request, which then gives back memory that others of its client may
+        wait for. So it comes before theirs.
+        """
+        async with self._thread_turns.turn(_client.get(), goes_on=goes_on):
             return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     def close(self) -> None:

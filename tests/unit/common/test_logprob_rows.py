@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from services.common.token_logprobs import LogprobRows, TokenLogprobs, decode_logprobs
+from services.common.token_logprobs import LogprobRows, TokenLogprobs, decode_logprobs, encode_rows
 from services.pb import sampling_pb2
 
 
@@ -58,3 +58,15 @@ def test_a_value_takes_about_ten_bytes() -> None:
 def test_values_are_32_bit_floats() -> None:
     [row] = rows_of([sampling_pb2.TokenLogprobs(logprob=-0.1)])
     assert row == TokenLogprobs(float(np.float32(-0.1)), (), None)
+
+
+@pytest.mark.parametrize("num_top", [0, 3])
+@pytest.mark.parametrize("num_known", [0, 2, 5])
+def test_encoded_rows_are_those_of_the_messages(num_top: int, num_known: int) -> None:
+    """Also behind other rows, which may have another number of likely tokens."""
+    messages = [message(i, num_top) for i in range(5)]
+    encoded = encode_rows([decode_logprobs(each) for each in messages])
+    rows = rows_of(MESSAGES)
+    rows.extend_encoded(encoded, 5, num_known)
+    assert list(rows) == list(rows_of([*MESSAGES, *messages[num_known:]]))
+    assert encode_rows([]) == b""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.common.token_logprobs import encode_logprobs
+from services.common.token_logprobs import encode_logprobs, encode_rows
 from services.dense_worker.features.beams.search import Hypothesis, SearchStep
 from services.pb import dense_pb2
 
@@ -55,7 +55,7 @@ class AnswersReport:
         message.ended[-1].answers.extend(
             dense_pb2.BeamAnswer(
                 token_ids=answer.token_ids,
-                logprobs=map(encode_logprobs, answer.logprobs) if self.has_logprobs else (),
+                logprob_rows=encode_rows(answer.logprobs) if self.has_logprobs else b"",
                 score=answer.score,
                 reason=dense_pb2.SequenceEnd.STOP if answer.is_stopped else dense_pb2.SequenceEnd.LENGTH,
             )

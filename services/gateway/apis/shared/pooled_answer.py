@@ -65,7 +65,7 @@ class PooledAnswer(Response):
             )
             heavy_work: HeavyWork = service.heavy_work
             if self._prepare is not None:
-                await heavy_work.in_thread(self._prepare, pooled)
+                await heavy_work.in_thread(self._prepare, pooled, goes_on=True)
             headers = self.headers_of(pooled)
             if sum(each.values.size for each in pooled) > MAX_INLINE_VALUES:
                 await send_pieces(send, heavy_work.pieces(self._write(pooled)), self.media_type, headers)

@@ -173,7 +173,7 @@ class Triton:
         outputs = []
         for column in columns:
             if column.num_joined_bytes > MAX_INLINE_BYTES:
-                outputs.append(await self.service.heavy_work.in_thread(answers.joined, column))
+                outputs.append(await self.service.heavy_work.in_thread(answers.joined, column, goes_on=True))
             else:
                 outputs.append(answers.joined(column))
         return outputs

@@ -46,7 +46,7 @@ async def preprocess(
     held.settle()
     settle_body()
     if is_large:
-        padded = await service.heavy_work.in_thread(_padded, token_ids, pad_ids)
+        padded = await service.heavy_work.in_thread(_padded, token_ids, pad_ids, goes_on=True)
     else:
         padded = _padded(token_ids, pad_ids)
     outputs = [

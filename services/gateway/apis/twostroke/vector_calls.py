@@ -52,7 +52,7 @@ class VectorCalls:
         pooled = await self._pool(inputs, request.options, context, "pairs", len(pairs))
         heavy_work = self._vectors.service.heavy_work
         is_heavy = self._vectors.pooling.has_each_token
-        scores = await heavy_work.in_thread(scores_of, pooled) if is_heavy else scores_of(pooled)
+        scores = await heavy_work.in_thread(scores_of, pooled, goes_on=True) if is_heavy else scores_of(pooled)
         return gateway_pb2.ScoreResponse(scores=scores, num_prompt_tokens=_count(pooled))
 
     async def _pool(

@@ -126,3 +126,25 @@ def test_long_work_is_made_in_slices_that_together_are_the_whole() -> None:
         work.close()
 
     asyncio.run(test())
+
+
+def test_the_last_part_of_a_request_comes_before_what_others_of_its_client_begin_with() -> None:
+    """Else memory of all of them is held until the last one has begun. Other clients keep their turns."""
+
+    async def test() -> None:
+        work, order = HeavyWork(), list[str]()
+
+        async def request(name: str, client: tuple[int, int]) -> None:
+            work_for(client)
+            await work.in_thread(order.append, f"{name} begins")
+            await work.in_thread(order.append, f"{name} ends", goes_on=True)
+
+        own = [request(name, (0, 1)) for name in "abcdef"]
+        await asyncio.gather(*own, request("other", (0, 2)))
+        assert len(order) == 14
+        for name, next_but_one in zip("abcd", "cdef", strict=True):
+            assert order.index(f"{name} ends") < order.index(f"{next_but_one} begins"), order
+        assert order.index("other begins") <= 2, order
+        work.close()
+
+    asyncio.run(test())
