@@ -9,6 +9,7 @@ from services.gateway.apis.shared.to_message import (
     add_echo,
     add_logit_bias,
     add_structured_output,
+    check_copied,
     messages_of,
     sampling_message,
 )
@@ -26,6 +27,7 @@ def generate_messages(
         key = id(params), body.adapter_of(index)
         if (common := made.get(key)) is None:
             common = made[key] = _common_message(body, params, key[1])
+            check_copied(common, len(body.prompts))
         [message] = messages_of(common, [prompt], body.name_of(index, request_id), limits.max_prompt_len)
         message.sampling.logprob_token_ids.extend(body.named_tokens(index))
         messages.append(message)
