@@ -53,7 +53,7 @@ class CachedSequence:
     generation: int  # of prefixes, when it was opened first
     token_ids: array[int]  # uint32; all known tokens; may be fewer than the computed ones
     digests: list[bytes]  # of its leading full blocks
-    spans: Sequence[PromptSpan] = ()  # of its prompt
+    spans: Sequence[PromptSpan]  # of its prompt
     is_orphan: bool = False  # its dense worker is gone, and nobody has opened it since
 
 

@@ -206,8 +206,8 @@ class CudaOperations:
         self,
         residual: Residual,
         activated: torch.Tensor | ActivatedExperts,
-        norm: Norm | None = None,
-        multiplier: float = 1.0,
+        norm: Norm | None,
+        multiplier: float,
     ) -> Residual:
         """In place in the residual, or as its delta."""
         if isinstance(activated, torch.Tensor):

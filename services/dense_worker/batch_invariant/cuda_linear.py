@@ -35,7 +35,7 @@ class BatchInvariantLinear:
     compiled_rows = ROW_BUCKETS  # numbers of rows that together have all kernels
 
     def __init__(
-        self, launcher: KernelLauncher, device: torch.device, dtype: torch.dtype, lora: CudaLora | None = None
+        self, launcher: KernelLauncher, device: torch.device, dtype: torch.dtype, lora: CudaLora | None
     ) -> None:
         self.choice = LinearChoice()  # of nothing
         self._launcher, self._dtype, self._lora = launcher, dtype, lora

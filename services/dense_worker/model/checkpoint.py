@@ -23,7 +23,7 @@ class MatrixRows:
 
     matrix: int
     rows: slice  # with both ends given
-    is_transposed: bool = False  # in the file
+    is_transposed: bool  # in the file
 
     def shape_in(self, stack: tuple[int, ...]) -> tuple[int, int]:
         """Their shape in a stack of the given shape."""

@@ -49,12 +49,12 @@ class Embedding:
     """Looks up a row of the table for each token. Some families multiply it, add positions or normalise it."""
 
     table: Parameter | None  # [vocab, embedding_size]; None: only `of_rows` is called
-    multiplier: float = 1.0
-    positions: LearnedPositions | None = None
-    norm: Norm | None = None
-    is_multiplier_of_table: bool = False  # vectors that are given in place of rows are not multiplied
-    layer_inputs: LayerInputs | None = None
-    projection: Linear | None = None  # [embedding_size -> hidden]; None: the sizes are equal
+    multiplier: float
+    positions: LearnedPositions | None
+    norm: Norm | None
+    is_multiplier_of_table: bool  # vectors that are given in place of rows are not multiplied
+    layer_inputs: LayerInputs | None
+    projection: Linear | None  # [embedding_size -> hidden]; None: the sizes are equal
 
     def forward(
         self, operations: Operations, token_ids: torch.Tensor, input_embeds: GivenEmbeds | None = None

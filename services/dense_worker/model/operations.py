@@ -108,8 +108,8 @@ class Operations(Protocol):
         self,
         residual: Residual,
         activated: torch.Tensor | ActivatedExperts,
-        norm: Norm | None = None,
-        multiplier: float = 1.0,
+        norm: Norm | None,
+        multiplier: float,
     ) -> Residual:
         """Adds what `activate_experts` returned last, as `add` does."""
 

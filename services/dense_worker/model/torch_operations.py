@@ -98,8 +98,8 @@ class TorchOperations:
         self,
         residual: Residual,
         activated: torch.Tensor,
-        norm: Norm | None = None,
-        multiplier: float = 1.0,
+        norm: Norm | None,
+        multiplier: float,
     ) -> Residual:
         """A new tensor."""
         return self.add(residual, activated, norm, multiplier)

@@ -22,7 +22,7 @@ class ShardRunner:
     """Keeps no sequence: a plan says how many rows a step has, and the first rank gives their tokens."""
 
     def __init__(
-        self, backend: DenseBackend, operations: ShardOperations, num_layers: int, lora: LoraStore | None = None
+        self, backend: DenseBackend, operations: ShardOperations, num_layers: int, lora: LoraStore | None
     ) -> None:
         """`operations` and `lora`: those of the backend."""
         self._backend = backend

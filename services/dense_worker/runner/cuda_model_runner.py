@@ -340,7 +340,7 @@ class CudaModelRunner(ModelRunner):
         channel: Channel,
         num_rows: int,
         num_sampled: int,
-        input_embeds: GivenEmbeds | None = None,
+        input_embeds: GivenEmbeds | None,
         readers: SequenceOf[StepPart] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs all layers for `num_rows` tokens; returns logits [num_sampled, vocab_size] and the residual."""

@@ -52,8 +52,8 @@ class LayerWeights:
     up: Affine  # of a gated MLP: what is activated, then what it is multiplied by
     down: Affine
     mlp_norm: Norm
-    after_attention: Norm | None = None  # of what attention adds
-    after_mlp: Norm | None = None
+    after_attention: Norm | None  # of what attention adds
+    after_mlp: Norm | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class TextEncoder:
     first_norm: Norm | None  # of what the first layer reads; None: it reads the residual itself
     layers: tuple[LayerWeights, ...]
     distance_bias: torch.Tensor | None  # [num_heads, 2 max_input_tokens - 1], see `attend`
-    head: tuple[HeadLayer, ...] = ()  # of a classifier, or dense layers after pooling
+    head: tuple[HeadLayer, ...]  # of a classifier, or dense layers after pooling
     token_heads: Mapping[TokenHead, HeadLayer] = field(default_factory=dict)
 
     @property

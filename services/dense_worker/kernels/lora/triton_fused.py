@@ -73,10 +73,10 @@ def fused_linear(
     index: int,  # of the product in its step
     rows_product: RowsProduct,  # with deltas
     *,
-    activation: MlpActivation | None = None,  # of the product
-    residual: torch.Tensor | None = None,  # [n, out_features], strides of `out`: add it; may be `out`
-    norm: SplitNorm | None = None,  # before the product, as in `skinny_linear`
-    norm_after: SplitNorm | None = None,  # of `out`
+    activation: MlpActivation | None,  # of the product
+    residual: torch.Tensor | None,  # [n, out_features], strides of `out`: add it; may be `out`
+    norm: SplitNorm | None,  # before the product, as in `skinny_linear`
+    norm_after: SplitNorm | None,  # of `out`
 ) -> None:
     """Writes activation(x (W + B A)^T + bias) to `out`, A and B being those of each row. Then adds `residual`."""
     is_gated = activation is not None and activation.is_gated
