@@ -465,7 +465,8 @@ class Config(Section):
         if len({file is None for file in (peers.tls_certificate, peers.tls_key, peers.tls_ca)}) > 1:
             raise ValueError("peers.tls_certificate, peers.tls_key and peers.tls_ca belong together")
         if (self.gateway.lora_modules or self.gateway.lora_directory) and not self.dense.max_loras:
-            raise ValueError("gateway.lora_modules and gateway.lora_directory need dense.max_loras of at least 1")
+            needed = "need dense.max_loras of at least 1 (--enable-lora)"
+            raise ValueError(f"gateway.lora_modules and gateway.lora_directory {needed}")
         if self.gateway.enable_prompt_embeds and self.dense.backend == "tensorrt":
             raise ValueError("gateway.enable_prompt_embeds: TensorRT takes no embeddings: set dense.backend to torch")
         if self.gateway.store_responses and self.launch.gateway_processes not in (1, "auto"):

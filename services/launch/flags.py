@@ -42,6 +42,7 @@ class Flag:
 
 
 _TOOL_PARSERS = ("auto", "none", "harmony", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder")
+_BASE_MODEL = "base_model_name"  # a key of vLLM's --lora-modules, without effect
 _REASONING_PARSERS = ("auto", "none", "deepseek_r1", "harmony", "qwen3")
 
 
@@ -386,7 +387,7 @@ def _word_of(values: Mapping[str, object], about: str) -> Callable[[str], object
 
 
 def _read_module(text: str) -> str:
-    """`NAME=DIRECTORY`, also of the JSON that vLLM takes."""
+    """`NAME=DIRECTORY`, also of the JSON that vLLM takes. The base model of an adapter is always the served one."""
     if not text.startswith("{"):
         return text
     try:
@@ -394,8 +395,9 @@ def _read_module(text: str) -> str:
     except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"--lora-modules {quote(text)} is not JSON: {error}") from error
     for key, value in module.items():
-        if key not in ("name", "path") or not isinstance(value, str):
+        if key not in ("name", "path", _BASE_MODEL) or not isinstance(value, str):
             raise ConfigError(f"--lora-modules has {key} {show(value)}; supported are the strings name and path")
+    module.pop(_BASE_MODEL, None)
     if set(module) != {"name", "path"}:
         raise ConfigError(f"--lora-modules {quote(text)} needs name and path")
     return f"{module['name']}={module['path']}"

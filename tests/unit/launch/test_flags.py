@@ -44,7 +44,7 @@ MEANINGS = {
     ("--reasoning-parser", "deepseek_r1"): {"gateway.reasoning_parser": "deepseek_r1"},
     ("--enable-lora",): {"dense.max_loras": 1},
     ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "16"): {"dense.max_loras": 4, "dense.max_lora_rank": 16},
-    ("--enable-lora", "--lora-modules", "sql=/a", '{"name": "c", "path": "/b"}'): {
+    ("--enable-lora", "--lora-modules", "sql=/a", '{"name": "c", "path": "/b", "base_model_name": "m/x"}'): {
         "dense.max_loras": 2,
         "gateway.lora_modules": ("sql=/a", "c=/b"),
     },
@@ -131,7 +131,7 @@ def test_the_model_may_be_given_without_a_flag(
         (["--port", "1", "--set", "gateway.http_address=unix:/a"], 1, "where gateway.http_address is unix:/a"),
         (["--port", "65536"], 1, "65536"),
         (["--max-loras", "2"], 1, "--max-loras 2 needs --enable-lora"),
-        (["--lora-modules", "a=/b"], 1, "need dense.max_loras"),
+        (["--lora-modules", "a=/b"], 1, "need dense.max_loras of at least 1 (--enable-lora)"),
         (["--lora-modules", '{"name": "a"}'], 1, "needs name and path"),
         (["--lora-modules", '{"name": "a", "path": "/b", "rank": 3}'], 1, "has rank 3"),
         (["--lora-modules", '{"name": '], 1, "is not JSON"),
@@ -164,7 +164,7 @@ def test_a_short_key_is_refused_with_the_name_of_its_flag_and_not_quoted(capsys:
     assert "--api-key: a key has at least 16 characters, and one has 6" in error and "sekret" not in error
 
 
-@pytest.mark.parametrize("text", ["x", json.dumps({"name": "x", "path": "/y", "base_model_name": "z"})])
+@pytest.mark.parametrize("text", ["x", json.dumps({"name": "x", "path": "/y", "revision": "z"})])
 def test_a_module_in_another_form_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse_args(["--enable-lora", "--lora-modules", text])

@@ -133,7 +133,9 @@ class ResponsesRequest(IgnoredFields):
     )
     user: User = None
     metadata: Annotated[dict[str, str] | None, at_most(MAX_METADATA)] = Field(None, description="The answer repeats it")
-    cache_salt: str | None = Field(None, description="Only requests with the same salt share prompt prefixes")
+    cache_salt: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="Only requests with the same salt share prompt prefixes"
+    )
     priority: Priority = None
     access_programs: Any = Field(None, description=IGNORED)
     max_tool_calls: Int64 | None = Field(None, description=f"{IGNORED}: it limits tools that the server itself runs")

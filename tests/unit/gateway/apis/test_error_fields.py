@@ -61,7 +61,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (CHATS, {"tool_choice": "required"}, "tool_choice"),
     (CHATS, function(parameters=5), "tools[0].function.parameters"),
     (COMPLETIONS, {"prompt": ""}, "prompt"),
-    *((path, {"cache_salt": ""}, "cache_salt") for path in (CHATS, COMPLETIONS)),
+    *((path, {"cache_salt": ""}, "cache_salt") for path in (CHATS, COMPLETIONS, RESPONSES)),
     (COMPLETIONS, {"prompt": [5, 10**8]}, "prompt"),
     (COMPLETIONS, {"logprobs": 1000}, "logprobs"),
     (RESPONSES, {"max_output_tokens": 9000, "truncation": "auto"}, "max_output_tokens"),
