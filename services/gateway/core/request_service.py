@@ -376,19 +376,13 @@ class RequestService:
 
     def count_requests(self, count: int, caller: Caller) -> None:
         """Counts requests towards the caller's limit. Raises `RateLimited`."""
-        try:
+        with self.metrics.noting_rejection():
             caller.usage.count_requests(count)
-        except TwostrokeError as error:
-            self.metrics.on_rejected(error)
-            raise
 
     def count_answers(self, count: int, caller: Caller) -> None:
         """Counts answers that are under way, until `caller.usage.close_answers`. Raises `RateLimited`."""
-        try:
+        with self.metrics.noting_rejection():
             caller.usage.add_answers(count)
-        except TwostrokeError as error:
-            self.metrics.on_rejected(error)
-            raise
 
     def _counts(self) -> GatewayCounts:
         return GatewayCounts(
@@ -397,4 +391,3 @@ class RequestService:
             num_resubmitted=self._dense.num_resubmitted,
             is_connected=self._dense.is_connected,
         )
-

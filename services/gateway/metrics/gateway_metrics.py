@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -141,6 +142,15 @@ class GatewayMetrics:
     def on_rejected(self, error: TwostrokeError) -> None:
         """Called when a request is refused."""
         self._rejected.labels(error.code).inc()
+
+    @contextmanager
+    def noting_rejection(self) -> Iterator[None]:
+        """A context that refuses a request if it raises a `TwostrokeError`."""
+        try:
+            yield
+        except TwostrokeError as error:
+            self.on_rejected(error)
+            raise
 
 
 class _GapHistogram(Collector):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from services.common.errors import AbortedByCaller, InvalidRequest, TwostrokeError
+from services.common.errors import AbortedByCaller, InvalidRequest
 from services.common.fairness.client_turns import ClientTurns
 from services.common.pooling.pooling_config import PoolingConfig, TokenHead
 from services.common.sampling_params import MAX_PRIORITY
@@ -178,7 +178,7 @@ class Vectors:
         the first input that fails, and cancels the others then.
         """
         service = self.service
-        try:
+        with service.metrics.noting_rejection():
             if options.max_tokens is not None and options.max_tokens > service.model.max_model_len:
                 raise InvalidRequest(
                     f"truncate_prompt_tokens is {options.max_tokens}, max_model_len is "
@@ -194,9 +194,6 @@ class Vectors:
             await held.reserve(num_bytes, "vectors", field, "send fewer inputs")
             held.settle()
             caller.usage.open_request()
-        except TwostrokeError as error:
-            service.metrics.on_rejected(error)
-            raise
         results: list[PooledInput | None] = [None] * len(inputs)
         waiting, starting = iter(enumerate(inputs)), asyncio.Lock()
         num_readers, turns = min(len(inputs), MAX_AT_ONCE), self._turns

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 
-from services.common.errors import InvalidRequest, TwostrokeError
+from services.common.config import GatewaySection
+from services.common.errors import InvalidRequest
 from services.gateway.access.access import Caller
 from services.gateway.core.chunks import Chunk, Completion, Prompt
 from services.gateway.core.generation import Generation
@@ -72,38 +73,41 @@ class Generations:
 
         `in_one_message`: see `Part`.
         """
-        num_answers = sum(map(num_answers_of, messages))
-        section = service.section
-        names_another_limit = len(messages) == 1 and section.max_n <= section.max_answers  # when the prompt is read
-        in_batch = len(messages) > 1  # it can also be aborted while none of it is read
+        with service.metrics.noting_rejection():
+            _check_num_answers(messages, service.section)
+            caller.usage.check_prompts(len(messages), sum(map(num_answers_of, messages)))
+        if len(messages) > 1:
+            await self._start_batch(service, messages, caller, in_one_message)
+            return
+        [message] = messages
+        self.running.append(await service.start(message, caller, Part(in_one_message=in_one_message)))
+        await asyncio.sleep(0)  # it goes on its way to the dense worker
+
+    async def _start_batch(
+        self,
+        service: RequestService,
+        messages: Sequence[gateway_pb2.GenerateRequest],
+        caller: Caller,
+        in_one_message: bool,
+    ) -> None:
+        """Starts several generations, which can be aborted together while none of them is read."""
+        num_logprobs = 0
         with ExitStack() as stack:
-            try:
-                if num_answers > section.max_answers and not names_another_limit:
-                    field = "best_of" if messages[0].best_of >= messages[0].n else "n"
-                    what = f"{field} is {num_answers}"
-                    if in_batch:
-                        what = f"{len(messages)} prompts with n or best_of make {num_answers} answers"
-                    raise InvalidRequest(f"{what}, gateway.max_answers is {section.max_answers}", field)
-                caller.usage.check_prompts(len(messages), num_answers)
-                give_up_room = stack.enter_context(service.room(messages, caller)) if in_batch else None
-            except TwostrokeError as error:
-                service.metrics.on_rejected(error)
-                raise
-            num_logprobs = 0
-            async with service.reading(messages, caller) if in_batch else nullcontext(()) as aborted:
+            with service.metrics.noting_rejection():
+                give_up_room = stack.enter_context(service.room(messages, caller))
+            async with service.reading(messages, caller) as aborted:
                 for prompt_index, message in enumerate(messages):
                     if prompt_index:  # starting the answers to one prompt may take milliseconds
                         await self._heavy_work.beginning()
-                    name = f"prompt[{prompt_index}]" if in_batch else "prompt"
-                    part = Part(name, num_logprobs, is_being_read=in_batch, in_one_message=in_one_message)
-                    if give_up_room is not None:
-                        give_up_room(num_answers_of(message))  # its start takes it before anybody else can
+                    give_up_room(num_answers_of(message))  # its start takes it before anybody else can
+                    name = f"prompt[{prompt_index}]"
+                    part = Part(name, num_logprobs, is_being_read=True, in_one_message=in_one_message)
                     generation = await service.start(message, caller, part)
                     self.running.append(generation)
                     if message.request_id in aborted:  # alone, before it was started
                         generation.abort()
                     num_logprobs += generation.request.max_num_logprobs
-                    await asyncio.sleep(0)  # it goes on its way to the dense worker
+                    await asyncio.sleep(0)
 
     async def next_chunk(self) -> tuple[int, Chunk] | None:
         """The index of a prompt and the next chunk of its answers; None when all have ended.
@@ -179,3 +183,15 @@ class Generations:
         generation = self.running[prompt_index]
         if not generation.is_finished:
             self._readers[asyncio.ensure_future(generation.next_chunk())] = prompt_index
+
+
+def _check_num_answers(messages: Sequence[gateway_pb2.GenerateRequest], section: GatewaySection) -> None:
+    """Raises `InvalidRequest` for too many answers. Of one prompt, where it is read if `max_n` allows no more."""
+    num_answers = sum(map(num_answers_of, messages))
+    if num_answers <= section.max_answers or (len(messages) == 1 and section.max_n <= section.max_answers):
+        return
+    field = "best_of" if messages[0].best_of >= messages[0].n else "n"
+    what = f"{field} is {num_answers}"
+    if len(messages) > 1:
+        what = f"{len(messages)} prompts with n or best_of make {num_answers} answers"
+    raise InvalidRequest(f"{what}, gateway.max_answers is {section.max_answers}", field)

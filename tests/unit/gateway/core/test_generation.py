@@ -473,6 +473,7 @@ def test_the_further_prompts_of_requests_are_started_in_one_iteration_of_the_loo
 
         section = GatewaySection(max_answers=100)
         service = Mock(heavy_work=work, section=section, reading=lambda *_: nullcontext(set()), start=start)
+        service.metrics.noting_rejection = nullcontext
         service.room = lambda *_: nullcontext(lambda _: None)
         requests = [asyncio.ensure_future(Generations(work).start(service, messages, Mock())) for _ in range(4)]
         while not all(each.done() for each in requests):
