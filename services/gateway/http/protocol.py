@@ -129,13 +129,14 @@ class BoundedProtocol(HttpToolsProtocol):
         """
         most, num_others = self.section.max_connections, len(self.connections) - 1
         if num_others >= most:
-            return f"there are {most} connections, the limit"
+            return f"there are {most} connections, the limit (gateway.max_connections)"
         if self._peer is None:
             return None
         num_own = self.num_of[self._peer]
         if may_wait(most, num_others, num_own, 1):
             return None
-        return refusal(f"{num_own} of {num_others} connections", 1, most)
+        held = f"{num_own} of {num_others} connections (gateway.max_connections)"
+        return f"{refusal(held, 1, most)}; a proxy with many clients belongs into gateway.trusted_proxies"
 
     def data_received(self, data: bytes) -> None:
         if self._rest:  # the next iteration of the event loop goes on with it

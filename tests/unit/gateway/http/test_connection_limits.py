@@ -39,9 +39,10 @@ def test_the_last_eighth_of_connections_is_kept_for_clients_with_few(
             refused = await ask("127.0.0.1")
             assert refused.startswith(b"HTTP/1.1 503 ") and b"too_many_connections" in refused
             if not proxies:
-                assert b"this client has 56 of 56 connections; with 1 more it would use the last 1/8" in refused
+                assert b"this client has 56 of 56 connections (gateway.max_connections); with 1 more" in refused
+                assert b"a proxy with many clients belongs into gateway.trusted_proxies" in refused
             other = await ask("127.0.0.2")
-            assert (b"there are 64 connections, the limit" in other) == bool(proxies)
+            assert (b"there are 64 connections, the limit (gateway.max_connections)" in other) == bool(proxies)
             for _, writer in idle:
                 writer.close()
             while b"too_many_connections" in await ask("127.0.0.1"):
