@@ -93,7 +93,7 @@ class CudaLinear:
     ) -> bool:
         """Whether `multiply` computes the activation of the product."""
         if kernel is LinearKernel.CUBLAS:
-            return not self.adds_deltas and activation.is_gated and self._gated.can_multiply(linear, num_rows)
+            return not self.adds_deltas and self._gated.can_multiply(linear, num_rows, activation)
         return kernel is LinearKernel.STREAMED and (not self.adds_deltas or self._fuses_deltas(linear, num_rows))
 
     def adds_residual(self, kernel: LinearKernel, linear: Linear, num_rows: int) -> bool:
