@@ -278,12 +278,16 @@ class Service:
         await self._opened.aclose()
 
 
-async def serve(make_service: Callable[[], Service], on_started: Callable[[], None] = lambda: None) -> None:
+AnyService = TypeVar("AnyService", bound=Service)
+
+
+async def serve(make_service: Callable[[], AnyService], on_started: Callable[[AnyService], None] | None = None) -> None:
     """Makes, starts, runs and stops a service. Raises the error that ended it, its constructor's too."""
     service = make_service()
     try:
         await service.start()
-        on_started()
+        if on_started is not None:
+            on_started(service)
         await service.run()
     finally:
         await uninterrupted(service.stop())  # signals that come again change nothing
