@@ -30,22 +30,19 @@ PYTEST := $(RUN) -m pytest --hypothesis-profile=quick
 # Up to three that fail run again alone at the end; `make test QUEUE="--processes=5 --no-second-chance"` finds those that
 # sometimes fail.
 QUEUE := --processes=5
+# These measure how long others wait during an attack: two processes, whose servers run on a core each, run them at last.
+ALONE := --alone=tests/integration/hostile/delays
 # In a new clone all of these processes would compile the same modules at the same time.
 COMPILE := $(RUN) -m compileall -q --workers=0 services bench tests/support
-# These measure how long others wait during an attack: two processes of tests, whose servers run on a core each.
-ALONE := tests/integration/hostile/delays
-LANES := --processes=2
 
 test: setup
 	$(RUN) -m ruff check .
 	$(COMPILE)
-	$(PYTEST) $(QUEUE) $(ALONE:%=--ignore=%) tests
-	$(PYTEST) $(LANES) $(ALONE)
+	$(PYTEST) $(QUEUE) $(ALONE) tests
 
 # What `make test` leaves out, because shorter tests beside these show most of it; continuous integration runs both.
 test-long: setup
-	$(PYTEST) $(QUEUE) $(ALONE:%=--ignore=%) --only-long tests
-	$(PYTEST) $(LANES) --only-long $(ALONE)
+	$(PYTEST) $(QUEUE) $(ALONE) --only-long tests
 
 # For daily work: no clusters, and no files of tests that took longer than so many seconds beside others.
 FAST_FILE_S := 5
@@ -56,7 +53,7 @@ test-fast: setup
 
 # How long each file takes, by which `make test` orders its queue.
 durations: setup
-	$(PYTEST) $(QUEUE) $(ALONE:%=--ignore=%) tests --no-second-chance --save-durations=tests/durations.json
+	$(PYTEST) $(QUEUE) $(ALONE) tests --no-second-chance --save-durations=tests/durations.json
 
 # Installs the clients of other projects that docs/clients.md lists into .clients, and tests them against a cluster.
 clients: setup

@@ -43,7 +43,8 @@ _seconds = Counter[str]()  # of this run, by file
 def pytest_configure(config: pytest.Config) -> None:
     if num_processes := config.getoption("--processes"):
         max_second_chances = 0 if config.getoption("--no-second-chance") else MAX_SECOND_CHANCES
-        config.pluginmanager.register(FileQueue(num_processes, max_second_chances))
+        alone = config.getoption("--alone")
+        config.pluginmanager.register(FileQueue(num_processes, max_second_chances, alone and config.rootpath / alone))
         if not sys.dont_write_bytecode:
             config.pluginmanager.register(RewritingProcess(Path(__file__).parent.rglob("test_*.py"), config))
 
@@ -140,6 +141,7 @@ def pytest_runtest_setup() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--processes", type=int, metavar="N", help="so many processes take files of tests from one queue")
+    parser.addoption("--alone", metavar="PATH", help="with --processes: tests that run after all others")
     parser.addoption(
         "--no-second-chance", action="store_true", help="with --processes: no test that failed runs again alone"
     )

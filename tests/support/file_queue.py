@@ -17,6 +17,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +27,7 @@ from _pytest._io import TerminalWriter
 from tests.support.second_chance import MAX_SECOND_CHANCES, HeldFailures
 from tests.support.warm_process import end_process
 
+NUM_ALONE = 2  # processes: each has a core for its servers
 Tests = deque[int]  # what is left of a file: indices in `session.items`
 Forked = tuple[Connection, int]  # what a forked process needs: its end of a pipe, and its number
 Location = tuple[str, int | None, str]  # as hooks of pytest have it
@@ -34,8 +36,11 @@ Location = tuple[str, int | None, str]  # as hooks of pytest have it
 class FileQueue:
     """The plugin of the process that collects and reports."""
 
-    def __init__(self, num_processes: int, max_second_chances: int = MAX_SECOND_CHANCES) -> None:
-        self._num_processes, self._max_second_chances = num_processes, max_second_chances
+    def __init__(
+        self, num_processes: int, max_second_chances: int = MAX_SECOND_CHANCES, alone: Path | None = None
+    ) -> None:
+        """`alone`: tests below this path run after all others, in NUM_ALONE processes."""
+        self._num_processes, self._max_second_chances, self._alone = num_processes, max_second_chances, alone
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -46,9 +51,14 @@ class FileQueue:
         # Who wants to stop at a failure wants it to count at once.
         held = HeldFailures(session, 0 if config.getoption("maxfail") else self._max_second_chances)
         config.pluginmanager.register(held)
-        by_file = itertools.groupby(range(len(session.items)), lambda index: session.items[index].path)
+        together, alone = deque[Tests](), deque[Tests]()
+        for path, tests in itertools.groupby(range(len(session.items)), lambda index: session.items[index].path):
+            is_alone = self._alone is not None and path.is_relative_to(self._alone)
+            (alone if is_alone else together).append(deque(tests))
         try:
-            forked = self._run(session, deque(deque(tests) for _, tests in by_file), self._num_processes, held.log)
+            forked = self._run(session, together, self._num_processes, held.log)
+            if not (forked or session.shouldfail or session.shouldstop):
+                forked = self._run(session, alone, min(self._num_processes, NUM_ALONE), held.log)
             if not (forked or session.shouldfail or session.shouldstop):
                 forked = self._run_again(session, held)
         except BaseException:

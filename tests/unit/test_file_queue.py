@@ -53,6 +53,18 @@ def test_one(once): pass
 def test_two(once): assert not Path("ends").exists()
 """
 
+ALONE = """
+from pathlib import Path
+
+def test_comes_last(): assert Path("first").exists()
+"""
+BESIDE = """
+import time
+from pathlib import Path
+
+def test_comes_first(): time.sleep(0.5); Path("first").touch()
+"""
+
 # All of it is well where a test runs alone, or for the second time.
 SOMETIMES = """
 import os, time
@@ -147,6 +159,11 @@ def test_fixtures_of_a_file_end_after_its_last_test(tmp_path: Path) -> None:
     assert "3 passed" in said and said.endswith("status 0"), said
     assert "terminate called" not in said
     assert (tmp_path / "ends").read_text() == "x"
+
+
+def test_tests_alone_come_after_all_others(tmp_path: Path) -> None:
+    said = run_pytest(tmp_path, ", 0, Path('test_alone.py').resolve()", alone=ALONE, beside=BESIDE)
+    assert "2 passed" in said and said.endswith("status 0"), said
 
 
 def test_a_thread_before_the_fork_is_an_error(tmp_path: Path) -> None:
