@@ -14,7 +14,7 @@ from fastapi.dependencies.models import Dependant
 from pydantic import ConfigDict, TypeAdapter
 
 from services.common.config import GatewaySection
-from services.gateway.apis.app import build_app
+from services.gateway.apis import app
 
 _TYPE_ADAPTERS: dict[tuple[object, str], TypeAdapter[Any]] = {}
 _ROUTE_STATES: dict[tuple[object, str], list[tuple[object, dict[str, Any]]]] = {}
@@ -32,7 +32,7 @@ def prepare_routes() -> None:
     """Finds it out now, for processes that are forked later."""
     parts = MagicMock()  # an application uses its parts only to answer requests
     parts.section = GatewaySection()
-    build_app(parts, parts, parts, parts, parts, parts, parts)
+    app.prepare_routes(app.build_app(parts, parts, parts, parts, parts, parts, parts))
 
 
 def _shared_type_adapter(annotated: Any, config: ConfigDict | None = None) -> TypeAdapter[Any]:
