@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from operator import itemgetter
 from typing import overload
 
 import numpy as np
 
 from services.pb import sampling_pb2
+
+_FIRST, _SECOND = itemgetter(0), itemgetter(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +42,20 @@ def decode_logprobs(message: sampling_pb2.TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(message.logprob, top, message.rank if message.HasField("rank") else None)
 
 
-def encode_rows(values: Sequence[TokenLogprobs]) -> bytes:
-    """Converts to the rows of `protos/prompt_logprobs.proto`. All have as many likely tokens."""
+def encode_rows(values: Sequence[TokenLogprobs], made: dict[int, bytes] | None = None) -> bytes:
+    """Converts to the rows of `protos/prompt_logprobs.proto`. All have as many likely tokens.
+
+    `made`: keeps the row of each value by its `id`, for sequences that have values in common and live as long.
+    """
+    made = {} if made is None else made
     num_top = len(values[0].top) if values else 0
-    rows = np.empty((len(values), 2 + 2 * num_top), "<u4")
-    floats = rows.view("<f4")
-    floats[:, 0] = [value.logprob for value in values]
-    rows[:, 1] = [value.rank or 0 for value in values]
-    pairs = chain.from_iterable(value.top for value in values)
-    top = np.fromiter(chain.from_iterable(pairs), np.float64, 2 * len(values) * num_top)
-    rows[:, 2 : 2 + num_top] = top[0::2].reshape(len(values), num_top)
-    floats[:, 2 + num_top :] = top[1::2].reshape(len(values), num_top)
-    return rows.tobytes()
+    pack, rows = struct.Struct(f"<fI{num_top}I{num_top}f").pack, []
+    for each in values:
+        row = made.get(id(each))
+        if row is None:
+            row = made[id(each)] = pack(each.logprob, each.rank or 0, *map(_FIRST, each.top), *map(_SECOND, each.top))
+        rows.append(row)
+    return b"".join(rows)
 
 
 class LogprobRows(Sequence[TokenLogprobs]):

@@ -70,3 +70,11 @@ def test_encoded_rows_are_those_of_the_messages(num_top: int, num_known: int) ->
     rows.extend_encoded(encoded, 5, num_known)
     assert list(rows) == list(rows_of([*MESSAGES, *messages[num_known:]]))
     assert encode_rows([]) == b""
+
+
+def test_rows_of_values_in_common_are_made_once() -> None:
+    values = [decode_logprobs(message(i, 3)) for i in range(6)]
+    made = dict[int, bytes]()
+    assert encode_rows(values[:4], made) == encode_rows(values[:4])
+    assert encode_rows([*values[:3], *values[4:]], made) == encode_rows([*values[:3], *values[4:]])
+    assert len(made) == 6

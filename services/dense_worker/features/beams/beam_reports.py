@@ -52,10 +52,11 @@ class AnswersReport:
 
     def add_to(self, message: dense_pb2.StepOutput) -> None:
         """Adds the answers to the last end of the message."""
+        made: dict[int, bytes] = {}  # the answers have most of their beginnings in common
         message.ended[-1].answers.extend(
             dense_pb2.BeamAnswer(
                 token_ids=answer.token_ids,
-                logprob_rows=encode_rows(answer.logprobs) if self.has_logprobs else b"",
+                logprob_rows=encode_rows(answer.logprobs, made) if self.has_logprobs else b"",
                 score=answer.score,
                 reason=dense_pb2.SequenceEnd.STOP if answer.is_stopped else dense_pb2.SequenceEnd.LENGTH,
             )
