@@ -643,11 +643,9 @@ template <int N> __device__ __forceinline__ void run(const Params& p) {
 #define KERNEL(n)                                                                                           \
     extern "C" __global__ void CLUSTERS __launch_bounds__(NUM_THREADS + 64 + NUM_SHRINKING, 1)              \
         rows_product_##n(const __grid_constant__ Params p) { run<n>(p); }
-#if !HAS_DELTAS
 KERNEL(8)
 KERNEL(16)
 KERNEL(24)
 KERNEL(32)
-#endif
 KERNEL(48)
 KERNEL(64)

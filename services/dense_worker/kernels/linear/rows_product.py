@@ -32,7 +32,6 @@ log = structlog.get_logger()
 
 _MIN_ROWS = 2
 _ROW_COUNTS = (8, 16, 24, 32, 48, ROW_BUCKETS[-1])  # of the kernels: steps of the tensor cores
-_ROW_COUNTS_WITH_DELTAS = (48, ROW_BUCKETS[-1])  # with fewer rows, `triton_fused` is faster
 _GROUP = 8  # features, which programs share out
 _GROUPS = range(6, 33)  # that a program or a cluster may have; more have no room in registers
 _GATED_GROUPS = range(6, 17)
@@ -189,8 +188,7 @@ class RowsProduct:
         from services.dense_worker.kernels.cuda_source import CudaKernel
 
         binary = self._compiled(shape)
-        counts = _ROW_COUNTS_WITH_DELTAS if self._has_deltas else _ROW_COUNTS
-        names = {count: f"rows_product_{count}" for count in counts}
+        names = {count: f"rows_product_{count}" for count in _ROW_COUNTS}
         num_threads = _NUM_THREADS + (_NUM_SHRINKING if self._has_deltas else 0)
         return {count: CudaKernel(binary, name, num_threads, self._shared_bytes) for count, name in names.items()}
 

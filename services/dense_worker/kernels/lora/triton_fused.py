@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.dense_worker.kernels.linear.activation import MlpActivation
-from services.dense_worker.kernels.linear.rows_product import RowsProduct
+from services.dense_worker.kernels.linear.rows_product import MAX_PROJECTIONS, RowsProduct
 from services.dense_worker.kernels.linear.triton_skinny import SkinnyTiles, choose_skinny_tiles
 from services.dense_worker.kernels.linear.triton_skinny_hopper import can_copy_ahead
 from services.dense_worker.kernels.linear.triton_tiles import (
@@ -28,7 +28,12 @@ from services.dense_worker.kernels.linear.triton_tiles import (
     sum_products,
     write_features,
 )
-from services.dense_worker.kernels.lora.triton_fused_hopper import HiddenWorkspace, SlotMemory, copied_ahead_linear
+from services.dense_worker.kernels.lora.triton_fused_hopper import (
+    HiddenWorkspace,
+    SlotMemory,
+    copied_ahead_linear,
+    row_deltas,
+)
 from services.dense_worker.kernels.lora.triton_lora import RANK_STEP
 from services.dense_worker.kernels.norm.split_norm import SplitNorm
 from services.dense_worker.kernels.norm.triton_split_norm import (
@@ -85,10 +90,15 @@ def fused_linear(
     num_projections, num_groups, num_slots, _, _ = slots.a.shape
     max_rank = num_groups * RANK_STEP
     assert num_projections == 2 or not is_gated, "the halves are two projections"
+    deltas = row_deltas(slots, row_slots, workspace.on_hopper, workspace.num_shrunk[index])
+    if len(slots.first_features) <= MAX_PROJECTIONS:
+        shape = rows_product.shape_of(x, weight, bias, out, activation, residual, norm, norm_after)
+        if shape is not None and deltas.num_tiles <= shape.num_programs:
+            rows_product.multiply(shape, x, weight, out, residual, norm, norm_after, deltas)
+            return
     if num_rows >= _COPIED_AHEAD_FROM and can_copy_ahead(launcher, x, weight):
         fused = {"activation": activation, "residual": residual, "norm": norm, "norm_after": norm_after}
-        of_launch = workspace.on_hopper, workspace.splits, workspace.num_shrunk[index], rows_product
-        copied_ahead_linear(launcher, x, weight, bias, out, slots, row_slots, *of_launch, **fused)
+        copied_ahead_linear(launcher, x, weight, bias, out, deltas, workspace.splits, **fused)
         return
     if norm_after is not None and launcher.is_hopper:  # products of other alignment have lower tiles, and so more
         norm_after.squares.zero_()

@@ -1,10 +1,10 @@
-"""`triton_fused` on Hopper: `rows_product`, which computes all of it, or else a kernel for x A^T, and
+"""`triton_fused` on Hopper, of weights that `rows_product` does not multiply: a kernel for x A^T, and
 `triton_skinny_hopper`, which multiplies it by B.
 
-Both of these start while the kernel before them still runs, the second beside the first, whose programs need little of
-an SM. The second copies its first weights meanwhile. It waits for the first one's signs, not for its end: that the
-kernel before has ended, so that x is complete, and, after its own product, for x A^T. It cannot wait in vain, because
-it is not started before all programs of the first one run.
+Both start while the kernel before them still runs, the second beside the first, whose programs need little of an SM.
+The second copies its first weights meanwhile. It waits for the first one's signs, not for its end: that the kernel
+before has ended, so that x is complete, and, after its own product, for x A^T. It cannot wait in vain, because it is
+not started before all programs of the first one run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.quantized.triton_codes import TRITON_TYPES
 from services.dense_worker.kernels.linear.row_deltas import RowDeltas
-from services.dense_worker.kernels.linear.rows_product import MAX_PROJECTIONS, RowsProduct
 from services.dense_worker.kernels.linear.triton_skinny import SM_BYTES, SkinnyTiles, choose_skinny_tiles
 from services.dense_worker.kernels.linear.triton_skinny_hopper import multiply_copied_ahead
 from services.dense_worker.kernels.linear.triton_tiles import BLOCK_OUT, MAX_ROWS, SplitWorkspace
@@ -67,18 +66,38 @@ def _shrink_grid(a: torch.Tensor, num_sms: int) -> tuple[int, int]:
     return num_tiles, triton.cdiv(num_blocks, triton.cdiv(num_blocks, num_splits))
 
 
+def row_deltas(
+    slots: SlotMemory,
+    row_slots: torch.Tensor,
+    workspace: HiddenWorkspace,
+    counters: torch.Tensor,  # int32 [2], zero
+) -> RowDeltas:
+    """What kernels need to add the deltas of a layer."""
+    num_projections, num_groups, num_slots, _, _ = slots.a.shape
+    return RowDeltas(
+        workspace.hidden[:num_projections],
+        slots.a,
+        slots.b.flatten(1),
+        num_slots * RANK_STEP,
+        num_projections * num_groups * num_slots,
+        slots.ranks,
+        slots.column_starts,
+        slots.first_features,
+        row_slots,
+        workspace.sums,
+        workspace.num_parts_done,
+        counters,
+    )
+
+
 def copied_ahead_linear(
     launcher: KernelLauncher,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    slots: SlotMemory,
-    row_slots: torch.Tensor,
-    workspace: HiddenWorkspace,
+    deltas: RowDeltas,
     splits: SplitWorkspace,
-    counters: torch.Tensor,  # int32 [2], zero
-    rows_product: RowsProduct,
     *,
     activation: MlpActivation | None,
     residual: torch.Tensor | None,
@@ -88,13 +107,6 @@ def copied_ahead_linear(
     """As `fused_linear`, for the rows and weights that it chooses."""
     num_rows, out_features = out.shape
     is_gated = activation is not None and activation.is_gated
-    shape = None
-    if len(slots.first_features) <= MAX_PROJECTIONS:
-        shape = rows_product.shape_of(x, weight, bias, out, activation, residual, norm, norm_after)
-    deltas = _row_deltas(slots, row_slots, workspace, counters)
-    if shape is not None and deltas.num_tiles <= shape.num_programs:
-        rows_product.multiply(shape, x, weight, out, residual, norm, norm_after, deltas)
-        return
     tiles = choose_tiles_beside(
         num_rows,
         out_features,
@@ -102,7 +114,7 @@ def copied_ahead_linear(
         launcher.num_sms,
         None if norm_after is None else num_squares(out_features),
     )
-    _shrink(launcher, x, slots, deltas, tiles.block_rows)
+    _shrink(launcher, x, deltas, tiles.block_rows)
     multiply_copied_ahead(
         launcher,
         x,
@@ -128,37 +140,17 @@ def copied_ahead_linear(
     )
 
 
-def _row_deltas(
-    slots: SlotMemory, row_slots: torch.Tensor, workspace: HiddenWorkspace, counters: torch.Tensor
-) -> RowDeltas:
-    num_projections, num_groups, num_slots, _, _ = slots.a.shape
-    return RowDeltas(
-        workspace.hidden[:num_projections],
-        slots.a,
-        slots.b.flatten(1),
-        num_slots * RANK_STEP,
-        num_projections * num_groups * num_slots,
-        slots.ranks,
-        slots.column_starts,
-        slots.first_features,
-        row_slots,
-        workspace.sums,
-        workspace.num_parts_done,
-        counters,
-    )
-
-
-def _shrink(launcher: KernelLauncher, x: torch.Tensor, slots: SlotMemory, deltas: RowDeltas, block_rows: int) -> None:
+def _shrink(launcher: KernelLauncher, x: torch.Tensor, deltas: RowDeltas, block_rows: int) -> None:
     """Launches the kernel for x A^T, for at most `block_rows` rows."""
-    num_projections, num_groups, num_slots, _, in_features = slots.a.shape
-    num_tiles, num_splits = _shrink_grid(slots.a, launcher.num_sms)
+    num_projections, num_groups, num_slots, _, in_features = deltas.a.shape
+    num_tiles, num_splits = _shrink_grid(deltas.a, launcher.num_sms)
     launcher(
         _shrink_kernel,
         (num_tiles, num_splits),
         deltas.hidden,
         x,
-        slots.a,
-        slots.ranks,
+        deltas.a,
+        deltas.ranks,
         deltas.row_slots,
         deltas.sums,
         deltas.num_parts_done,
