@@ -74,3 +74,6 @@ class LogitsEditor:
 
     def append(self, rows: EditedRows, token_ids: torch.Tensor) -> None:
         """Takes the tokens of the step's rows: int64 [r] on the device, unknown to the host."""
+
+    def forget(self, slot: int) -> None:
+        """The sequence in `slot`, which needs this editor, has ended: nothing large of it stays on the host."""

@@ -150,6 +150,9 @@ class Sampler:
         assert self._options[slot]["is_used"], f"slot {slot} is free"
         self._options[slot]["is_used"] = False
         self._named.pop(slot, None)
+        for editor, is_needed in self._needed:
+            if is_needed[slot]:
+                editor.forget(slot)
         self._note_needs(slot, [False] * len(self._editors))
 
     @torch.inference_mode()

@@ -62,6 +62,10 @@ class GrammarMask(LogitsEditor):
         if self._stages is not None:
             self._stages.note_read()
 
+    def forget(self, slot: int) -> None:
+        """Gives up the grammar: its lexer may have 25 MB, and counts who shares it."""
+        self._grammars[slot] = None
+
 
 def apply_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor, floor: float) -> None:
     """Sets logits without a bit to -inf, and others below `floor` to `floor`; in place.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -99,3 +100,21 @@ def test_the_form_wins_where_other_options_leave_none_of_its_tokens(
     ]
     found = sample_first(forms, params, [True] * 3, stop=(EOS, *digits), dtype=dtype)
     assert set(found) <= set(digits)
+
+
+def test_a_sequence_that_has_ended_leaves_no_grammar_behind(forms: Forms) -> None:
+    """Neither in a slot that stays free, nor in one that a sequence without a form gets."""
+    sampler = Sampler(2, VOCAB_SIZE, "cpu", (*EDITORS, GrammarMask))
+    left = []
+    for slot in range(2):
+        grammar = with_grammar(forms.matcher(DIGITS))
+        sampler.add(slot, SamplingParams(structured_output=DIGITS), [1], [], [], None, [grammar])
+        left.append(weakref.ref(grammar.matcher))
+        del grammar
+    sampler.remove(0)
+    assert left[0]() is None and left[1]() is not None
+    sampler.add(0, SamplingParams(logit_bias=((3, 1.0),)), [1], [], [])
+    sampler.remove(0)
+    sampler.remove(1)
+    sampler.add(1, SamplingParams(), [1], [], [])
+    assert left[1]() is None
