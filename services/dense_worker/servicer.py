@@ -30,7 +30,7 @@ from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.server import until_over
 from services.rpc.stream_socket import SocketOffer
 from services.rpc.watchdog import Watchdog
-from services.step.sequence_spec import decode_spec
+from services.step.sequence_spec import FEATURES_BY_FIELD, decode_spec
 
 log = structlog.get_logger()
 
@@ -54,7 +54,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         self._watchdog: Watchdog | None = None
         self._features: SequenceOf[Feature] = ()
         self._receivers: dict[str, Feature] = {}  # by the kind of their messages
-        self._known: set[str] = set()  # what a spec may ask for
+        self._known: set[str] = set()  # what a spec may ask for by messages
         self._info: dense_pb2.DenseInfo | None = None  # None: refuse gateways
         self._is_ready = asyncio.Event()  # set while there is an info
         self._streams = GatewayStreams(tracer)
@@ -64,7 +64,8 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         """Called when the model is loaded. features: those of the engine"""
         self._engine, self._watchdog, self._features = engine, watchdog, features
         self._receivers = {feature.message: feature for feature in features if feature.message}
-        self._known = {name for feature in features for name in (feature.name, *feature.further_names)}
+        names = {name for feature in features for name in (feature.name, *feature.further_names)}
+        self._known = names - FEATURES_BY_FIELD
 
     def set_info(self, info: dense_pb2.DenseInfo | None) -> None:
         """Makes the worker serve gateways, or with None refuse them as UNAVAILABLE."""

@@ -13,6 +13,9 @@ from services.lora.adapter import Adapter, decode_adapter, encode_adapter
 from services.pb import sequence_pb2
 from services.step.prompt_span import PromptSpan, decode_spans, encode_spans
 
+# Features that a spec asks for by a field of its own, or by an option: none of them reads a message in `features`.
+FEATURES_BY_FIELD = frozenset({"adapter", "prompt_embeds", "structured_output"})
+
 
 @dataclass(frozen=True, slots=True)
 class PromptEmbedsRef:

@@ -15,6 +15,7 @@ from services.common.errors import PeerError
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput
 from services.dense_worker.engine.step_report import DecodedTokens, StepOutputs, StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
+from services.dense_worker.features.adapters.adapter_feature import AdapterFeature
 from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.sequence_feature import SequenceFeature
 from services.dense_worker.metrics import DenseMetrics
@@ -172,6 +173,24 @@ def test_features_are_asked_only_of_sequences_that_ask_for_them() -> None:
         stream.send(unknown)
         [end] = (await stream.next).ended
         assert end.seq_id == 4 and "has no feature 'other'" in end.message
+        await stream.close()
+
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+
+
+def test_a_message_for_a_feature_that_reads_none_is_refused_and_its_stream_goes_on() -> None:
+    """As one for a feature that is not known: it is of a gateway of another version."""
+
+    async def run() -> None:
+        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), MAX_MESSAGE_BYTES)
+        servicer.set_engine(Mock(), Mock(), (AdapterFeature(0, None),))
+        servicer.set_info(dense_pb2.DenseInfo(vocab_size=50))
+        stream = Stream(servicer)
+        message = submit(4, [5, 6], 4)
+        message.spec.features["adapter"] = b""
+        stream.send(message)
+        [end] = (await stream.next).ended
+        assert end.seq_id == 4 and "has no feature 'adapter'" in end.message
         await stream.close()
 
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
