@@ -108,6 +108,7 @@ def _common_message(body: OllamaFields, request_id: str, names: ModelNames) -> g
 def _bring_into_range(fields: dict[str, Any]) -> None:
     """As Ollama does, instead of refusing them. A `top_p` of 0 leaves the most likely token."""
     fields["temperature"] = max(0.0, fields["temperature"])
+    fields["top_k"] = max(0, fields["top_k"])
     if fields["min_p"] is not None:
         fields["min_p"] = min(max(0.0, fields["min_p"]), 1.0)
     if fields["top_p"] <= 0:
