@@ -395,6 +395,8 @@ def _read_module(text: str) -> str:
     except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"--lora-modules {quote(text)} is not JSON: {error}") from error
     for key, value in module.items():
+        if key == _BASE_MODEL and value is None:
+            continue
         if key not in ("name", "path", _BASE_MODEL) or not isinstance(value, str):
             raise ConfigError(f"--lora-modules has {key} {show(value)}; supported are the strings name and path")
     module.pop(_BASE_MODEL, None)

@@ -48,6 +48,10 @@ MEANINGS = {
         "dense.max_loras": 2,
         "gateway.lora_modules": ("sql=/a", "c=/b"),
     },
+    ("--enable-lora", "--lora-modules", '{"name": "c", "path": "/b", "base_model_name": null}'): {
+        "dense.max_loras": 1,
+        "gateway.lora_modules": ("c=/b",),
+    },
     ("--language-model-only",): {"model.images": False},
     ("--limit-mm-per-prompt", '{"image": 4, "video": 0}'): {"gateway.max_images": 4},
     ("--allowed-media-domains", "a.org", "b.org"): {"gateway.image_hosts": ("a.org", "b.org")},
