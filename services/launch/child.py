@@ -224,9 +224,14 @@ class Child:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._process.wait, timeout_s)
 
     async def log_hang(self) -> None:
-        """Logs what the process is doing, if it still runs; within a few seconds."""
-        if self.pid is not None and self.is_running:
+        """Logs what the process is doing, if it still runs and that can be told; within a few seconds."""
+        if self.pid is None or not self.is_running:
+            return
+        try:
             hang = await asyncio.get_running_loop().run_in_executor(self._threads, describe_hang, self.pid)
+        except RuntimeError as error:  # no further thread can be started, maybe because of what hangs
+            log.error("what a service that hangs does is not known", role=self.role, pid=self.pid, reason=str(error))
+        else:
             log.error("what a service that hangs does", role=self.role, pid=self.pid, **hang._asdict())
 
     async def kill_hanging(self, reason: str) -> None:

@@ -124,3 +124,26 @@ def test_the_log_says_what_a_child_does_before_it_is_killed_because_it_hangs(tmp
         assert line["role"] == "attn_worker" and "in load_config" in line["stacks"] and line["threads"]
 
     asyncio.run(run())
+
+
+def test_a_child_that_hangs_is_killed_even_if_no_thread_can_be_started_to_look_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def run() -> None:
+        child = make_child(tmp_path, "attn_worker", Config(), ChildOptions(standby="loaded"))
+        child.config_file.unlink()
+        os.mkfifo(child.config_file)
+        watcher = asyncio.create_task(child.watch())
+        async with asyncio.timeout(TIMEOUT_S):
+            await asyncio.sleep(0)
+            with monkeypatch.context() as exhausted, capture_logs() as logs:
+                exhausted.setattr(threading.Thread, "start", start)
+                await child.kill_hanging("no answer to 3 health checks")
+            with pytest.raises(PeerError, match="signal SIGKILL from the launcher: no answer to 3 health checks"):
+                await watcher
+        assert [each["reason"] for each in logs if "is not known" in each["event"]] == ["can't start new thread"]
+
+    asyncio.run(run())
