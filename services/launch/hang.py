@@ -48,7 +48,7 @@ def _threads_of(pid: int) -> str:
 
 def _describe_thread(directory: Path) -> str:
     try:
-        status = dict(line.split(":\t", 1) for line in (directory / "status").read_text().splitlines())
+        status = dict(line.split(":\t", 1) for line in (directory / "status").read_text(errors="replace").splitlines())
         ran, waited, _ = (directory / "schedstat").read_text().split()
         words = [f"{directory.name} {status['Name']}: {status['State']}", f"ran {int(ran) / 1e9:.2f} s"]
         words += [f"waited for a CPU {int(waited) / 1e9:.2f} s"]
@@ -64,7 +64,7 @@ def _describe_reads(pid: int) -> str:
     """A start takes long if the page cache has lost the modules and the storage is slow; no other figure shows it."""
     try:
         counts = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
-        faults = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[9]
+        faults = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[9]
         return f"read {int(counts['read_bytes']) >> 20} MiB from storage, {faults} major faults"
     except (OSError, KeyError, ValueError) as error:
         return f"reads: {error}"
@@ -76,7 +76,7 @@ def _stacks_of(pid: int) -> str:
         file = next((each for each in Path(f"/proc/{pid}/fd").iterdir() if _is_of_stacks(each)), None)
         if file is None:
             return "it has not begun to run Python code of ours, or cannot write them"
-        status = Path(f"/proc/{pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
         if "State:\tT" in status:
             return "it is stopped (SIGSTOP) and writes nothing"
         num_earlier = len(file.read_bytes())
