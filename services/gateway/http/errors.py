@@ -174,7 +174,9 @@ def add_error_handlers(app: FastAPI, metrics: GatewayMetrics) -> None:
             path = shorten(request.scope["path"], MAX_QUOTED_CHARACTERS)
             error = HTTPException(404, f"this server has no {request.method} {path}", error.headers)
         if isinstance(error, HTTPException) and error.status_code == 405:
-            error = HTTPException(405, error.detail, {"allow": ", ".join(_allowed_methods(app, request.scope))})
+            path, allowed = shorten(request.scope["path"], MAX_QUOTED_CHARACTERS), _allowed_methods(app, request.scope)
+            message = f"this server has no {request.method} {path}, but {' and '.join(allowed)}"
+            error = HTTPException(405, message, {"allow": ", ".join(allowed)})
         if isinstance(error, RequestValidationError):
             metrics.on_rejected(InvalidRequest(""))
         return error_response(error, request.scope)

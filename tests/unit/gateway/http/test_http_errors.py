@@ -43,7 +43,7 @@ def test_unknown_paths_and_methods_are_refused(tmp_path: Path) -> None:
             assert response.json()["error"]["message"] == "this server has no GET /v1/nothing"
             response = await client.post("/v1/audio/transcriptions", headers={"host": host})
             assert response.json()["error"]["message"].endswith("it has no /v1/audio/transcriptions")
-        check_error(await client.get(COMPLETIONS), 405, None)
+        check_error(await client.get(COMPLETIONS), 405, None, f"this server has no GET {COMPLETIONS}, but POST")
         for method, path, allowed in (
             ("GET", COMPLETIONS, {"POST"}),
             ("DELETE", "/ping", {"GET", "HEAD", "POST"}),
