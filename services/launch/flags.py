@@ -373,7 +373,9 @@ def describe_unknown(unknown: Sequence[str], known: Collection[str]) -> str:
     """An error for arguments that no flag takes; names the nearest flag."""
     name = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
     words = {flag.removeprefix("--"): flag for flag in known}  # with their dashes all short names are alike
-    nearest = difflib.get_close_matches(name.removeprefix("--"), words, 1)
+    given = name.removeprefix("--")
+    swapped = [word for word in words if sorted(word) == sorted(given)]  # --prot is --port, though --prompt is closer
+    nearest = swapped or difflib.get_close_matches(given, words, 1)
     return f"unknown argument {quote(name)}" + (f": did you mean {words[nearest[0]]}?" if nearest else "")
 
 

@@ -117,6 +117,7 @@ def test_the_model_may_be_given_without_a_flag(
         (["--max-model-length", "5"], 2, "unknown argument '--max-model-length': did you mean --max-model-len?"),
         (["--gpu_memory_util=0.5", "--enable-auto-tools"], 2, "did you mean --enable-auto-tool-choice?"),
         (["--promt", "a"], 2, "unknown argument '--promt': did you mean --prompt?"),
+        (["--prot", "8000"], 2, "unknown argument '--prot': did you mean --port?"),
         (["--xyz"], 2, "unknown argument '--xyz'\n"),
         (["--bogus"], 2, "unknown argument '--bogus'\n"),
         (["a", "b"], 2, "unknown argument 'b'"),
