@@ -159,9 +159,9 @@ def _read_choice(choice: str, tools: Sequence[Tool]) -> tuple[ToolChoice, str | 
     if choice.startswith(FUNCTION_PREFIX):
         chosen = choice.removeprefix(FUNCTION_PREFIX)
         if all(tool.name != chosen for tool in tools):
-            names = ", ".join(tool.name for tool in tools[:10]) or "none"
+            names = ", ".join([tool.name for tool in tools[:10]] + ["..."] * (len(tools) > 10)) or "there are none"
             raise InvalidRequest(
-                f"tool_choice names {quote(chosen)}, which is not one of the {len(tools)} tools ({names})",
+                f"tool_choice names {quote(chosen)}, which is not one of the tools: {names}",
                 "tool_choice",
             )
         return ToolChoice.NAMED, chosen

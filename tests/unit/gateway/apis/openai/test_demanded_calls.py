@@ -77,7 +77,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"tool_choice": {"type": "function", "function": {"name": "get_news"}}},
         "tool_choice",
-        "'get_news', which is not one of the 2 tools",
+        "'get_news', which is not one of the tools: get_weather, get_time$",
     ),
     (
         {"tools": [WEATHER, TIME, BAD_TOOL], "tool_choice": "required"},
