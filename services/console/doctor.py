@@ -25,6 +25,7 @@ from services.common.errors import CapacityError, ConfigError, ModelError
 from services.common.max_model_len import check_max_model_len, read_shape
 from services.common.process import importing
 from services.common.several_attention_workers import devices_of_workers
+from services.common.tokenizer_files import check_tokenizer
 from services.gateway.resources.open_files import RESERVE
 from services.launch.addresses import check_free
 from services.launch.arguments import parse_args
@@ -255,7 +256,9 @@ def check_directory(subject: str, directory: Path, least: int, mend: str) -> Fin
 
 
 def check_model(config: Config) -> Finding:
-    """Whether the model is supported, as long as is asked for, and its weights are in a format that is read."""
+    """Whether the model is supported, as long as is asked for, its weights are in a format that is read, and it has a
+    tokenizer.
+    """
     path = config.model.path
     try:
         check_max_model_len(config.model, read_shape(config))
@@ -272,6 +275,11 @@ def check_model(config: Config) -> Finding:
             return Finding("ok", "model", f"{path}: random weights")
         mend = "download the model whole; other formats are not read"
         return Finding("failure", "model", f"{path} has no safetensors", mend)
+    try:
+        if config.model.load_format != "dummy":
+            check_tokenizer(path)
+    except ModelError as error:
+        return Finding("failure", "model", str(error), "download the model whole")
     if lack is not None:
         return Finding("warning", "model", f"{lack}: its text part alone is served", "download the model whole")
     num_bytes = sum(file.stat().st_size for file in files)

@@ -16,6 +16,7 @@ from services.common.json_files.read_json import read_json
 from services.common.process import importing
 from services.common.shorten import shorten
 from services.common.terminal import safe_for
+from services.common.tokenizer_files import check_tokenizer
 from services.launch.checkpoint_bytes import weight_bytes
 from services.launch.hub import HUBS, fetch_model
 
@@ -110,9 +111,12 @@ def obstacle_of(path: Path) -> str | None:
     try:
         read_served_config(path)
         weight_bytes(path, "auto")  # reads all headers
+        if not any(path.glob("*.safetensors")):
+            return "it has no safetensors (a .gguf file is served by its own path)"
+        check_tokenizer(path)
     except TwostrokeError as error:
-        return shorten(str(error).replace(f"{path}/", "").removeprefix(f"{path} "))
-    return None if any(path.glob("*.safetensors")) else "it has no safetensors (a .gguf file is served by its own path)"
+        return shorten(str(error).replace(f"{path}/", "").removeprefix("model directory ").removeprefix(f"{path} "))
+    return None
 
 
 def remove_model(name: str, cache_dir: Path | None) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # a model that has none of them has no tokenizer
-
 
 def byte_tokenizer() -> Tokenizer:
     """For models with dummy weights."""

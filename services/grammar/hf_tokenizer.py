@@ -9,7 +9,8 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 
 from services.common.errors import ModelError
 from services.common.json_files.read_json import read_json
-from services.grammar.byte_tokenizer import TOKENIZER_FILES, byte_tokenizer
+from services.common.tokenizer_files import check_tokenizer, has_tokenizer
+from services.grammar.byte_tokenizer import byte_tokenizer
 
 
 def load_hf_tokenizer(path: Path, is_optional: bool = False) -> PreTrainedTokenizerFast:
@@ -25,10 +26,9 @@ def load_hf_tokenizer(path: Path, is_optional: bool = False) -> PreTrainedTokeni
             f"the tokenizer in {path} is code that comes with the model, which is never run: put a tokenizer.json with"
             " the same vocabulary there"
         )
-    if not any((path / name).exists() for name in TOKENIZER_FILES):
-        if is_optional:
-            return PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer())
-        raise ModelError(f"model directory {path} has no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
+    if is_optional and not has_tokenizer(path):
+        return PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer())
+    check_tokenizer(path)
     try:
         if needs_code:  # `AutoTokenizer` would refuse the code rather than read tokenizer.json
             return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)

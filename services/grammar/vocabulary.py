@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.grammar.byte_tokenizer import TOKENIZER_FILES, byte_tokenizer
+from services.common.tokenizer_files import has_tokenizer
+from services.grammar.byte_tokenizer import byte_tokenizer
 from services.grammar.grammar_error import GrammarError
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def read_vocabulary(
 def _read_tokenizer_json(path: Path, is_optional: bool) -> str:
     if (path / "tokenizer.json").is_file():
         return (path / "tokenizer.json").read_text(encoding="utf-8")
-    if is_optional and not any((path / name).exists() for name in TOKENIZER_FILES):
+    if is_optional and not has_tokenizer(path):
         return byte_tokenizer().to_str()
     from services.grammar.hf_tokenizer import load_hf_tokenizer  # takes seconds: it converts the model's own files
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -220,8 +221,18 @@ def test_a_model_must_be_supported_and_have_weights(tmp_path: Path) -> None:
     assert "'electra'" in model_finding(tmp_path).text
 
 
+def test_a_model_without_its_tokenizer_is_a_failure(tmp_path: Path) -> None:
+    path = shutil.copytree(EMBEDDED_MODEL, tmp_path / "model")
+    assert model_finding(path).state == "ok"
+    (path / "tokenizer.json").unlink()
+    found = model_finding(path)
+    assert found.state == "failure" and "has no tokenizer" in found.text
+    assert model_finding(path, load_format="dummy").state == "ok"
+
+
 def test_a_model_without_its_image_processor_is_a_warning(tmp_path: Path) -> None:
     path = make_vision_model(tmp_path, "llava")
+    shutil.copy(EMBEDDED_MODEL / "tokenizer.json", path)
     assert model_finding(path).state == "ok"
     (path / "preprocessor_config.json").unlink()
     found = model_finding(path)

@@ -16,7 +16,9 @@ from tests.support.models import make_model_dir
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp("whole"), "qwen3", max_shard_size="50KB")
+    path = make_model_dir(tmp_path_factory.mktemp("whole"), "qwen3", max_shard_size="50KB")
+    shutil.copy(EMBEDDED_MODEL / "tokenizer.json", path)
+    return path
 
 
 @pytest.fixture
@@ -51,6 +53,12 @@ def test_a_model_that_cannot_serve_says_why(copy: Path) -> None:
     assert row.architecture == "ElectraModel" and row.serves.startswith("no: has model_type 'electra', supported: ")
     (copy / "config.json").write_text("{")
     assert describe("x", copy).serves.startswith("no: config.json cannot be read as JSON")
+
+
+def test_a_model_without_a_tokenizer_does_not_serve(tmp_path: Path) -> None:
+    path = shutil.copytree(EMBEDDED_MODEL, tmp_path / "model")
+    (path / "tokenizer.json").unlink()
+    assert describe("x", path).serves.startswith("no: has no tokenizer (none of tokenizer.json")
 
 
 def test_weights_in_another_format_do_not_serve(copy: Path) -> None:
