@@ -49,12 +49,13 @@ def _shared_type_adapter(annotated: Any, config: ConfigDict | None = None) -> Ty
 def _share_route_state(route: Any, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
     """Gives a route what FastAPI found out about one of another gateway with the same function, path and options.
 
-    Both functions are closures of one text, whose annotations are evaluated outside of it.
+    Both functions are closures of one text, whose annotations are equal.
     """
     provider = options.pop("dependency_overrides_provider", None)
     if options.get("dependencies"):
         return _make_route_state(route, path, endpoint, dependency_overrides_provider=provider, **options)
-    compared = options, endpoint.__defaults__, endpoint.__kwdefaults__
+    # Annotations made for one gateway ask its model how to read a body.
+    compared = options, endpoint.__defaults__, endpoint.__kwdefaults__, endpoint.__annotations__
     known = _ROUTE_STATES.setdefault((endpoint.__code__, path), [])
     state = next((state for others, state in known if others == compared), None)
     if state is None:
