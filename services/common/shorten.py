@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import reprlib
+
 MAX_QUOTED_CHARACTERS = 100
 MAX_TEXT_CHARACTERS = 1000
 MARK = "…"
@@ -22,6 +24,19 @@ def quote(text: str) -> str:
     return repr(shorten(text, MAX_QUOTED_CHARACTERS))
 
 
+class JsonWords(reprlib.Repr):
+    """Writes a value of JSON as Python does, but with the words true, false and null, which its sender wrote."""
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return "true" if value else "false"
+
+    def repr_NoneType(self, value: None, level: int) -> str:  # `reprlib` finds it by the type's name
+        return "null"
+
+
 def show(value: object) -> str:
-    """A value as Python writes it, cut to `MAX_QUOTED_CHARACTERS`."""
-    return shorten(repr(value), MAX_QUOTED_CHARACTERS)
+    """A value of JSON, cut to `MAX_QUOTED_CHARACTERS`."""
+    words = JsonWords()
+    words.maxlevel = words.maxlist = words.maxdict = words.maxtuple = MAX_QUOTED_CHARACTERS
+    words.maxstring = words.maxother = words.maxlong = MAX_QUOTED_CHARACTERS
+    return shorten(words.repr(value), MAX_QUOTED_CHARACTERS)

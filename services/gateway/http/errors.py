@@ -6,7 +6,6 @@ Each exception is described here alone, also for those dialects.
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -24,7 +23,7 @@ from starlette.types import Scope
 from typing_extensions import TypedDict
 
 from services.common.errors import InvalidRequest, TwostrokeError
-from services.common.shorten import MAX_QUOTED_CHARACTERS, shorten
+from services.common.shorten import MAX_QUOTED_CHARACTERS, JsonWords, shorten
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
 
 log = structlog.get_logger()
@@ -228,7 +227,7 @@ def _param(loc: Sequence[str | int], body: Any) -> str | None:
 
 
 def _short(value: Any) -> str:
-    shortener = reprlib.Repr()
+    shortener = JsonWords()
     shortener.maxlevel = 2  # levels of nesting; each level shows up to six elements
     shortener.maxstring = shortener.maxother = shortener.maxlong = 60
     return shortener.repr(value)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.shorten import quote, shorten
+from services.common.shorten import quote, shorten, show
 
 
 @given(st.text(), st.integers(1, 50))
@@ -18,3 +20,9 @@ def test_long_text_is_cut_with_an_ellipsis(text: str, most: int) -> None:
 def test_long_text_is_quoted_in_one_line() -> None:
     assert quote("gpt-4") == "'gpt-4'"
     assert quote("\n" * 2_000_000) == "'" + "\\n" * 99 + "…'"
+
+
+def test_values_of_json_have_its_words() -> None:
+    assert show(json.loads('{"a": [true, null], "b": "True"}')) == "{'a': [true, null], 'b': 'True'}"
+    assert show(False) == "false"
+    assert show([[["x"] * 3] * 3] * 100) == repr([[["x"] * 3] * 3] * 100)[:99] + "…"

@@ -109,7 +109,7 @@ def test_weights_without_their_method_or_with_tensorrt_are_refused(
         ('{"method": "ngram", "disable_by_batch_size": 4}', "'disable_by_batch_size'"),
         ('{"method": "suffix", "prompt_lookup_max": 4}', "'prompt_lookup_max'"),
         ('{"method": "ngram", "num_speculative_tokens": "5"}', "num_speculative_tokens '5'"),
-        ('{"method": "ngram", "num_speculative_tokens": true}', "num_speculative_tokens True"),
+        ('{"method": "ngram", "num_speculative_tokens": true}', "num_speculative_tokens true"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens = 0"),
         ('{"method": "ngram", "num_speculative_tokens": 65}', "num_speculative_tokens = 65"),
         ('{"method": "ngram", "prompt_lookup_min": 9, "prompt_lookup_max": 3}', "prompt_lookup_min is 9"),

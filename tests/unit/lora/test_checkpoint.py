@@ -48,10 +48,10 @@ def change_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], objec
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"peft_type": "IA3"}, "peft_type 'IA3', supported: 'LORA'"),
-    ({"use_dora": True}, "use_dora True, which is not supported"),
+    ({"use_dora": True}, "use_dora true, which is not supported"),
     ({"modules_to_save": ["lm_head"]}, r"modules_to_save \['lm_head'\]"),
     ({"bias": "all"}, "bias 'all', supported: 'none'"),
-    ({"lora_bias": True}, "lora_bias True"),
+    ({"lora_bias": True}, "lora_bias true"),
     ({"layer_replication": [[0, 2]]}, "layer_replication"),
     ({"trainable_token_indices": [1]}, "trainable_token_indices"),
     ({"target_modules": ["q_proj", "lm_head"]}, "targets 'lm_head'"),
@@ -63,7 +63,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"r": 65}, "LoRA rank 65 of 'r' is greater than max_lora_rank 64"),
     ({"r": 1024}, "is greater than max_lora_rank"),
     ({"r": 0}, "r 0, expected a whole number of at least 1"),
-    ({"r": True}, "r True, expected a whole number"),
+    ({"r": True}, "r true, expected a whole number"),
     ({"r": 8.5}, "r 8.5, expected a whole number"),
     ({"rank_pattern": {"q_proj": 100}}, "LoRA rank 100 of 'q_proj' is greater than max_lora_rank 64"),
     ({"rank_pattern": 3}, "rank_pattern 3, expected an object"),

@@ -180,7 +180,7 @@ def _add(rows: Sequence[dict[str, Any]], spec: InputSpec, tensor: Tensor) -> Non
                 raise InvalidRequest(f"{spec.name} is {value}, must be at most {MAX_INT32}", spec.name)
         if spec.only is not None and value not in spec.only:
             raise InvalidRequest(
-                f"{spec.name} is {show(value)}, which is not supported: must be {spec.only[0]!r}", spec.name
+                f"{spec.name} is {show(value)}, which is not supported: must be {show(spec.only[0])}", spec.name
             )
         row[spec.key] = value
 

@@ -79,7 +79,7 @@ WRONG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     (user({"text": "no type"}), ("messages[0].content[0]", "type must be")),
     (user("no block"), ("messages[0].content[0]",)),
     (user({"type": "text", "text": ""}), ("messages[0].content[0].text is empty",)),
-    (user({"type": "text", "text": None}), ("messages[0].content[0].text is None",)),
+    (user({"type": "text", "text": None}), ("messages[0].content[0].text is null",)),
     (user(RESULT), ("messages[0].content[0].tool_use_id is 't1'", "no earlier call")),
     (assistant(USE, USE, then=results(RESULT)), ("messages[1].content[1].id is 't1'", "earlier call")),
     (assistant(USE, then=results(RESULT, RESULT)), ("messages[2].content[1].tool_use_id is 't1'", "already")),

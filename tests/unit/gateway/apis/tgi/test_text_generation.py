@@ -221,7 +221,7 @@ def test_a_body_may_be_sent_to_each_of_the_routes(tmp_path: Path) -> None:
 
 WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (URL, {"inputs": 5}, "inputs", "5"),
-    (URL, {"inputs": None}, "inputs", "None"),
+    (URL, {"inputs": None}, "inputs", "null"),
     (URL, {"inputs": ""}, "inputs", "empty"),
     (URL, {"inputs": "a", "parameters": {"max_new_tokens": 0}}, "parameters.max_new_tokens", "0"),
     (URL, {"inputs": "a", "parameters": {"temperature": -1.0}}, "parameters.temperature", "-1"),
