@@ -32,8 +32,9 @@ def cannot_listen(error: OSError, address: str, setting: str) -> ConfigError:
     is_http, host, port = setting == "gateway.http_address", *address.rpartition(":")[::2]
     of_port = "--port" if is_http else f"--set {setting}={host}:PORT"
     of_host = "--host" if is_http else f"--set {setting}=HOST:{port}"
+    other = "; a second server needs another --port, too" if setting == "gateway.address" else ""
     reason, mend = {
-        errno.EADDRINUSE: ("port in use", f"stop the other server, or choose another port by {of_port}"),
+        errno.EADDRINUSE: ("port in use", f"stop the other server, or choose another port by {of_port}{other}"),
         errno.EADDRNOTAVAIL: ("address not of this host", f"choose one of its own by {of_host}"),
         errno.EACCES: ("not permitted to this user", f"choose a port from 1024 on by {of_port}"),
     }.get(error.errno, (error.strerror, ""))

@@ -36,7 +36,7 @@ ModelName = Annotated[str | None, Field(description="A name of the served model,
 Stream = Annotated[bool | None, Field(description="Send the answer as server-sent events while it grows")]
 Priority = Annotated[Int32 | None, Field(description="Requests with a lower number are served earlier")]
 User = Annotated[str | None, Field(description="Name of the end user, for logs only")]
-TopK = Annotated[Int32 | None, Field(description="0 and -1 keep all tokens")]
+TopK = Annotated[Annotated[Int32, Field(ge=-1)] | None, Field(description="0 and -1 keep all tokens")]
 StopStrings = Annotated[
     str | list[str] | None,
     at_most(MAX_STOP_STRINGS),

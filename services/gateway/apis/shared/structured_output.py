@@ -99,12 +99,16 @@ def _structures(body: StructuredOutputFields) -> list[tuple[str, sampling_pb2.St
         ("structured_outputs", of_structured_outputs(body.structured_outputs)),
         ("guided_json", _of_schema(body.guided_json)),
         ("json_schema", _of_schema(body.json_schema)),
-        ("guided_choice", _of_choice(body.guided_choice or None)),
+        ("guided_choice", _of_choice(body.guided_choice)),
         ("structural_tag", _of_tag(body.structural_tag or None)),
     ]
-    found += [(name, _Message(regex=text)) for name in ("guided_regex", "regex") if (text := getattr(body, name))]
-    grammars = ("guided_grammar", "grammar", "ebnf")
-    found += [(name, _Message(grammar=text)) for name in grammars if (text := getattr(body, name))]
+    if body.guided_regex is not None:
+        found.append(("guided_regex", _Message(regex=body.guided_regex)))
+    if body.guided_grammar is not None:
+        found.append(("guided_grammar", _Message(grammar=body.guided_grammar)))
+    if body.regex:  # empty, as in the fields below: none
+        found.append(("regex", _Message(regex=body.regex)))
+    found += [(name, _Message(grammar=text)) for name in ("grammar", "ebnf") if (text := getattr(body, name))]
     structures = [(name, structure) for name, structure in found if structure is not None]
     for name, structure in structures:
         structure.field_name = structure.field_name or name
