@@ -12,6 +12,7 @@ from services.common.cli import add_config_arguments, dashed
 from services.common.config import EMBEDDED_MODEL, Config, load_config, toml_value
 from services.common.errors import ConfigError, TwostrokeError
 from services.common.logs import configure_logs
+from services.common.shorten import quote
 from services.launch.flags import FLAGS, add_flags, describe_unknown, read_flags, read_http_address
 from services.launch.gguf import convert_model, is_gguf
 from services.launch.hub import HUBS, fetch_model, is_hub_name
@@ -104,6 +105,11 @@ def _load(arguments: argparse.Namespace, *, downloads: bool) -> Config:
         values["model.path"] = EMBEDDED_MODEL  # until it is there
     if name is None and (arguments.revision, arguments.download_dir, arguments.hub) != (None, None, HUBS[0]):
         raise ConfigError("--revision, --download-dir and --hub belong to a model by name, such as Qwen/Qwen3-0.6B")
+    if arguments.model is not None and name is None and file is None and not Path(arguments.model).is_dir():
+        raise ConfigError(
+            f"model {quote(arguments.model)} is neither a directory or GGUF file here nor the name of a model at the "
+            "Hub, ORGANISATION/NAME, such as Qwen/Qwen3-0.6B"
+        )
     config = _load_values(arguments, values)
     http_address = read_http_address(arguments, config)
     if http_address is not None:

@@ -301,6 +301,26 @@ FLAGS = (
 )
 
 
+# Flags of vLLM that this server does not take, and why, or what does the same.
+OTHER_FLAGS = {
+    "--trust-remote-code": "leave it out: this server runs no code of a checkpoint",
+    "--enforce-eager": "leave it out: no flag switches CUDA graphs off; --set dense.captures_lazily=true and "
+    "--set attention.captures_lazily=true capture each when a step first needs it",
+    "--swap-space": "--set attention.host_kv_bytes=BYTES keeps blocks of the KV cache in host memory",
+    "--cpu-offload-gb": "weights are not offloaded: --quantization fp8 makes them smaller",
+    "--device": "--set dense.device=DEVICE and --set attention.device=DEVICE do the same: auto, cpu, cuda, cuda:N",
+    "--disable-log-requests": "leave it out: requests are not logged, and answers only with --access-log",
+    "--no-enable-log-requests": "leave it out: requests are not logged, and answers only with --access-log",
+    "--enable-log-requests": "requests are not logged; --access-log logs each answer",
+    "--disable-log-stats": "leave it out: nothing is logged at intervals",
+    "--enable-chunked-prefill": "leave it out: long prompts are always computed in chunks of at most "
+    "--max-num-batched-tokens",
+    "--no-enable-chunked-prefill": "long prompts are always computed in chunks: --max-num-batched-tokens N makes them "
+    "longer",
+    "--tokenizer": "the tokenizer is always the one in the model's directory",
+}
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds all flags. One that is not given is None."""
     for flag in FLAGS:
@@ -370,8 +390,10 @@ def read_http_address(arguments: argparse.Namespace, config: Config) -> str | No
 
 
 def describe_unknown(unknown: Sequence[str], known: Collection[str]) -> str:
-    """An error for arguments that no flag takes; names the nearest flag."""
+    """An error for arguments that no flag takes: says what to do about one of vLLM's, else names the nearest flag."""
     name = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
+    if name in OTHER_FLAGS:
+        return f"argument {name} of vLLM is not one of this server: {OTHER_FLAGS[name]}"
     words = {flag.removeprefix("--"): flag for flag in known}  # with their dashes all short names are alike
     given = name.removeprefix("--")
     swapped = [word for word in words if sorted(word) == sorted(given)]  # --prot is --port, though --prompt is closer
