@@ -131,6 +131,7 @@ def test_options_have_ollamas_names_and_defaults(tmp_path: Path) -> None:
         for given, expected in (  # Ollama brings them into their range: its sampler keeps the first token at top_p 0
             ({"top_p": 0}, (1, 1, 0)), ({"top_p": -1}, (1, 1, 0)), ({"top_p": 2, "min_p": 2}, (40, 1, 1)),
             ({"top_p": 1, "min_p": -1}, (40, 1, 0)), ({"top_k": -2, "top_p": 1}, (0, 1, 0)),
+            ({"top_k": 10**9, "top_p": 1}, (0, 1, 0)), ({"top_k": 32_000, "top_p": 1}, (32_000, 1, 0)),
         ):  # fmt: skip
             used = (await spec(**given)).sampling
             assert (used.top_k, used.top_p, used.min_p) == expected, given
