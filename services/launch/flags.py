@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 from services.common.config import Config
 from services.common.errors import ConfigError
+from services.common.nearest import nearest
 from services.common.shorten import quote, show
 from services.gateway.access.api_keys import MIN_KEY_CHARACTERS
 from services.launch.speculative_config import read_speculative_config
@@ -395,10 +395,8 @@ def describe_unknown(unknown: Sequence[str], known: Collection[str]) -> str:
     if name in OTHER_FLAGS:
         return f"argument {name} of vLLM is not one of this server: {OTHER_FLAGS[name]}"
     words = {flag.removeprefix("--"): flag for flag in known}  # with their dashes all short names are alike
-    given = name.removeprefix("--")
-    swapped = [word for word in words if sorted(word) == sorted(given)]  # --prot is --port, though --prompt is closer
-    nearest = swapped or difflib.get_close_matches(given, words, 1)
-    return f"unknown argument {quote(name)}" + (f": did you mean {words[nearest[0]]}?" if nearest else "")
+    meant = nearest(name.removeprefix("--"), words)
+    return f"unknown argument {quote(name)}" + (f": did you mean {words[meant]}?" if meant is not None else "")
 
 
 def _word_of(values: Mapping[str, object], about: str) -> Callable[[str], object]:

@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.gateway.http.unknown_fields import UnknownFields
 from services.gateway.resources.heavy_work import MAX_INLINE_BYTES, HeavyWork
 
 MAX_STRINGS = 2**16  # strings, lists and objects in one body; a chat of 4096 messages, each of one part, has 50,000
@@ -48,6 +49,8 @@ def json_route(
     `needs_json_type`: whether the header content-type must say that the body is JSON.
     """
 
+    unknown_fields = UnknownFields()
+
     class StrictJsonRoute(JsonRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             if self.body_field is None:
@@ -59,7 +62,7 @@ def json_route(
                     note_body(request, None)
                 if needs_json_type:
                     _require_json_type(request)
-                body = await _read_body(request, self.body_field, max_values, heavy_work, note_body)
+                body = await _read_body(request, self.body_field, max_values, heavy_work, note_body, unknown_fields)
                 return await self.endpoint(body=body, request=request)
 
             return handle
@@ -104,7 +107,12 @@ def _check_signature(route: JsonRoute) -> None:
 
 
 async def _read_body(
-    request: Request, field: Any, max_values: int, heavy_work: HeavyWork, note_body: NoteBody | None
+    request: Request,
+    field: Any,
+    max_values: int,
+    heavy_work: HeavyWork,
+    note_body: NoteBody | None,
+    unknown_fields: UnknownFields,
 ) -> Any:
     """The body as the object of a route, whose `body_field` it is. Raises `RequestValidationError` as FastAPI would."""
     try:
@@ -127,7 +135,8 @@ async def _read_body(
         if errors:
             raise RequestValidationError(errors, body=value)
         await next_turn(request)
-    body.log_unknown_fields(request.scope["state"]["request_id"])
+    request.scope["state"]["unknown_fields"] = unknown_fields
+    body.log_unknown_fields(request)
     return body
 
 

@@ -98,7 +98,7 @@ def answer_generate(service: RequestService, body: GenerateBody, request: Reques
     """The answer to one or several prompts of /generate."""
     request_id: str = request.state.request_id if isinstance(body.rid, list | None) else body.rid
     for each in body.each_sampling[:1]:
-        each.log_unknown_fields(request.state.request_id)
+        each.log_unknown_fields(request)
     limits = service.limits
     answer_format = GenerateFormat(service, body, request_id)
     with client_field_names(answer_format.param_names):

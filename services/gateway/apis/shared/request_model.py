@@ -6,15 +6,12 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import pydantic
-import structlog
+from fastapi import Request
 from pydantic import Discriminator, Field, Tag
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from services.common.config import MAX_PROMPTS
 
-log = structlog.get_logger()
-
-MAX_LOGGED_FIELDS = 20
 MAX_FIELDS = 256  # of one object, unknown ones too
 
 # Integers of the gRPC messages have bounds. `gateway/request/generation_request.py` checks whether a value makes sense.
@@ -101,9 +98,12 @@ class RequestModel(pydantic.BaseModel):
                     raise PydanticCustomError("unsupported", "this field is not supported", {"field": name})
         return data
 
-    def log_unknown_fields(self, request_id: str) -> None:
-        """Logs the names of ignored fields, at level debug."""
+    def log_unknown_fields(self, request: Request) -> None:
+        """Logs the names of ignored fields, see `UnknownFields`."""
         unknown = sorted(self.model_extra.keys() - self.unsupported.keys()) if self.model_extra else []
         if unknown:
-            names = ",".join(name[:60] for name in unknown[:MAX_LOGGED_FIELDS])
-            log.debug("unknown fields ignored", request_id=request_id, num_fields=len(unknown), fields=names)
+            request.scope["state"]["unknown_fields"].log(request, unknown, self._known_fields)
+
+    @classmethod
+    def _known_fields(cls) -> list[str]:
+        return [field.alias or name for name, field in cls.model_fields.items()]

@@ -51,7 +51,7 @@ def note_body(request: Request, body: Any) -> None:
 def answer_text(service: RequestService, body: TgiRequest, request: Request, *, is_list: bool = False) -> Answer:
     """The answer, or a stream of its tokens. `is_list`: the answer is in a list, as at /."""
     request_id: str = request.state.request_id
-    body.parameters.log_unknown_fields(request_id)
+    body.parameters.log_unknown_fields(request)
     limits, truncates = service.limits, body.parameters.truncate is not None
     answer_format = TgiFormat(service, body, is_list=is_list)
     with client_field_names(answer_format.param_names):
