@@ -153,9 +153,7 @@ class SamplingParams:
             self.structured_output.validate()
 
     def validate_token_ids(self, vocab_size: int) -> None:
-        """Raises `InvalidRequest` for the first option with a token id, or a top_k, beyond the vocabulary."""
-        if self.top_k is not None and self.top_k > vocab_size:
-            raise InvalidRequest(f"top_k is {self.top_k}, vocab_size is {vocab_size}", "top_k")
+        """Raises `InvalidRequest` for the first option with a token id beyond the vocabulary."""
         _check_token_ids("logit_bias", (token_id for token_id, _ in self.logit_bias), vocab_size)
         for i, word in enumerate(self.bad_words):
             _check_token_ids(f"bad_words[{i}]", word, vocab_size)

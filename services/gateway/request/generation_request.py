@@ -574,6 +574,8 @@ async def _read_sampling(message: gateway_pb2.GenerateRequest, limits: ModelLimi
         sampling = replace(sampling, bad_words=(*sampling.bad_words, *words))
     sampling.validate()
     sampling.validate_token_ids(limits.vocab_size)
+    if sampling.top_k is not None and sampling.top_k > limits.vocab_size:  # all tokens, as with vLLM and SGLang
+        sampling = replace(sampling, top_k=None)
     return sampling
 
 

@@ -95,7 +95,6 @@ def test_lists_beyond_a_limit_are_refused(options: dict[str, Any], message: str)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"top_k": 11}, "top_k is 11, vocab_size is 10"),
         ({"logit_bias": ((3, 1.0), (10, 1.0))}, r"logit_bias has the out-of-vocabulary token 10: must be in \[0, 10\)"),
         ({"bad_words": ((3,), (4, 10))}, r"bad_words\[1\] has the out-of-vocabulary token 10: must be in \[0, 10\)"),
         ({"allowed_token_ids": (3, 10)}, r"allowed_token_ids has the out-of-vocabulary token 10: must be in \[0, 10\)"),

@@ -29,8 +29,6 @@ async def llama_cpp_messages(
             message.cache_salt = secrets.token_hex(16)  # no other prompt has the same
         message.return_progress = bool(body.return_progress and body.stream)
         sampling = message.sampling
-        if sampling.HasField("top_k"):
-            sampling.top_k = min(sampling.top_k, limits.vocab_size)
         sampling.logit_bias.update(bias)
         sampling.bad_words.extend(sampling_pb2.TokenSequence(token_ids=[token_id]) for token_id in banned)
     return messages

@@ -77,8 +77,6 @@ def ollama_routes(service: RequestService) -> APIRouter:
         return answer(body, message, answer_format)
 
     def answer(body: OllamaFields, message: gateway_pb2.GenerateRequest, answer_format: OllamaFormat) -> Answer:
-        if message.sampling.top_k > service.limits.vocab_size:  # all tokens
-            message.sampling.ClearField("top_k")
         return Answer(service, [message], answer_format, is_stream=body.is_stream)
 
     def listed(request: Request) -> list[str]:
