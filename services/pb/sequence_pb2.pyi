@@ -77,11 +77,13 @@ class SourceRef(_message.Message):
     def __init__(self, hash: _Optional[str] = ..., num_rows: _Optional[int] = ...) -> None: ...
 
 class BeamSearchSpec(_message.Message):
-    __slots__ = ("num_beams", "num_answers", "options")
+    __slots__ = ("num_beams", "num_answers", "options", "reads_logprob_rows")
     NUM_BEAMS_FIELD_NUMBER: _ClassVar[int]
     NUM_ANSWERS_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    READS_LOGPROB_ROWS_FIELD_NUMBER: _ClassVar[int]
     num_beams: int
     num_answers: int
     options: _sampling_pb2.BeamSearch
-    def __init__(self, num_beams: _Optional[int] = ..., num_answers: _Optional[int] = ..., options: _Optional[_Union[_sampling_pb2.BeamSearch, _Mapping]] = ...) -> None: ...
+    reads_logprob_rows: bool
+    def __init__(self, num_beams: _Optional[int] = ..., num_answers: _Optional[int] = ..., options: _Optional[_Union[_sampling_pb2.BeamSearch, _Mapping]] = ..., reads_logprob_rows: _Optional[bool] = ...) -> None: ...

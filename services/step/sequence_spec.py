@@ -125,7 +125,10 @@ def encode_spec(spec: SequenceSpec) -> sequence_pb2.SequenceSpec:
         ),
         beam_search=beams
         and sequence_pb2.BeamSearchSpec(
-            num_beams=beams.num_beams, num_answers=beams.num_answers, options=encode_beam_search(beams)
+            num_beams=beams.num_beams,
+            num_answers=beams.num_answers,
+            options=encode_beam_search(beams),
+            reads_logprob_rows=True,
         ),
         features=spec.features or None,
         source=spec.source and sequence_pb2.SourceRef(hash=spec.source.hash, num_rows=spec.source.num_rows),

@@ -124,10 +124,19 @@ def _in_turn(output: dense_pb2.StepOutput) -> Iterator[tuple[int, int]]:
 
 
 def _keep_answers(entry: JournalEntry, answers: Sequence[dense_pb2.BeamAnswer], now: float) -> None:
-    """Gives each answer of a beam search to its entry."""
+    """Gives each answer of a beam search to its entry, or fails it if they have not the log-probabilities asked for."""
+    has_logprobs = entry.spec.num_logprobs is not None
+    if has_logprobs and not all(answer.logprob_rows for answer in answers):
+        entry.fail(
+            PeerError(
+                "the dense worker has sent no log-probabilities of a beam search as this gateway reads them: it is of "
+                "another version"
+            )
+        )
+        return
     for each, answer in zip((entry, *entry.followers), answers, strict=True):
         each.beam_score = answer.score
-        if answer.logprob_rows:
+        if has_logprobs:
             each.logprobs.extend_encoded(answer.logprob_rows, len(answer.token_ids))
         for token_id in answer.token_ids:
             each.append(token_id, now)

@@ -20,7 +20,7 @@ from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.sequence_feature import SequenceFeature
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.servicer import DenseServicer
-from services.pb import dense_pb2, sampling_pb2
+from services.pb import dense_pb2, sampling_pb2, sequence_pb2
 from services.rpc.metrics import new_registry
 from services.rpc.spans import NoTracer
 from services.step import SequenceSpec
@@ -129,6 +129,39 @@ def test_a_search_with_impossible_beams_is_refused_and_its_stream_goes_on() -> N
         assert end.message == "a beam of a search has token id 50, the vocabulary has 50 tokens"
         stream.send(submit(2, [5, 6], 4))
         assert (await submitted.get()).seq_id == 2, "the stream still takes sequences"
+        await stream.close()
+
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+
+
+def test_a_search_whose_gateway_would_lose_its_log_probabilities_is_refused() -> None:
+    """A gateway of a version before rows of them."""
+
+    async def run() -> None:
+        submitted: asyncio.Queue[Sequence] = asyncio.Queue()
+        servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), MAX_MESSAGE_BYTES)
+        servicer.set_engine(Mock(submit=submitted.put_nowait), Mock(), ())
+        servicer.set_info(dense_pb2.DenseInfo(vocab_size=50))
+        stream = Stream(servicer)
+
+        def search(seq_id: int, **fields: int) -> dense_pb2.GatewayMessage:
+            message = submit(seq_id, [5, 6], 4)
+            spec = message.spec
+            spec.MergeFrom(sequence_pb2.SequenceSpec(**fields))
+            spec.beam_search.num_beams = spec.beam_search.num_answers = 2
+            spec.beam_search.options.early_stopping = sampling_pb2.EARLY_STOPPING_NEVER
+            return message
+
+        stream.send(search(1, num_logprobs=0))
+        [end] = (await stream.next).ended
+        assert end.seq_id == 1 and "it is of an older version" in end.message
+        assert end.status_code == grpc.StatusCode.UNAVAILABLE.value[0], "it is not the client's fault"
+        stream.send(search(3))
+        assert (await submitted.get()).seq_id == 3, "without log-probabilities it has nothing to lose"
+        reading = search(5, num_logprobs=0)
+        reading.spec.beam_search.reads_logprob_rows = True
+        stream.send(reading)
+        assert (await submitted.get()).seq_id == 5
         await stream.close()
 
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
