@@ -122,7 +122,7 @@ def test_a_new_worker_may_build_for_as_long_as_it_makes_progress(tmp_path: Path,
         old = world.old
         changed = old.config.launch.model_copy(update={"start_timeout_s": 1.0})
         old.config_file.write_text(dump_config(old.config.model_copy(update={"launch": changed})))
-        lines = (f"plan {i}" for i in range(80)) if makes_progress else itertools.repeat("plan 1")  # 80 last 1.6 s
+        lines = (f"plan {i}" for i in range(40)) if makes_progress else itertools.repeat("plan 1")  # 40 last 2 s
         world.change_new = lambda child: setattr(child, "loading", lines)
 
     world, result = run(tmp_path, prepare)
@@ -187,13 +187,13 @@ def test_a_worker_too_busy_for_the_probe_must_complete_steps(tmp_path: Path, ste
     [
         (
             "status",
-            r"present dense worker, process \d+, has not answered within 2.5 s, the limit \(peers.rpc_t",
+            r"present dense worker, process \d+, has not answered within 1 s, the limit \(peers.rpc_t",
         ),
         (
             "leave",
-            r"present dense worker, process \d+, has not left within 3 s, the limit \(channel.wait_t",
+            r"present dense worker, process \d+, has not left within 1.5 s, the limit \(channel.wait_t",
         ),
-        ("take over", r"new dense worker, process \d+, has not taken over within 3 s, the limit \(channel"),
+        ("take over", r"new dense worker, process \d+, has not taken over within 1.5 s, the limit \(channel"),
     ],
 )
 def test_a_worker_that_hangs_is_named_with_the_limit(tmp_path: Path, call: str, message: str) -> None:
@@ -203,7 +203,7 @@ def test_a_worker_that_hangs_is_named_with_the_limit(tmp_path: Path, call: str, 
     def prepare(world: World) -> None:
         old = world.old
         channel = old.config.channel.model_copy(update={"wait_timeout_s": 0.5})
-        peers = old.config.peers.model_copy(update={"rpc_timeout_s": 2.5})
+        peers = old.config.peers.model_copy(update={"rpc_timeout_s": 1.0})
         old.config = old.config.model_copy(update={"channel": channel, "peers": peers})
         if call == "take over":
             world.change_new = lambda child: child.on_call.update({call: hang})

@@ -21,8 +21,8 @@ from tests.support.running_gateway import run, running_gateway, until
 from tests.support.workers.fake_dense import FakeDense
 
 TIMEOUT_S = 0.3
-IN_TIME_S = 1.5  # a busy machine may stop this process for a while, which must not make a request late
-BLOCKED_S = 2.5  # longer than all these
+IN_TIME_S = 0.9  # a busy machine may stop this process for a while, which must not make a request late
+BLOCKED_S = 1.4  # longer than all these
 MAX_ROUNDS = 10
 HEALTH = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
 POST = request_bytes("/v1/completions", {"prompt": "Hello", "max_tokens": 1})
