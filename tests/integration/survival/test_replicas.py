@@ -43,7 +43,7 @@ class Processes:
         self._running: dict[str, WarmProcess] = {}
 
     def start(self, name: str, module: str, *overrides: str) -> None:
-        command = [sys.executable, "-m", f"services.{module}"]
+        command = [sys.executable, "-m", module]
         for override in overrides:
             command += ["--set", override]
         with self.log_file(name).open("ab") as log:
@@ -89,12 +89,12 @@ class Deployment:
             "dense.num_threads=1",
         )
         for role in ("attn_worker", "dense_worker"):
-            self.processes.start(f"{role}-{pair}", role, *addresses)
+            self.processes.start(f"{role}-{pair}", f"services.{role}", *addresses)
 
     def start_gateway(self) -> None:
         self.processes.start(
             "gateway",
-            "gateway",
+            "tests.support.workers.rebalancing_gateway",
             TWO_LAYERS,
             f"gateway.address=unix:{self._directory}/gateway.sock",
             f"gateway.http_address=unix:{self._directory}/http.sock",
