@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.child_options import ChildOptions
 from services.common.config import Config, load_config
+from services.common.process import end_at_signals
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc
 
 State = dense_pb2.DenseStatus
@@ -76,4 +77,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    end_at_signals()
     asyncio.run(main())
