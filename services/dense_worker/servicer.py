@@ -306,7 +306,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         self._tracer.begin(sequence, is_recovered=is_recovered)
         try:
             preparations = self._admit(sequence, submit)
-        except (InvalidRequest, PeerError) as error:
+        except InvalidRequest as error:
             self._refuse(sequence, error)
             return
         if (preparation := prepare_policy(sequence, submit, vocab_size)) is not None:
@@ -330,17 +330,11 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
     def _admit(self, sequence: Sequence, submit: dense_pb2.Submit) -> list[Awaitable[None]]:
         """Gives a sequence its features, and returns what has to end before it is submitted; mostly nothing.
 
-        Raises `InvalidRequest` if it cannot have one, `PeerError` if its gateway would not read the answer.
+        Raises `InvalidRequest` if it cannot have one.
         """
         spec = sequence.spec
         if unknown := spec.features.keys() - self._known:
             raise InvalidRequest(f"this dense worker has no feature {min(unknown)!r}: it is of another version")
-        beams, has_logprobs = submit.spec.beam_search, spec.num_logprobs is not None
-        if spec.beam_search is not None and has_logprobs and not beams.reads_logprob_rows:
-            raise PeerError(
-                "this gateway does not read this dense worker's log-probabilities of a beam search: it is of an older "
-                "version"
-            )
         asked = spec.asked_features
         for feature in self._features:
             if feature.name in asked or feature.sees_all:

@@ -18,7 +18,7 @@ from services.dense_worker.encoders.source.source_encoder import SourceEncoder
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.features.adapters.adapter_feature import AdapterFeature
 from services.dense_worker.features.adapters.adapter_loader import make_loader
-from services.dense_worker.features.beams.add_beams import add_beams
+from services.dense_worker.features.beams.add_beams import prepare_beams
 from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.fork_policy import ForkPolicy
 from services.dense_worker.features.grammar.grammar_feature import GrammarFeature
@@ -92,11 +92,12 @@ def make_fork_policy(model: ModelConfig, num_lanes: int = 1) -> ForkPolicy:
 def prepare_policy(sequence: Sequence, submit: dense_pb2.Submit, vocab_size: int) -> Awaitable[None] | None:
     """Gives a new sequence its row policy, before it joins the queue. None: it has none.
 
-    Does not block the event loop; raises `InvalidRequest` if there is no such policy.
+    Does not block the event loop. Awaited, it raises `InvalidRequest` if there is no such policy, and `PeerError` if
+    the gateway would not read what it reports.
     """
     if sequence.spec.beam_search is None:
         return None
-    return asyncio.to_thread(add_beams, sequence, submit.search, vocab_size)  # which may be millions of values
+    return asyncio.to_thread(prepare_beams, sequence, submit, vocab_size)  # which may be millions of values
 
 
 def has_progress(submit: dense_pb2.Submit) -> bool:

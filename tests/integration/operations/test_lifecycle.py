@@ -136,7 +136,7 @@ def test_a_port_in_use_is_named(tmp_path: Path, role: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--model", "/nowhere/model"), ("/nowhere/model", "not a directory")),
+        (("--model", "/nowhere/model"), ("/nowhere/model", "neither a directory")),
         (("--set", "scheduler.max_num_seq=3"), ("unknown config key", "scheduler.max_num_seq")),
         (("--set", "scheduler.max_num_seqs=0"), ("max_num_seqs", "greater than or equal to 1")),
         (("--set", "scheduler.max_num_seqs=4096"), ("4096", "512")),

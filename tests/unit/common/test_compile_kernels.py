@@ -177,9 +177,12 @@ def test_what_a_process_that_hangs_should_compile_is_compiled_here(
         kernels.warm_up(stuck)
         kernels.warm_up(other)
     assert stuck.compiled_by == own_pid and stuck.is_loaded
-    [warning] = [each for each in logs if each["log_level"] == "warning"]
-    with pytest.raises(ProcessLookupError):
-        os.kill(warning["pid"], 0)
+    # On a busy machine the other one may have no time to end either.
+    warnings = [each for each in logs if each["log_level"] == "warning"]
+    assert warnings
+    for warning in warnings:
+        with pytest.raises(ProcessLookupError):
+            os.kill(warning["pid"], 0)
 
 
 def test_what_no_process_can_be_forked_for_is_compiled_here(

@@ -46,7 +46,7 @@ def test_another_kind_of_adapter_is_left_to_others(tmp_path: Path) -> None:
         ({"num_virtual_tokens": 0}, "num_virtual_tokens 0, must be from 1 to 8192"),
         ({"num_virtual_tokens": 9000}, "num_virtual_tokens 9000, must be from 1 to 8192"),
         ({"num_virtual_tokens": "3"}, "num_virtual_tokens '3', must be"),
-        ({"num_virtual_tokens": True}, "num_virtual_tokens True, must be"),
+        ({"num_virtual_tokens": True}, "num_virtual_tokens true, must be"),
         ({"num_transformer_submodules": 2}, "num_transformer_submodules 2, supported: 1"),
         ({"task_type": "SEQ_2_SEQ_LM"}, "task_type 'SEQ_2_SEQ_LM', supported: 'CAUSAL_LM'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, PeerError
 from services.common.token_logprobs import TokenLogprobs, decode_logprobs
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.features.beams.beam_policy import BeamPolicy
@@ -12,6 +12,18 @@ from services.dense_worker.features.beams.search import Beam, Hypothesis, Search
 from services.pb import dense_pb2
 
 _NO_LOGPROBS = TokenLogprobs(0.0, ())  # of tokens whose log-probabilities are not reported
+
+
+def prepare_beams(sequence: Sequence, submit: dense_pb2.Submit, vocab_size: int) -> None:
+    """Makes a submitted sequence a search. Raises `PeerError` if its gateway would not read the log-probabilities that
+    it asks for, and what `add_beams` raises.
+    """
+    if sequence.spec.num_logprobs is not None and not submit.spec.beam_search.reads_logprob_rows:
+        raise PeerError(
+            "this gateway does not read this dense worker's log-probabilities of a beam search: it is of an older "
+            "version"
+        )
+    add_beams(sequence, submit.search, vocab_size)
 
 
 def add_beams(sequence: Sequence, message: dense_pb2.BeamProgress, vocab_size: int) -> None:

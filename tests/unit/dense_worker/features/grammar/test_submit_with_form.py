@@ -14,7 +14,7 @@ from services.common.errors import InvalidRequest
 from services.dense_worker.engine.sequence import FinishReason, Sequence
 from services.dense_worker.engine.tracing import SequenceTracer
 from services.dense_worker.features import installed
-from services.dense_worker.features.beams.add_beams import add_beams
+from services.dense_worker.features.beams.add_beams import prepare_beams
 from services.dense_worker.features.grammar.grammar_feature import GrammarFeature
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.servicer import DenseServicer
@@ -148,13 +148,13 @@ def test_the_beams_of_a_search_are_read_outside_of_the_event_loop(monkeypatch: p
     async def test(front: Front) -> None:
         started, may_end, threads = threading.Event(), threading.Event(), list[threading.Thread]()
 
-        def slow(sequence: Sequence, message: dense_pb2.BeamProgress, vocab_size: int) -> None:
+        def slow(sequence: Sequence, message: dense_pb2.Submit, vocab_size: int) -> None:
             threads.append(threading.current_thread())
             started.set()
             assert may_end.wait(TIMEOUT_S)
-            add_beams(sequence, message, vocab_size)
+            prepare_beams(sequence, message, vocab_size)
 
-        monkeypatch.setattr(installed, "add_beams", slow)
+        monkeypatch.setattr(installed, "prepare_beams", slow)
         options = {"early_stopping": "EARLY_STOPPING_NEVER"}
         beams = [dense_pb2.Beam(token_ids=[token_id]) for token_id in (7, 8)]
         options = {"num_beams": 2, "num_answers": 2, "options": options}
