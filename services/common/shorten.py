@@ -35,8 +35,9 @@ class JsonWords(reprlib.Repr):
 
 
 def show(value: object) -> str:
-    """A value of JSON, cut to `MAX_QUOTED_CHARACTERS`."""
+    """A value of JSON, cut to `MAX_QUOTED_CHARACTERS`; its time is bounded, however many values are nested in it."""
     words = JsonWords()
-    words.maxlevel = words.maxlist = words.maxdict = words.maxtuple = MAX_QUOTED_CHARACTERS
+    words.maxlevel = 3
+    words.maxlist = words.maxdict = words.maxtuple = 20
     words.maxstring = words.maxother = words.maxlong = MAX_QUOTED_CHARACTERS
     return shorten(words.repr(value), MAX_QUOTED_CHARACTERS)

@@ -26,3 +26,19 @@ def test_values_of_json_have_its_words() -> None:
     assert show(json.loads('{"a": [true, null], "b": "True"}')) == "{'a': [true, null], 'b': 'True'}"
     assert show(False) == "false"
     assert show([[["x"] * 3] * 3] * 100) == repr([[["x"] * 3] * 3] * 100)[:99] + "…"
+
+
+def test_only_the_first_of_many_nested_values_are_looked_at() -> None:
+    num_shown = 0
+
+    class Counted:
+        def __repr__(self) -> str:
+            nonlocal num_shown
+            num_shown += 1
+            return "1"
+
+    value: object = Counted()
+    for _ in range(6):
+        value = [value] * 30
+    assert len(show(value)) <= 100 and show([value] * 2)
+    assert num_shown <= 2 * 20**3
