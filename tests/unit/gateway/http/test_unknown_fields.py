@@ -9,6 +9,7 @@ import httpx2
 import pytest
 from structlog.testing import capture_logs
 
+from services.gateway.http import unknown_fields
 from services.gateway.http.unknown_fields import MAX_WARNINGS
 from tests.support.clients.http_clients import async_client
 from tests.support.running_gateway import run, running_gateway
@@ -68,3 +69,14 @@ def test_neither_many_names_nor_long_ones_flood_the_log(tmp_path: Path) -> None:
     assert len(found) == len(set(found)) == MAX_WARNINGS
     assert max(len(name) for _, name, _ in found) == 60
     assert [sum(name.startswith(f"{i}-") for _, name, _ in found) for i in range(3)] == [3, 3, 3], "of each request"
+
+
+def test_many_names_hide_others_for_no_longer_than_a_period(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"prompt": "a", "max_tokens": 1}
+    many = [(COMPLETIONS, body | {f"{i}-{j}": 1 for j in range(3)}) for i in range(30)]
+    misspelt = (COMPLETIONS, body | {"max_token": 1})
+    assert (COMPLETIONS, "max_token", "max_tokens") not in warnings_of(tmp_path, [*many, misspelt])
+    monkeypatch.setattr(unknown_fields, "PERIOD_S", 0.0)
+    assert (COMPLETIONS, "max_token", "max_tokens") in warnings_of(tmp_path, [*many, misspelt])
