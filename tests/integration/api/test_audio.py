@@ -216,7 +216,9 @@ def test_longer_sound_goes_on_where_the_last_segment_ended(path: Path, client: o
     options = {"language": "en", "temperature": 0, "response_format": "verbose_json"}
     sound = sound_of(LONG_S, seed=3)
     answer = client.audio.transcriptions.create(model=path.name, file=upload(sound, subtype="FLOAT"), **options)
-    assert [each.no_speech_prob for each in answer.segments] == pytest.approx(true_no_speech(path, sound, answer))
+    # In float32, after layers whose sums have another order: 1.1e-6 on some processors.
+    expected = pytest.approx(true_no_speech(path, sound, answer), rel=1e-5)
+    assert [each.no_speech_prob for each in answer.segments] == expected
     seeks = [each.seek for each in answer.segments]
     assert len(set(seeks)) > 2 and seeks == sorted(seeks)
     for before, after in zip(answer.segments, answer.segments[1:], strict=False):
