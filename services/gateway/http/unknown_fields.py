@@ -12,7 +12,7 @@ import structlog
 from fastapi import Request
 
 from services.common.nearest import nearest
-from services.common.shorten import MAX_QUOTED_CHARACTERS, shorten
+from services.common.shorten import quote, shorten
 
 log = structlog.get_logger()
 
@@ -31,9 +31,9 @@ class UnknownFields:
 
     def log(self, request: Request, unknown: Sequence[str], known: Callable[[], Iterable[str]]) -> None:
         """Logs the names of a request's ignored fields: new ones as warnings, all of them at level debug."""
-        path = shorten(request.scope["path"], MAX_QUOTED_CHARACTERS)
+        path = _printable(request.scope["path"])
         request_id: str = request.scope["state"]["request_id"]
-        names = list(dict.fromkeys(shorten(name, MAX_NAME_CHARACTERS) for name in unknown))
+        names = list(dict.fromkeys(_printable(name) for name in unknown))
         if time.monotonic() - self._since_s >= PERIOD_S:
             self._logged, self._since_s = set(), time.monotonic()
         new = [name for name in names if (path, name) not in self._logged][:MAX_WARNINGS_PER_REQUEST]
@@ -45,3 +45,8 @@ class UnknownFields:
             if len(self._logged) == MAX_WARNINGS:
                 log.warning("no more warnings of unknown fields for now", path=path, num_warnings=MAX_WARNINGS)
         log.debug("unknown fields ignored", request_id=request_id, num_fields=len(names), fields=",".join(names[:20]))
+
+
+def _printable(text: str) -> str:
+    """A client's text without characters that a terminal would obey."""
+    return shorten(quote(text)[1:-1], MAX_NAME_CHARACTERS)

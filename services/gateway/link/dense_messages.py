@@ -126,7 +126,7 @@ def _in_turn(output: dense_pb2.StepOutput) -> Iterator[tuple[int, int]]:
 def _keep_answers(entry: JournalEntry, answers: Sequence[dense_pb2.BeamAnswer], now: float) -> None:
     """Gives each answer of a beam search to its entry, or fails it if they have not the log-probabilities asked for."""
     has_logprobs = entry.spec.num_logprobs is not None
-    if has_logprobs and not all(answer.logprob_rows for answer in answers):
+    if has_logprobs and any(answer.token_ids and not answer.logprob_rows for answer in answers):
         entry.fail(
             PeerError(
                 "the dense worker has sent no log-probabilities of a beam search as this gateway reads them: it is of "

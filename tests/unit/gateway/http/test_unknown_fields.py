@@ -71,6 +71,11 @@ def test_neither_many_names_nor_long_ones_flood_the_log(tmp_path: Path) -> None:
     assert [sum(name.startswith(f"{i}-") for _, name, _ in found) for i in range(3)] == [3, 3, 3], "of each request"
 
 
+def test_what_a_terminal_would_obey_is_escaped(tmp_path: Path) -> None:
+    body = {"prompt": "a", "max_tokens": 1, "größe\n\x1b[31m": 1}
+    assert warnings_of(tmp_path, [(COMPLETIONS, body)]) == [(COMPLETIONS, r"größe\n\x1b[31m", None)]
+
+
 def test_many_names_hide_others_for_no_longer_than_a_period(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
