@@ -26,7 +26,6 @@ from services.attn_worker.cache.cached_sequence import (
 )
 from services.attn_worker.cache.group import Batch, CacheGroup
 from services.attn_worker.cache.prefix_cache import PrefixCache
-from services.attn_worker.cache.rollback import Rollback
 from services.attn_worker.cache.step_spans import RopePositions, num_later_of_step, positions_of_step
 from services.attn_worker.cache.tiers.tier import BlockSupplier, MissingBlock, NoTier, Tier
 from services.attn_worker.runner.step_metadata import StepMetadata
@@ -65,7 +64,6 @@ class KVCache:
         self._main = main
         self._groups: tuple[CacheGroup, ...] = (main, *others)
         self._rows = SequenceRows()
-        self._rollback = Rollback(self._rows, self._groups, self.block_size)
         self._prefixes = make_prefix_cache(self._rows, self._groups, self.block_size)
         self._add_rows()
 
@@ -289,8 +287,8 @@ class KVCache:
             group.abort()
         num_freed = 0
         for seq_id, sequence in [each for each in self._sequences.items() if each[1].row in planned]:
-            length = self._rollback.kept_length(sequence, self.max_model_len)
-            num_freed += self._drop(seq_id) if length is None else self._rollback.truncate(sequence, length)
+            length = self._kept_length(sequence, self.max_model_len)
+            num_freed += self._drop(seq_id) if length is None else self._truncate(sequence, length)
         for sequence in self._sequences.values():
             sequence.is_orphan = True
         return num_freed
@@ -330,9 +328,9 @@ class KVCache:
         root = self._prefixes.root(new.num_prompt_tokens, new.prefix_key, sequence.generation)
         if not _continues(sequence, root, token_ids, new.spans):
             return None
-        if (length := self._rollback.kept_length(sequence, most)) is None:
+        if (length := self._kept_length(sequence, most)) is None:
             return None
-        num_freed = self._rollback.truncate(sequence, length)
+        num_freed = self._truncate(sequence, length)
         sequence.token_ids, sequence.is_orphan = token_ids, False
         self.num_recovered_sequences += 1
         self.num_recovered_tokens += int(self._rows.num_computed[sequence.row])
@@ -464,7 +462,7 @@ class KVCache:
                 continue
             sequence = self._sequence_of_row[int(rows[index])]
             try:
-                self._rollback.go_back(sequence, seq_ids[index], int(positions[index]))
+                self._go_back(sequence, seq_ids[index], int(positions[index]))
             except RequestAborted as error:
                 errors[seq_ids[index]] = error
 
@@ -519,6 +517,55 @@ class KVCache:
         """The rows of sequences that nobody has claimed, without these."""
         used = set(rows.tolist())
         yield from (each.row for each in self._sequences.values() if each.is_orphan and each.row not in used)
+
+    # Going back to an earlier length
+
+    def _go_back(self, sequence: CachedSequence, seq_id: int, position: int) -> None:
+        """Forgets the tokens from `position` on, as a plan wants it. The sequence keeps its blocks.
+
+        Raises RequestAborted, and changes nothing, if it lacks something that is read from there on, or if others may
+        still read the blocks that would be overwritten.
+        """
+        row = sequence.row
+        for group in self._groups:
+            reason = group.lack_at(row, position)
+            if reason is None and group.is_shared(row, position):
+                reason = "it shares blocks from there on"
+            if reason is not None:
+                raise RequestAborted(f"sequence {seq_id} cannot go back to token {position}: {reason}")
+        for group in self._groups:
+            group.go_back(row, position, len(sequence.digests))
+        self._set_length(sequence, position, min(position, int(self._rows.num_committed[row])))
+
+    def _kept_length(self, sequence: CachedSequence, most: int) -> int | None:
+        """The length that the sequence can go back to in all groups: of its committed tokens, at most `most`.
+
+        None: there is none.
+        """
+        row = sequence.row
+        length = min(int(self._rows.num_committed[row]), most)
+        while True:
+            kept: int | None = length
+            for group in self._groups:
+                kept = group.kept_length(row, kept, len(sequence.digests))
+                if kept is None:
+                    return None
+            if kept == length:
+                return length
+            length = kept
+
+    def _truncate(self, sequence: CachedSequence, length: int) -> int:
+        """Goes back to a `_kept_length`; returns how many blocks became free."""
+        num_hashed_blocks = len(sequence.digests)
+        num_freed, *_ = [group.truncate(sequence.row, length, num_hashed_blocks) for group in self._groups]
+        self._set_length(sequence, length, length)
+        return num_freed
+
+    def _set_length(self, sequence: CachedSequence, num_computed: int, num_committed: int) -> None:
+        row = sequence.row
+        del sequence.digests[num_computed // self.block_size :]
+        self._rows.num_hashed_blocks[row] = len(sequence.digests)
+        self._rows.num_computed[row], self._rows.num_committed[row] = num_computed, num_committed
 
 
 def _continues(

@@ -1,4 +1,4 @@
-"""How the Triton kernels store keys and values in 8 bits; `torch_layer_cache.py` is the definition.
+"""How the Triton kernels store keys and values in 8 bits; `torch_attention.py` has the definition.
 
 FORMAT is a constant of every kernel: "plain" (the cache has the model's dtype), "fp8" or "int8". Plain kernels contain
 none of this. Stored numbers become float16 in registers, which holds all of them exactly: one instruction converts two
