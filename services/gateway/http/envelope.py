@@ -67,10 +67,12 @@ class Envelope:
         scope["state"]["request_id"] = request_id
         scope["state"]["dialects"] = self._dialects
         further = [name for each in self._dialects if (name := each.request_id_header) and each.is_meant(scope)]
-        id_headers = [(name.encode(), request_id.encode()) for name in (REQUEST_ID_HEADER, *further)]
+        state = scope["state"]
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
+                final_id: str = state["request_id"]  # a body may have named the request
+                id_headers = [(name.encode(), final_id.encode()) for name in (REQUEST_ID_HEADER, *further)]
                 message["headers"] = [*message.get("headers", ()), *id_headers]
             await send(message)
 
@@ -82,7 +84,7 @@ class Envelope:
         try:
             await self._app(scope, _limited(receive, limit), send_with_id)
         except Exception as error:
-            log.debug("request ended by an error", request_id=request_id, error=repr(error))
+            log.debug("request ended by an error", request_id=state["request_id"], error=repr(error))
 
     def _as_served(self, scope: Scope) -> Scope:
         """The request without the prefix of paths that a proxy passes on; a path without it stays as it is.

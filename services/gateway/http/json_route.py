@@ -136,6 +136,7 @@ async def _read_body(
             raise RequestValidationError(errors, body=value)
         await next_turn(request)
     request.scope["state"]["unknown_fields"] = unknown_fields
+    body.name_request(request)
     body.log_unknown_fields(request)
     return body
 

@@ -1,4 +1,7 @@
-"""x-request-id: the client's id, or a new one. It is on every answer and names the request in all logs."""
+"""x-request-id: the client's id, or a new one. It is on every answer and names the request in all logs.
+
+As with vLLM, a body may have it as `request_id`; the header wins.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from services.common.errors import InvalidRequest
 REQUEST_ID_HEADER = "x-request-id"
 ANTHROPIC_HEADER = "request-id"  # a second name, where Anthropic's client looks for the id
 MAX_CHARACTERS = 100  # a request with several prompts appends a number, and the gateway's limit is 128
-_VALID = re.compile(rb"[\x21-\x7e]{1,%d}" % MAX_CHARACTERS)
+MAX_CHARACTERS_OF_BODY = 115  # it may have been made of a header's, as chatcmpl-ID-NUMBER
+_PRINTABLE = re.compile(rb"[\x21-\x7e]+")
 
 
 def new_request_id() -> str:
@@ -22,16 +26,29 @@ def new_request_id() -> str:
 
 def read_request_id(scope: Scope) -> str:
     """The client's id, or a new one. Raises `InvalidRequest` unless it is short printable ASCII without spaces."""
-    name = REQUEST_ID_HEADER.encode()
-    given = [value for key, value in scope["headers"] if key == name]
+    given = _in_headers(scope)
     if not given:
         return new_request_id()
     if len(given) > 1:
         raise InvalidRequest(f"{REQUEST_ID_HEADER} is given {len(given)} times, must be given once", REQUEST_ID_HEADER)
-    if not _VALID.fullmatch(given[0]):
-        raise InvalidRequest(
-            f"{REQUEST_ID_HEADER} has {len(given[0])} bytes, must be 1 to {MAX_CHARACTERS} printable ASCII characters "
-            "without spaces",
-            REQUEST_ID_HEADER,
-        )
+    if fault := fault_in(given[0], MAX_CHARACTERS):
+        raise InvalidRequest(f"{REQUEST_ID_HEADER} {fault}", REQUEST_ID_HEADER)
     return given[0].decode()
+
+
+def name_by_body(scope: Scope, given: str | None) -> None:
+    """Names the request by its body's valid `request_id`, unless the header has named it."""
+    if given is not None and not _in_headers(scope):
+        scope["state"]["request_id"] = given
+
+
+def fault_in(request_id: bytes, most: int) -> str | None:
+    """What keeps a client from naming its request so, if anything does."""
+    if len(request_id) <= most and _PRINTABLE.fullmatch(request_id):
+        return None
+    return f"has {len(request_id)} bytes, must be 1 to {most} printable ASCII characters without spaces"
+
+
+def _in_headers(scope: Scope) -> list[bytes]:
+    name = REQUEST_ID_HEADER.encode()
+    return [value for key, value in scope["headers"] if key == name]

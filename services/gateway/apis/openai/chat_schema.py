@@ -20,7 +20,7 @@ from services.gateway.apis.openai.tool_schema import (
     ToolChoiceObject,
     ToolObjects,
 )
-from services.gateway.apis.shared.generation_fields import TemplateKwargs
+from services.gateway.apis.shared.generation_fields import NamedFields, TemplateKwargs
 from services.gateway.apis.shared.logprobs import ChatLogprobs
 from services.gateway.apis.shared.parts import MAX_CHAT_PARTS, MAX_PARTS, by_field, readable
 from services.gateway.apis.shared.request_model import CountOrAll, Int64, RequestModel, UInt32, at_most
@@ -199,7 +199,7 @@ Messages = Annotated[
 ]
 
 
-class ChatRequest(OpenAIFields):
+class ChatRequest(OpenAIFields, NamedFields):
     """The conversation so far, and the options of the answer."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {

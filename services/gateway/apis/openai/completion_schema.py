@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 from services.common.config import MAX_PROMPTS
 from services.gateway.apis.openai.answer_objects import AnswerObject, FinishReasonName, PromptLogprobs, UsageObject
 from services.gateway.apis.openai.fields import OpenAIFields
-from services.gateway.apis.shared.generation_fields import Echo, NumLogprobs, Suffix
+from services.gateway.apis.shared.generation_fields import Echo, NamedFields, NumLogprobs, Suffix
 from services.gateway.apis.shared.other_servers import OF_CHATS
 from services.gateway.apis.shared.prompts import Prompt, prompt_list
 from services.gateway.apis.shared.request_model import TokenIdList, at_most
@@ -20,7 +20,7 @@ from services.gateway.apis.shared.timings import TimingsObject
 PromptEmbedsText = str | Annotated[list[str], Field(fail_fast=True), at_most(MAX_PROMPTS)]
 
 
-class CompletionRequest(OpenAIFields):
+class CompletionRequest(OpenAIFields, NamedFields):
     """The prompts to continue, and the options of the answers."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {

@@ -104,7 +104,7 @@ def completion_routes(service: RequestService) -> APIRouter:
     )
     async def generate_tokens(body: TokenAnswerRequest, request: Request) -> Response:
         """vLLM's route for token ids: continues a prompt."""
-        request_id: str = body.request_id or request.state.request_id
+        request_id: str = request.state.request_id
         limits, is_cut = service.limits, body.sampling_params.truncate_prompt_tokens is not None
         with client_field_names(PARAM_NAMES):
             check_prompts([body.token_ids], 1, limits.max_prompt_len, are_cut=is_cut)

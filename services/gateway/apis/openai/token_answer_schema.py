@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from services.gateway.apis.openai.answer_objects import FinishReasonName, PromptLogprobs, UsageObject
 from services.gateway.apis.openai.fields import OpenAIFields, UsageFields
-from services.gateway.apis.shared.generation_fields import IGNORED, NumLogprobs, Priority
+from services.gateway.apis.shared.generation_fields import IGNORED, NamedFields, NumLogprobs, Priority
 from services.gateway.apis.shared.logprobs import ChatLogprobs
 from services.gateway.apis.shared.other_servers import OF_CHATS
 from services.gateway.apis.shared.request_model import TokenIdList
@@ -46,7 +46,7 @@ class TokenSampling(OpenAIFields):
         return self
 
 
-class TokenAnswerRequest(UsageFields):
+class TokenAnswerRequest(UsageFields, NamedFields):
     """A prompt of token ids, and the options of the answers."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"features": ({},)}
@@ -57,7 +57,6 @@ class TokenAnswerRequest(UsageFields):
     )
     model: str | None = Field(None, description="A name of the served model, or of an adapter, or none")
     stream: bool | None = Field(None, description="Send the token ids as server-sent events")
-    request_id: str | None = Field(None, description="The request's name; the answer has it behind generate-tokens-")
     priority: Priority = None
     cache_salt: str | None = Field(
         None, min_length=1, description="Only requests with the same salt share prompt prefixes"

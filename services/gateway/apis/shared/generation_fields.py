@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import pydantic
+from fastapi import Request
 from pydantic import Field
 from pydantic_core import PydanticCustomError
 
 from services.common.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES, NUMBERS
 from services.gateway.apis.shared.request_model import CountOrAll, Int32, Int64, RequestModel, UInt32, at_most
+from services.gateway.http.request_id import MAX_CHARACTERS_OF_BODY, fault_in, name_by_body
 from services.gateway.request.generation_request import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_TOKENS
 
 MAX_METADATA = 16  # OpenAI's limit
@@ -81,6 +83,23 @@ _NumberFields = pydantic.create_model(
         for name, each in NUMBERS.items()
     },
 )
+
+
+def _check_request_id(given: str) -> str:
+    if fault := fault_in(given.encode(), MAX_CHARACTERS_OF_BODY):
+        raise PydanticCustomError("request_id", "{fault}", {"fault": fault})
+    return given
+
+
+class NamedFields(RequestModel):
+    """A request that has a name, as with vLLM."""
+
+    request_id: Annotated[str, pydantic.AfterValidator(_check_request_id)] | None = Field(
+        None, description="The request's name, unless the header x-request-id gives it one"
+    )
+
+    def name_request(self, request: Request) -> None:
+        name_by_body(request.scope, self.request_id)
 
 
 class IgnoredFields(RequestModel):

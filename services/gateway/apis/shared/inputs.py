@@ -8,9 +8,9 @@ from fastapi import Request
 from pydantic import Field
 
 from services.common.config import MAX_INPUTS
-from services.gateway.apis.shared.generation_fields import Priority, User
+from services.gateway.apis.shared.generation_fields import NamedFields, Priority, User
 from services.gateway.apis.shared.prompts import kind_of_prompts, prompt_list, prompts_of
-from services.gateway.apis.shared.request_model import CountOrAll, RequestModel, at_most
+from services.gateway.apis.shared.request_model import CountOrAll, at_most
 from services.gateway.vectors.vectors import InputOptions, VectorInput
 
 Texts = Annotated[list[str], Field(fail_fast=True), at_most(MAX_INPUTS)]
@@ -30,7 +30,7 @@ def input_list(given: str | list[Any], field: str = "input") -> list[VectorInput
     return [VectorInput(f"{field}[{i}]" if len(inputs) > 1 else field, each) for i, each in enumerate(inputs)]
 
 
-class InputFields(RequestModel):
+class InputFields(NamedFields):
     """What bodies for vectors have in common."""
 
     model: str | None = None

@@ -98,6 +98,9 @@ class RequestModel(pydantic.BaseModel):
                     raise PydanticCustomError("unsupported", "this field is not supported", {"field": name})
         return data
 
+    def name_request(self, request: Request) -> None:
+        """Names the request, where a body may: see `NamedFields`."""
+
     def log_unknown_fields(self, request: Request) -> None:
         """Logs the names of ignored fields, see `UnknownFields`."""
         unknown = sorted(self.model_extra.keys() - self.unsupported.keys()) if self.model_extra else []

@@ -15,9 +15,9 @@ from typing_extensions import TypedDict
 from services.common.errors import AbortedByCaller
 from services.common.sampling_params import MAX_LOGPROB_TOKENS
 from services.gateway.apis.shared.answer import Answer, Format
-from services.gateway.apis.shared.generation_fields import Priority, User
+from services.gateway.apis.shared.generation_fields import NamedFields, Priority, User
 from services.gateway.apis.shared.prompts import Prompt, check_prompts, prompt_list
-from services.gateway.apis.shared.request_model import RequestModel, TokenIdList, UInt32, at_most
+from services.gateway.apis.shared.request_model import TokenIdList, UInt32, at_most
 from services.gateway.apis.shared.to_message import messages_of
 from services.gateway.apis.vectors.schema import InputUsage
 from services.gateway.core.chunks import Completion, Finish
@@ -33,7 +33,7 @@ BYTES_PER_ELEMENT = 24  # of a character or token id, in a prompt and its messag
 PARAM_NAMES = {"logprob_token_ids": "label_token_ids", "prompt": "items", "prompt_token_ids": "items"}
 
 
-class LabelScoreRequest(RequestModel):
+class LabelScoreRequest(NamedFields):
     """Each item stands behind the query: how likely is each label as the next token?"""
 
     model: str | None = None

@@ -69,6 +69,20 @@ def test_inputs_beside_a_stream_count_as_one_answer(tmp_path: Path) -> None:
     assert len(dense.submits) == 2 + len(PROMPTS)
 
 
+def test_a_body_may_name_its_request(tmp_path: Path) -> None:
+    bodies = {EMBEDDINGS: {"input": "a"}, "/pooling": {"input": "a"}}
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for path, body in bodies.items():
+            response = await client.post(path, json=body | {"request_id": "mine"}, headers=HEADERS)
+            assert response.json()["id"] == response.headers["x-request-id"] == "mine"
+            response = await client.post(path, json=body | {"request_id": "a b"}, headers=HEADERS)
+            check_error(response, 400, "request_id", "has 3 bytes")
+
+    dense = serve(tmp_path, test)
+    assert [each.spec.request_id for each in dense.submits] == ["mine"] * len(bodies)
+
+
 def test_inputs_of_llama_cpp_mix_token_ids_and_texts(tmp_path: Path) -> None:
     """A text at the start of an input gets special tokens, others do not; objects are texts."""
     whole, bare = REFERENCE(" a")["input_ids"], ids(" a")

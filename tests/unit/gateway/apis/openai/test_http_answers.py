@@ -11,10 +11,35 @@ import pytest
 from services.pb import gateway_pb2
 from tests.support.clients.gateway_calls import EOS, REFERENCE, ids
 from tests.support.clients.http_clients import events
-from tests.support.clients.http_gateway import MODEL, USER, say, with_client
+from tests.support.clients.http_gateway import MODEL, USER, check_error, say, with_client
 from tests.support.reports import prompt_logprobs
 from tests.support.running_gateway import RunningGateway, until
 from tests.support.workers.fake_dense import FakeDense
+
+
+def test_a_body_may_name_its_request_and_the_header_wins(tmp_path: Path) -> None:
+    bodies = {
+        "/v1/completions": ({"prompt": "Tell me"}, "id", "cmpl-"),
+        "/v1/chat/completions": ({"messages": USER}, "id", "chatcmpl-"),
+        "/inference/v1/generate": ({"token_ids": [5, 6]}, "request_id", "generate-tokens-"),
+    }
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for path, (body, field, prefix) in bodies.items():
+            named = body | {"request_id": "of-body"}
+            for headers, name in (({}, "of-body"), ({"x-request-id": "of-header"}, "of-header")):
+                response = await client.post(path, json=named, headers=headers)
+                assert response.json()[field] == prefix + name, response.text
+                assert response.headers.get_list("x-request-id") == [name]
+                assert dense.submits[-1].spec.request_id == name
+            for wrong in ("", "a b", "Łódź", "a\nb", "x" * 116):
+                message = f": has {len(wrong.encode())} bytes, must be 1 to 115 printable ASCII"
+                check_error(await client.post(path, json=body | {"request_id": wrong}), 400, "request_id", message)
+            longest = await client.post(path, json=body | {"request_id": "x" * 115})
+            assert longest.json()[field] == prefix + "x" * 115
+
+    dense = FakeDense(lambda submit: [EOS])
+    with_client(tmp_path, dense, test)
 
 
 def test_a_completion_has_openais_format(tmp_path: Path) -> None:
