@@ -18,7 +18,7 @@ from yamllint import linter
 from yamllint.config import YamlLintConfig
 
 from services.common.config import Config, load_config
-from services.gateway.http.host_check import HostCheck
+from services.gateway.http.envelope import HostCheck
 from services.gateway.resources.open_files import RESERVE, share_files
 from tests.deploy.compose_file import (
     COMPOSE_FILES,

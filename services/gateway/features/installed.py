@@ -5,20 +5,46 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from services.gateway.features.alignment import Alignment
-from services.gateway.features.feature import Feature
+from services.gateway.features.feature import Feature, HeldBytes, RequestSize
 from services.gateway.features.hidden_states import HiddenStates
-from services.gateway.features.images import Images
 from services.gateway.features.pooling import Pooling
 from services.gateway.features.progress import PromptProgress
 from services.gateway.features.prompt_logprobs import PromptLogprobs
 from services.gateway.features.report import Report
 from services.gateway.features.returned_logits import ContextLogits, GenerationLogits
-from services.gateway.features.source import Source
 from services.pb import gateway_pb2
+
+SOURCE_COPIES = 3  # of what an encoder reads: the client's message, the spec in the journal, and what is being sent
+
+
+class Images(Feature):
+    """The pictures of a prompt, which ask for it themselves: what the worker is told is known when they are decoded."""
+
+    name = "images"
+    field = "messages"  # of bodies; `GenerateRequest` has no such field
+    goes_with_beams = True
+
+
+class Source(Feature):
+    """What the encoder of a model reads. It is no wish of the client: `read_request` makes it of the prompt."""
+
+    name = "source"
+    field = "sound"
+
+    def read(self, message: gateway_pb2.GenerateRequest, vocab_size: int) -> bytes | None:
+        """Nothing: the prompt has not been tokenized yet."""
+        return None
+
+    def held(self, size: RequestSize) -> HeldBytes | None:
+        """The input itself, for each answer."""
+        return HeldBytes(SOURCE_COPIES * size.num_answers * len(size.spec.features[self.name]), "encoders' inputs")
+
 
 PROMPT_LOGPROBS = PromptLogprobs()
 POOLING = Pooling()
 ALIGNMENT = Alignment()
+SOURCE = Source()
+IMAGES = Images()
 
 FEATURES: tuple[Feature, ...] = (
     PROMPT_LOGPROBS,
@@ -27,9 +53,9 @@ FEATURES: tuple[Feature, ...] = (
     HiddenStates(),
     POOLING,
     PromptProgress(),
-    Source(),
+    SOURCE,
     ALIGNMENT,
-    Images(),
+    IMAGES,
 )
 REPORTS = {each.name: each for each in FEATURES if isinstance(each, Report)}
 

@@ -7,17 +7,16 @@ import contextlib
 import socket
 import ssl
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.config import GatewaySection
 from services.gateway.access.client_address import ClientAddresses
-from services.gateway.http.arrivals import Arrivals
 from services.gateway.http.connection import Hangups
 from services.gateway.http.cross_origin import CrossOrigin
 from services.gateway.http.envelope import Envelope
@@ -29,6 +28,7 @@ from services.rpc.tls import TlsFiles, warn_if_exposed
 
 START_TIMEOUT_S = 10.0
 LOOK_INTERVAL_S = 0.01
+MAX_BEGINNINGS = 8  # requests that begin in one iteration of the event loop; each takes 0.2 ms up to its first wait
 
 
 class HttpServer:
@@ -123,6 +123,40 @@ class HttpServer:
         self._hangups.close()
         if self._listener is None and self._section.http_address.startswith("unix:"):
             Path(self._section.http_address.removeprefix("unix:")).unlink(missing_ok=True)
+
+
+class Arrivals:
+    """Thousands of requests that come at once begin a few at a time, while streams and health checks go on.
+
+    The outermost ASGI middleware. Nothing is known of requests yet, so they begin in the order of their arrival.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._num_begun = 0  # in this iteration of the event loop
+        self._waiting: deque[asyncio.Future[None]] = deque()  # some only while as many as may have begun
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._num_begun == MAX_BEGINNINGS:
+            place = asyncio.get_running_loop().create_future()
+            self._waiting.append(place)
+            await place
+        else:
+            self._note_begun()
+        await self._app(scope, receive, send)
+
+    def _note_begun(self) -> None:
+        if not self._num_begun:
+            asyncio.get_running_loop().call_soon(self._let_next_begin)
+        self._num_begun += 1
+
+    def _let_next_begin(self) -> None:
+        self._num_begun = 0
+        while self._waiting and self._num_begun < MAX_BEGINNINGS:
+            place = self._waiting.popleft()
+            if not place.done():  # else its connection was lost
+                place.set_result(None)
+                self._note_begun()
 
 
 class _Server(uvicorn.Server):

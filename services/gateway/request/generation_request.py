@@ -19,7 +19,7 @@ from services.common.sampling_params import (
 )
 from services.common.shorten import quote
 from services.gateway.features.feature import RequestSize
-from services.gateway.features.installed import PROMPT_LOGPROBS, REPORTS, features_of, read_features
+from services.gateway.features.installed import IMAGES, PROMPT_LOGPROBS, REPORTS, SOURCE, features_of, read_features
 from services.gateway.images.picture import Picture, encode_pictures
 from services.gateway.images.picture_reader import PictureReader
 from services.gateway.request.beam_request import decode_beams, greedy_for_beams, read_widths
@@ -41,7 +41,6 @@ from services.pb import gateway_pb2
 from services.step.prompt_span import PromptSpan
 from services.step.sequence_spec import SequenceSpec
 
-SOURCE = "source"  # the name of the feature
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_STOP_STRINGS = 16
 MAX_STRING_CHARACTERS = 256  # of a stop string, an expression that stops, or a bad word
@@ -324,9 +323,9 @@ async def _read_prompt(
     token_ids = list(given[:num_kept] if message.keep_first_tokens else given[-num_kept:])
     num_rows = len(vectors.token_ids) - num_in_front  # that token ids of the prompt may stand for
     check_token_ids("prompt_token_ids", token_ids, limits.vocab_size, name, num_rows)
-    features = {SOURCE: source.input} if source is not None else {}
+    features = {SOURCE.name: source.input} if source is not None else {}
     if pictures and source is None:
-        features["images"] = encode_pictures(pictures)
+        features[IMAGES.name] = encode_pictures(pictures)
     is_whole_text = message.WhichOneof("input") == "prompt" and num_kept == len(given) and source is None
     return _Prompt(
         token_ids,

@@ -10,8 +10,13 @@ from services.gateway.apis.openai.chat_format import BatchChatFormat, ChatFormat
 from services.gateway.apis.openai.chat_schema import BatchChatRequest, ChatObject, ChatRequest
 from services.gateway.apis.openai.completion_format import CompletionFormat
 from services.gateway.apis.openai.completion_schema import CompletionObject, CompletionRequest
-from services.gateway.apis.openai.conversion import chat_message, completion_messages, token_answer_message
-from services.gateway.apis.openai.embeds import read_chat_embeds, read_prompt_embeds
+from services.gateway.apis.openai.conversion import (
+    chat_message,
+    completion_messages,
+    read_chat_embeds,
+    read_prompt_embeds,
+    token_answer_message,
+)
 from services.gateway.apis.openai.measured_format import measured
 from services.gateway.apis.openai.token_answer_format import PARAM_NAMES, TokenAnswerFormat
 from services.gateway.apis.openai.token_answer_schema import TokenAnswerObject, TokenAnswerRequest

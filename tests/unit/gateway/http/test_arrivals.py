@@ -9,8 +9,8 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.http import protocol
-from services.gateway.http.arrivals import MAX_AT_ONCE, Arrivals
 from services.gateway.http.protocol import MAX_HEADERS, BoundedProtocol
+from services.gateway.http.server import MAX_BEGINNINGS, Arrivals
 from tests.support.clients.http_clients import connect
 from tests.support.running_gateway import run, running_gateway
 from tests.support.workers.fake_dense import FakeDense
@@ -36,7 +36,7 @@ def test_requests_that_come_at_once_begin_a_few_in_an_iteration_and_in_order() -
             cancelled_later.cancel()
         assert [number for _, number in begun] == [i for i in range(100) if i not in (50, 60)]
         in_each = [sum(at == each for at, _ in begun) for each in range(iteration)]
-        assert max(in_each) == MAX_AT_ONCE
+        assert max(in_each) == MAX_BEGINNINGS
         begun.clear()
         await arrivals({"number": 0}, ignore, ignore)  # one alone does not wait
         assert begun == [(iteration, 0)]

@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from services.common.config import GatewaySection
-from services.gateway.http.host_check import HostCheck
+from services.gateway.http.envelope import HostCheck
 from tests.support.cluster import REQUEST_TIMEOUT_S, free_port
 from tests.support.running_gateway import run, running_gateway
 from tests.support.workers.fake_dense import FakeDense
