@@ -49,7 +49,7 @@ FLAGS_INTRODUCTION = """## Flags
 
 Short forms of keys, for `twostroke serve` and `python -m services.launch`, most of them by the names that vLLM has. In
 brackets stands what a word of vLLM is called here. Of a key that is set twice, `--set` wins over a flag, and a flag
-over the file. An unknown flag is an error that names the nearest one.
+over the file. An unknown flag is an error that names the nearest one. A switch is undone by `--no-` before its name.
 
 | flag | values | key | |
 |---|---|---|---|"""

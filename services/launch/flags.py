@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from services.common.config import Config
@@ -25,6 +27,7 @@ class Flag:
 
     values: what reads its value, or by word what the key gets; a single word `""` makes it a flag without a value.
     is_combined: it depends on other flags, and `read_flags` or `read_http_address` reads it by name.
+    short: a second name.
     """
 
     name: str
@@ -34,6 +37,12 @@ class Flag:
     metavar: str | None = None
     is_list: bool = False
     is_combined: bool = False
+    short: str | None = None
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it has no value."""
+        return isinstance(self.values, Mapping) and set(self.values) == {""}
 
     @property
     def attribute(self) -> str:
@@ -42,6 +51,7 @@ class Flag:
 
 
 _TOOL_PARSERS = ("auto", "none", "harmony", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder")
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _BASE_MODEL = "base_model_name"  # a key of vLLM's --lora-modules, without effect
 _REASONING_PARSERS = ("auto", "none", "deepseek_r1", "harmony", "qwen3")
 
@@ -57,6 +67,18 @@ def _number_or_auto(text: str) -> int | str:
         return int(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{quote(text)} is neither a number nor auto") from error
+
+
+def _count(text: str) -> int:
+    """As vLLM reads long numbers: 8k is 8,000 and 8K 8,192; before k, m and g there may be a decimal point."""
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?)([kmgKMG]?)", text, re.ASCII)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{quote(text)} is not a number such as 8192, 8k (8000) or 8K (8192)")
+    digits, unit = found.groups()
+    number = Fraction(digits) * _UNITS[unit]
+    if number.denominator != 1 or ("." in digits and unit not in ("k", "m", "g")):
+        raise argparse.ArgumentTypeError(f"{quote(text)} is not a whole number")
+    return int(number)
 
 
 def _num_images(text: str) -> int:
@@ -96,7 +118,7 @@ FLAGS = (
         "of weights and KV cache; auto: float32 on a CPU",
         _same(["auto", "float32", "bfloat16", "float16"], float="float32", half="float16"),
     ),
-    Flag("--max-model-len", ("model.max_model_len",), "tokens of prompt and output together", int, "N"),
+    Flag("--max-model-len", ("model.max_model_len",), "tokens of prompt and output together, such as 8K", _count, "N"),
     Flag(
         "--runner",
         ("model.runner",),
@@ -142,6 +164,7 @@ FLAGS = (
         ("dense.quantization",),
         "made of 16-bit weights; quantized checkpoints need no flag",
         _same(["fp8"]),
+        short="-q",
     ),
     Flag(
         "--tensor-parallel-size",
@@ -149,6 +172,7 @@ FLAGS = (
         "GPUs, of which each has a part of each layer",
         int,
         "N",
+        short="-tp",
     ),
     Flag(
         "--pipeline-parallel-size",
@@ -156,6 +180,7 @@ FLAGS = (
         "GPUs, of which each has some layers",
         int,
         "N",
+        short="-pp",
     ),
     Flag("--host", ("gateway.http_address",), "where the HTTP API listens (127.0.0.1)", str, "HOST", is_combined=True),
     Flag("--port", ("gateway.http_address",), "its TCP port (8080)", int, "PORT", is_combined=True),
@@ -237,7 +262,7 @@ FLAGS = (
     Flag("--max-audio-seconds", ("gateway.max_audio_seconds",), "length of its sound", int, "N"),
     Flag("--max-inputs", ("gateway.max_inputs",), "inputs of one request for vectors, scores or classes", int, "N"),
     Flag("--max-num-seqs", ("scheduler.max_num_seqs",), "maximum number of sequences in one step", int, "N"),
-    Flag("--max-num-batched-tokens", ("scheduler.max_num_batched_tokens",), "the same of tokens", int, "N"),
+    Flag("--max-num-batched-tokens", ("scheduler.max_num_batched_tokens",), "the same of tokens", _count, "N"),
     Flag(
         "--speculative-config",
         ("scheduler.speculation", "scheduler.speculation_model", "scheduler.draft_model"),
@@ -317,22 +342,35 @@ OTHER_FLAGS = {
     "--max-num-batched-tokens",
     "--no-enable-chunked-prefill": "long prompts are always computed in chunks: --max-num-batched-tokens N makes them "
     "longer",
+    "--allowed-origins": "--set 'gateway.cors_origins=[\"ORIGIN\"]' does the same",
+    "--api-server-count": "--gateway-processes N does the same",
+    "--enable-tokenizer-info-endpoint": "--set gateway.tokenizer_info=true does the same",
     "--tokenizer": "the tokenizer is always the one in the model's directory",
 }
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds all flags. One that is not given is None."""
+    """Adds all flags. One that is not given is None, and so is a switch behind which `--no-` and its name stand."""
+    all_names = {flag.name for flag in FLAGS}
     for flag in FLAGS:
         about = flag.help.replace("%", "%%")
+        names = [flag.name] if flag.short is None else [flag.name, flag.short]
         if not isinstance(flag.values, Mapping):
             number = "+" if flag.is_list else None
-            parser.add_argument(flag.name, type=flag.values, nargs=number, metavar=flag.metavar, help=about)
-        elif set(flag.values) == {""}:
-            parser.add_argument(flag.name, action="store_const", const=flag.values[""], help=about)
+            parser.add_argument(*names, type=flag.values, nargs=number, metavar=flag.metavar, help=about)
+        elif flag.is_switch:
+            parser.add_argument(*names, action="store_const", const=flag.values[""], help=about)
+            opposite = _opposite(flag.name)
+            if opposite not in all_names:
+                hidden = argparse.SUPPRESS
+                parser.add_argument(opposite, dest=flag.attribute, action="store_const", const=None, help=hidden)
         else:
             words = ",".join(flag.values)
-            parser.add_argument(flag.name, type=_word_of(flag.values, about), metavar=f"{{{words}}}", help=about)
+            parser.add_argument(*names, type=_word_of(flag.values, about), metavar=f"{{{words}}}", help=about)
+
+
+def _opposite(name: str) -> str:
+    return f"--{name.removeprefix('--no-')}" if name.startswith("--no-") else f"--no-{name.removeprefix('--')}"
 
 
 def read_flags(arguments: argparse.Namespace) -> dict[str, object]:
@@ -394,6 +432,8 @@ def describe_unknown(unknown: Sequence[str], known: Collection[str]) -> str:
     name = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
     if name in OTHER_FLAGS:
         return f"argument {name} of vLLM is not one of this server: {OTHER_FLAGS[name]}"
+    if name.startswith("--") and _opposite(name) in OTHER_FLAGS:
+        return f"argument {name} of vLLM is not one of this server: leave it out, as {_opposite(name)}"
     words = {flag.removeprefix("--"): flag for flag in known}  # with their dashes all short names are alike
     meant = nearest(name.removeprefix("--"), words)
     return f"unknown argument {quote(name)}" + (f": did you mean {words[meant]}?" if meant is not None else "")

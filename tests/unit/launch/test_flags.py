@@ -15,6 +15,17 @@ from services.launch.flags import FLAGS
 # As vLLM's users write them, and what they mean here.
 MEANINGS = {
     ("--max-model-len", "4096"): {"model.max_model_len": 4096},
+    ("--max_model_len", "2K", "--max-num-batched-tokens=1.5k"): {
+        "model.max_model_len": 2048,
+        "scheduler.max_num_batched_tokens": 1500,
+    },
+    ("-tp", "2", "-q=fp8"): {"dense.tensor_parallel_size": 2, "dense.quantization": "fp8"},
+    ("-pp", "2"): {"dense.pipeline_parallel_size": 2},
+    ("--enable-lora", "--no-enable-lora", "--no-language-model-only", "--no-access-log"): {
+        "dense.max_loras": 0,
+        "log.access": False,
+    },
+    ("--no_enable_prompt_embeds", "--enable-prompt-embeds"): {"gateway.enable_prompt_embeds": True},
     ("--dtype", "half"): {"model.dtype": "float16"},
     ("--dtype", "bfloat16"): {"model.dtype": "bfloat16"},
     ("--load-format", "auto"): {"model.load_format": "safetensors"},
@@ -121,6 +132,11 @@ def test_the_model_may_be_given_without_a_flag(
         (["nope"], 1, "model 'nope' is neither a directory or GGUF file here nor the name of a model at the Hub, ORG"),
         (["--model", "/no such"], 1, "model '/no such' is neither a directory"),
         (["--trust-remote-code"], 2, "argument --trust-remote-code of vLLM is not one of this server: leave it out"),
+        (["--no_trust_remote_code"], 2, "argument --no-trust-remote-code of vLLM is not one of this server: leave it"),
+        (["--max-model-len", "1.5K"], 2, "'1.5K' is not a whole number"),
+        (["--max-model-len", "1.0005k"], 2, "'1.0005k' is not a whole number"),
+        (["--max-model-len", "-1"], 2, "-1"),
+        (["--max-model-len", "8 K"], 2, "'8 K' is not a number such as 8192, 8k (8000) or 8K (8192)"),
         (["--swap-space", "4"], 2, "--set attention.host_kv_bytes=BYTES"),
         (["--device=cuda"], 2, "--set dense.device=DEVICE and --set attention.device=DEVICE"),
         (["a/b", "--enforce_eager"], 2, "--set dense.captures_lazily=true"),
