@@ -14,7 +14,6 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Self
 
@@ -22,6 +21,7 @@ from services.channel.shm_cleanup import LINK_SUFFIX, NAME_PREFIX, SHM_DIR
 from services.common.errors import PeerError
 
 _TIMEVAL = struct.Struct("ll")  # seconds, microseconds
+_LENGTH = struct.Struct("!I")  # of a message, in front of it
 
 
 class LinkOffer:
@@ -65,16 +65,10 @@ class MessageLink:
     """One end of a connection. `send` and `close` may be called from any thread."""
 
     def __init__(self, connected: socket.socket, send_timeout_s: float, max_message_bytes: int) -> None:
-        """Takes the socket. Raises `PeerError`, and closes it, if the system has no second descriptor for it."""
+        """Takes the socket."""
         seconds, fraction = divmod(send_timeout_s, 1.0)
-        timeout = _TIMEVAL.pack(int(seconds), int(fraction * 1e6))
-        try:
-            connected.setblocking(True)
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
-            self._messages = Connection(os.dup(connected.fileno()))
-        except OSError as error:
-            connected.close()
-            raise PeerError(f"no link to the other worker: {error}") from error
+        connected.setblocking(True)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(seconds), int(fraction * 1e6)))
         self._socket = connected
         self._send_timeout_s = send_timeout_s
         self._max_message_bytes = max_message_bytes
@@ -100,13 +94,13 @@ class MessageLink:
     def send(self, message: bytes) -> None:
         """Sends a message. Raises `PeerError`.
 
-        Waits only while the peer does not read, at most `send_timeout_s` in each write: a long message has up to three.
+        Waits only while the peer does not read, each time at most `send_timeout_s`.
         """
         if len(message) > self._max_message_bytes:
             raise PeerError(f"a message has {len(message)} bytes, the limit is {self._max_message_bytes}")
         try:
             with self._sending:
-                self._messages.send_bytes(message)
+                self._socket.sendall(_LENGTH.pack(len(message)) + message)
         except OSError as error:
             self.close()  # a part of the message may have been sent
             raise PeerError(f"the other worker does not read: {error}, limit {self._send_timeout_s} s") from error
@@ -130,10 +124,18 @@ class MessageLink:
 
     def _receive(self, on_message: Callable[[bytes], None], on_error: Callable[[PeerError], None]) -> None:
         try:
-            while True:
-                on_message(self._messages.recv_bytes(self._max_message_bytes))
-        except (EOFError, ConnectionResetError):
-            pass  # the other end was closed, or this one
+            while header := self._socket.recv(_LENGTH.size, socket.MSG_WAITALL):
+                if len(header) < _LENGTH.size:
+                    raise OSError("its length breaks off")
+                [num_bytes] = _LENGTH.unpack(header)
+                if num_bytes > self._max_message_bytes:
+                    raise OSError(f"it has {num_bytes} bytes")
+                message = self._socket.recv(num_bytes, socket.MSG_WAITALL)
+                if len(message) < num_bytes:
+                    raise OSError(f"it breaks off after {len(message)} of {num_bytes} bytes")
+                on_message(message)
+        except ConnectionResetError:
+            pass  # the other end was closed
         except OSError as error:
             if not self._is_closed:
                 limit = self._max_message_bytes
@@ -144,4 +146,3 @@ class MessageLink:
     def _release(self) -> None:
         with self._sending:  # otherwise a message might go to another file that gets the number
             self._socket.close()
-            self._messages.close()
