@@ -557,15 +557,16 @@ class TritonAttention:
     def _num_pieces(self, num_seqs: int) -> int:
         """The number of pieces that all contexts together are split into. Each sequence rounds its part up.
 
-        With fewer sequences each gets more pieces. With many, only sequences much longer than the others are split.
+        With fewer sequences each gets more pieces, and all together no more than run at once. With many, only sequences
+        much longer than the others are split.
         """
         most = self._most_pieces(num_seqs)
-        return most if num_seqs >= most else max(most - num_seqs, most // 2)
+        return most if num_seqs >= most else max(most - num_seqs + 1, most // 2)
 
     def _most_pieces(self, num_seqs: int) -> int:
         programs_per_sm = num_seqs * self._programs_per_item / self._num_sms
         num_programs = self._kernels.programs_of_pieces(*self._widest_kernel, programs_per_sm)
-        return -(-num_programs * self._num_sms // self._programs_per_item)
+        return max(1, num_programs * self._num_sms // self._programs_per_item)
 
     def _write_prefill(
         self,

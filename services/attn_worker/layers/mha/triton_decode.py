@@ -37,6 +37,9 @@ _DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
 ONE_WARP_FROM = 8  # programs per SM; with fewer, one warp each leaves too many of the SM's units idle
 FEW_BELOW = 1  # program per SM: contexts are split into pieces of few tiles, and merging them takes a part of the time
 ALL_AT_ONCE_BELOW = 3  # over a cache of 16 bits all programs of four warps run at once
+# Up to two programs an SM are too many to be split for three. With four stages only two fit, and no SM gets three while
+# another has one.
+TWO_EACH_FROM = 1.5
 # The same, for one query head per kv head, where whole contexts are split; with more, splitting gains nothing.
 SPLIT_FROM, SPLIT_BELOW = 4, 24
 
@@ -84,9 +87,11 @@ def choose_decode_tiles(
         if cache_dtype == torch.int8:
             return DecodeTiles(block_n=32, num_warps=1, num_stages=3)
         return DecodeTiles(block_n=16, num_warps=1, num_stages=4)
-    few_below = ALL_AT_ONCE_BELOW if group > 1 and cache_dtype.itemsize > 1 else FEW_BELOW
+    few_below = _few_below(cache_dtype, group)
     if head_dim <= 128 and group <= 16 and cache_dtype != torch.int8 and programs_per_sm < few_below:
-        return DecodeTiles(block_n=64, num_warps=2 if cache_dtype.itemsize == 1 else 4, num_stages=3, is_for_few=True)
+        num_stages = 4 if group > 1 and TWO_EACH_FROM < programs_per_sm <= 2 else 3
+        num_warps = 2 if cache_dtype.itemsize == 1 else 4
+        return DecodeTiles(block_n=64, num_warps=num_warps, num_stages=num_stages, is_for_few=True)
     if group == 1 and head_dim == 128 and cache_dtype.itemsize > 1:
         return DecodeTiles(block_n=PAIR, num_warps=1, num_stages=4, is_for_many=True)
     if group == 1 and head_dim < 128 and cache_dtype.itemsize > 1 and programs_per_sm < ALL_AT_ONCE_BELOW:
@@ -99,14 +104,22 @@ def programs_of_pieces(cache_dtype: torch.dtype, group: int, programs_per_sm: fl
     """Into how many programs per SM contexts are split; `programs_per_sm` have whole ones.
 
     Over a cache of 8 bits an SM runs up to 14 programs, and many short ones leave it idle for less time in the end.
-    Over 16 bits only the longest of many contexts are split, so that no program ends long after the others. With
-    several heads per kv head a program reads less, and so many pieces cost more than they gain.
+    Over 16 bits few sequences have as many programs as run at once: with fewer, some SMs would get more than others.
+    Only the longest of many contexts are split, so that no program ends long after the others. With several heads per
+    kv head a program reads less, and so many pieces cost more than they gain.
     """
+    if cache_dtype.itemsize > 1 and group <= 4 and programs_per_sm < _few_below(cache_dtype, group):
+        return 3
     if group > 1 or (cache_dtype.itemsize == 1 and programs_per_sm >= SPLIT_BELOW):
         return 2
     if cache_dtype.itemsize > 1:
-        return 2 if programs_per_sm < FEW_BELOW else 4
+        return 4
     return 8 if programs_per_sm < SPLIT_FROM else 40
+
+
+def _few_below(cache_dtype: torch.dtype, group: int) -> int:
+    """Programs per SM from which tiles are no longer those for few sequences."""
+    return ALL_AT_ONCE_BELOW if group > 1 and cache_dtype.itemsize > 1 else FEW_BELOW
 
 
 def decode_attention(
