@@ -140,6 +140,7 @@ class RequestService:
             names,
             model.vocab_size,
             model.max_model_len,
+            section.max_prompts,
             section.max_n,
             section.max_logprobs,
             model.max_beam_width,

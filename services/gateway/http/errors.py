@@ -140,6 +140,11 @@ def describe(error: Exception) -> tuple[int, ErrorBody]:
     return 500, error_object(f"internal error: {type(error).__name__}", status=500, code="internal")
 
 
+def error_text(error: Exception) -> str:
+    """What `describe` says of an exception, for people."""
+    return describe(error)[1]["error"]["message"]
+
+
 def error_response(error: Exception, scope: Scope) -> Response:
     """The whole answer to a failed request, with Retry-After if a retry may help."""
     status, body = describe(error)

@@ -63,6 +63,7 @@ class ModelLimits:
     names: ModelNames
     vocab_size: int
     max_model_len: int  # tokens of prompt and output together
+    max_prompts: int  # of one HTTP request
     max_n: int  # answers to one prompt
     max_logprobs: int  # likeliest tokens to tell of beside each output token
     max_beam_width: int  # beams of a search

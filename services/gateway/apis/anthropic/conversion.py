@@ -19,7 +19,8 @@ from services.gateway.apis.anthropic.blocks import (
 )
 from services.gateway.apis.anthropic.schema import CountTokensRequest, MessagesRequest, ToolChoiceObject
 from services.gateway.apis.shared.conversation import ASSISTANT, SYSTEM, USER, Conversation
-from services.gateway.apis.shared.to_message import sampling_options
+from services.gateway.apis.shared.structured_output import json_structure
+from services.gateway.apis.shared.to_message import json_text, sampling_options, thinking_variables
 from services.gateway.request.generation_request import MAX_USER_CHARACTERS
 from services.gateway.text.tools.tool import FUNCTION_PREFIX
 from services.pb import gateway_pb2, sampling_pb2
@@ -35,9 +36,8 @@ def anthropic_message(body: MessagesRequest, request_id: str, *, reasons: bool) 
     configured = body.output_config and body.output_config.format
     output_format = configured or body.output_format
     if output_format is not None:
-        schema = to_json(output_format.schema_).decode()
         field_name = "output_config.format" if configured else "output_format"
-        sampling["structured_output"] = sampling_pb2.StructuredOutput(json_schema=schema, field_name=field_name)
+        sampling["structured_output"] = json_structure(output_format.schema_, field_name)
     user_id = (body.metadata and body.metadata.user_id) or ""
     message = gateway_pb2.GenerateRequest(
         request_id=request_id,
@@ -82,7 +82,7 @@ def anthropic_chat(body: CountTokensRequest) -> gateway_pb2.Chat:
         add_generation_prompt=not is_continued,
         continue_final_message=is_continued,
         chat_template_kwargs=_template_kwargs(body),
-        tools=to_json(_functions(body)).decode() if body.tools else "",
+        tools=json_text(_functions(body)),
         tool_choice=_choice_text(choice) if body.tools else "",
         parallel_tool_calls=is_parallel,
         reasoning_effort=(body.output_config and body.output_config.effort) or "",
@@ -140,13 +140,8 @@ def _add_assistant(conversation: Conversation, message: AssistantMessage, path: 
 
 
 def _template_kwargs(body: CountTokensRequest) -> str:
-    """Templates of reasoning models know one of the variables for `thinking`."""
-    kwargs: dict[str, Any] = {}
-    if body.thinking is not None:
-        is_on = body.thinking.type != "disabled"
-        kwargs = {"enable_thinking": is_on, "thinking": is_on}
-    kwargs |= body.chat_template_kwargs or {}
-    return to_json(kwargs).decode() if kwargs else ""
+    thinking = {} if body.thinking is None else thinking_variables(body.thinking.type != "disabled")
+    return json_text({**thinking, **(body.chat_template_kwargs or {})})
 
 
 def _functions(body: CountTokensRequest) -> list[dict[str, Any]]:

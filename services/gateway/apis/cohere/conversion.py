@@ -9,7 +9,6 @@ from pydantic_core import to_json
 from services.gateway.apis.cohere.schema import (
     CohereChatRequest,
     CohereMessage,
-    CohereResponseFormat,
     Document,
     DocumentContent,
     ImageContent,
@@ -17,7 +16,8 @@ from services.gateway.apis.cohere.schema import (
     ThinkingContent,
 )
 from services.gateway.apis.shared.generation_fields import SamplingFields
-from services.gateway.apis.shared.to_message import sampling_message
+from services.gateway.apis.shared.structured_output import json_structure
+from services.gateway.apis.shared.to_message import json_text, sampling_message, thinking_variables
 from services.gateway.http.request_id import REQUEST_ID_HEADER
 from services.pb import gateway_pb2
 
@@ -53,8 +53,10 @@ def cohere_message(body: CohereChatRequest, request_id: str, *, reasons: bool) -
     message.chat.CopyFrom(_chat_of(body))
     if body.max_tokens is not None:
         message.max_tokens = body.max_tokens
-    if body.response_format is not None and body.response_format.type == "json_object":
-        _add_form(message, body.response_format)
+    given = body.response_format
+    if given is not None and given.type == "json_object":
+        schema = given.schema_ if given.json_schema is None else given.json_schema
+        message.sampling.structured_output.CopyFrom(json_structure(schema, "response_format"))
     if body.logprobs:
         message.logprobs = 0
     if reasons and body.thinking is not None and body.thinking.token_budget is not None:
@@ -62,29 +64,18 @@ def cohere_message(body: CohereChatRequest, request_id: str, *, reasons: bool) -
     return message
 
 
-def _add_form(message: gateway_pb2.GenerateRequest, given: CohereResponseFormat) -> None:
-    form = message.sampling.structured_output
-    form.field_name = "response_format"
-    schema = given.schema_ if given.json_schema is None else given.json_schema
-    if schema is None:
-        form.json_object = True
-    else:
-        form.json_schema = schema if isinstance(schema, str) else to_json(schema).decode()
-
-
 def _chat_of(body: CohereChatRequest) -> gateway_pb2.Chat:
     kwargs: dict[str, Any] = {}
-    if body.thinking is not None:  # templates of reasoning models know one of these variables
-        is_on = body.thinking.type == "enabled"
-        kwargs |= {"enable_thinking": is_on, "thinking": is_on}
+    if body.thinking is not None:
+        kwargs |= thinking_variables(body.thinking.type == "enabled")
     if body.documents:
         kwargs["documents"] = [_document(each) for each in body.documents]
     return gateway_pb2.Chat(
         messages=[_message_of(each) for each in body.messages],
         add_generation_prompt=True,
-        tools=to_json([_tool(each, body) for each in body.tools]).decode() if body.tools else "",
+        tools=json_text([_tool(each, body) for each in body.tools or ()]),
         tool_choice=CHOICES[body.tool_choice] if body.tool_choice is not None else "",
-        chat_template_kwargs=to_json(kwargs).decode() if kwargs else "",
+        chat_template_kwargs=json_text(kwargs),
     )
 
 

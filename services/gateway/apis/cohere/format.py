@@ -20,7 +20,7 @@ from services.gateway.apis.shared.json_pieces import LazyList
 from services.gateway.apis.shared.logprobs import LEAST_LOGPROB
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.core.request_service import RequestService
-from services.gateway.http.errors import describe
+from services.gateway.http.errors import error_text
 from services.gateway.link.journal_entry import FinishReason
 from services.gateway.text.deltas import CallArguments, CallBegin, CallEnd, ContentDelta, Delta, ReasoningDelta
 
@@ -68,8 +68,8 @@ class CohereFormat(Format):
         return [*self._end_block(), {"type": "message-end", "id": self._request_id, "delta": delta}]
 
     def failure(self, error: Exception) -> Sequence[Any]:
-        text = describe(error)[1]["error"]["message"]
-        return [{"type": "message-end", "id": self._request_id, "delta": {"finish_reason": "ERROR", "error": text}}]
+        delta = {"finish_reason": "ERROR", "error": error_text(error)}
+        return [{"type": "message-end", "id": self._request_id, "delta": delta}]
 
     def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> CohereAnswer:
         [([completion], _)] = answers

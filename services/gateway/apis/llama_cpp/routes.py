@@ -50,12 +50,7 @@ def llama_cpp_routes(service: RequestService) -> APIRouter:
         answer_format = LlamaCppFormat(service, body)
         with client_field_names(answer_format.param_names):
             limits = service.limits
-            check_prompts(
-                body.prompts_given,
-                service.section.max_prompts,
-                limits.max_prompt_len,
-                are_cut=body.truncate_prompt_tokens is not None,
-            )
+            check_prompts(body.prompts_given, limits, are_cut=body.truncate_prompt_tokens is not None)
             messages = await llama_cpp_messages(body, request_id, limits)
         return Answer(service, messages, answer_format, is_stream=bool(body.stream))
 

@@ -18,7 +18,8 @@ from services.gateway.apis.ollama.schema import (
     OllamaOptions,
 )
 from services.gateway.apis.shared.generation_fields import SamplingFields
-from services.gateway.apis.shared.to_message import sampling_message
+from services.gateway.apis.shared.structured_output import json_structure
+from services.gateway.apis.shared.to_message import json_text, sampling_message, thinking_variables
 from services.gateway.request.model_names import ModelNames
 from services.pb import gateway_pb2
 
@@ -47,8 +48,7 @@ def chat_message(body: OllamaChatRequest, request_id: str, names: ModelNames) ->
     """The message of a chat."""
     message = _common_message(body, request_id, names)
     message.chat.CopyFrom(_chat_of(body, body.messages or ()))
-    if body.tools:
-        message.chat.tools = to_json(body.tools).decode()
+    message.chat.tools = json_text(body.tools)
     return message
 
 
@@ -94,12 +94,8 @@ def _common_message(body: OllamaFields, request_id: str, names: ModelNames) -> g
     if options.num_predict is not None and options.num_predict > 0:
         message.max_tokens = options.num_predict
     if body.format:
-        form = message.sampling.structured_output
-        form.field_name = "format"
-        if body.format == "json":
-            form.json_object = True
-        else:
-            form.json_schema = to_json(body.format).decode()
+        schema = None if body.format == "json" else body.format
+        message.sampling.structured_output.CopyFrom(json_structure(schema, "format"))
     if body.logprobs:
         message.logprobs = body.top_logprobs or 0
     return message
@@ -121,8 +117,7 @@ def _chat_of(body: OllamaFields, messages: Any) -> gateway_pb2.Chat:
     calls = _Calls()
     chat = gateway_pb2.Chat(messages=[_message_of(each, calls) for each in messages], add_generation_prompt=True)
     if body.think is not None:
-        is_on = body.think is not False  # templates of reasoning models know one of these variables
-        chat.chat_template_kwargs = to_json({"enable_thinking": is_on, "thinking": is_on}).decode()
+        chat.chat_template_kwargs = json_text(thinking_variables(body.think is not False))
     if isinstance(body.think, str):
         chat.reasoning_effort = body.think
     return chat

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing_extensions import TypedDict
 
-from services.gateway.http.errors import Dialect, describe, error_responses
+from services.gateway.http.errors import Dialect, error_responses, error_text
 from services.gateway.request.model_names import ModelNames
 
 TAG = ":latest"  # which Ollama adds to a name without one
@@ -18,7 +18,7 @@ class OllamaErrorBody(TypedDict):
 
 def ollama_error(error: Exception) -> OllamaErrorBody:
     """The error's text."""
-    return {"error": describe(error)[1]["error"]["message"]}
+    return {"error": error_text(error)}
 
 
 def name_without_tag(name: str, served: ModelNames) -> str:

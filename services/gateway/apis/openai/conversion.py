@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pydantic_core import to_json
-
 from services.common.errors import InvalidRequest
 from services.gateway.apis.openai.chat_schema import ChatMessageObject, ChatRequest
 from services.gateway.apis.openai.completion_schema import CompletionRequest
@@ -19,6 +17,7 @@ from services.gateway.apis.shared.to_message import (
     add_echo,
     add_logit_bias,
     add_structured_output,
+    json_text,
     messages_of,
     sampling_message,
 )
@@ -175,11 +174,11 @@ def chat_of(body: ChatRequest | TokenizeBody | TemplateBody) -> gateway_pb2.Chat
     """The chat part of a message."""
     return gateway_pb2.Chat(
         messages=[_message_of(each) for each in body.messages or ()],
-        tools=to_json(body.tools).decode() if body.tools else "",
+        tools=json_text(body.tools),
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
         chat_template=body.chat_template or "",
-        chat_template_kwargs=to_json(body.chat_template_kwargs).decode() if body.chat_template_kwargs else "",
+        chat_template_kwargs=json_text(body.chat_template_kwargs),
     )
 
 

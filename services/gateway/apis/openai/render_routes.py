@@ -87,8 +87,7 @@ def render_routes(service: RequestService) -> APIRouter:
     async def render_completion(body: RenderedCompletion, request: Request) -> Response:
         """The token ids of each prompt, and the options under the names of vLLM."""
         service.names_for(request.state.caller).check(body.model or "")
-        limits, is_cut = service.limits, body.truncate_prompt_tokens is not None
-        check_prompts(body.prompts, service.section.max_prompts, limits.max_prompt_len, are_cut=is_cut)
+        check_prompts(body.prompts, service.limits, are_cut=body.truncate_prompt_tokens is not None)
         lists: list[Sequence[int]] = []
         for each in body.prompts:
             if isinstance(each, str):

@@ -47,8 +47,7 @@ def completion_routes(service: RequestService) -> APIRouter:
             raise InvalidRequest("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
         check_prompts(
             body.prompts,
-            service.section.max_prompts,
-            limits.max_prompt_len,
+            limits,
             are_cut=body.truncate_prompt_tokens is not None,
             num_embeds=len(body.embeds),
         )
@@ -112,7 +111,7 @@ def completion_routes(service: RequestService) -> APIRouter:
         request_id: str = request.state.request_id
         limits, is_cut = service.limits, body.sampling_params.truncate_prompt_tokens is not None
         with client_field_names(PARAM_NAMES):
-            check_prompts([body.token_ids], 1, limits.max_prompt_len, are_cut=is_cut)
+            check_prompts([body.token_ids], limits, are_cut=is_cut)
         return Answer(
             service,
             [token_answer_message(body, request_id, limits)],

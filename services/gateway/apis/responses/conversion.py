@@ -22,8 +22,8 @@ from services.gateway.apis.responses.items import (
 from services.gateway.apis.responses.schema import ResponsesRequest
 from services.gateway.apis.responses.tool_conversion import LOCAL_SHELL, OfferedTool, choice_text, function_name
 from services.gateway.apis.shared.conversation import ASSISTANT, SYSTEM, Conversation
-from services.gateway.apis.shared.structured_output import of_structured_outputs
-from services.gateway.apis.shared.to_message import add_logit_bias, sampling_options
+from services.gateway.apis.shared.structured_output import json_structure, of_structured_outputs
+from services.gateway.apis.shared.to_message import add_logit_bias, json_text, sampling_options, thinking_variables
 from services.pb import gateway_pb2, sampling_pb2
 
 ROLES = {"developer": SYSTEM}
@@ -58,11 +58,9 @@ def _sampling_of(body: ResponsesRequest) -> sampling_pb2.SamplingParams:
     form = None if body.text is None else body.text.format
     if (structure := of_structured_outputs(body.structured_outputs)) is not None:
         sampling["structured_output"] = structure
-    elif form is not None and form.type == "json_object":
-        sampling["structured_output"] = sampling_pb2.StructuredOutput(json_object=True, field_name="text.format")
-    elif form is not None and form.type == "json_schema":
-        schema = to_json(form.schema_).decode()
-        sampling["structured_output"] = sampling_pb2.StructuredOutput(json_schema=schema, field_name="text.format")
+    elif form is not None and form.type in ("json_object", "json_schema"):
+        schema = form.schema_ if form.type == "json_schema" else None
+        sampling["structured_output"] = json_structure(schema, "text.format")
     return sampling_pb2.SamplingParams(**sampling)
 
 
@@ -83,12 +81,11 @@ def _chat_of(
         raise InvalidRequest("input has no text, at least one message is required", "input")
     reasoning = body.reasoning
     effort = (reasoning and reasoning.effort) or ""
-    kwargs = {"enable_thinking": False, "thinking": False} if effort == "none" else {}
-    kwargs |= body.chat_template_kwargs or {}
+    thinking = thinking_variables(False) if effort == "none" else {}
     return gateway_pb2.Chat(
         messages=conversation.messages(),
-        chat_template_kwargs=to_json(kwargs).decode() if kwargs else "",
-        tools=to_json([tool.definition() for tool in offered.values()]).decode() if offered else "",
+        chat_template_kwargs=json_text({**thinking, **(body.chat_template_kwargs or {})}),
+        tools=json_text([tool.definition() for tool in offered.values()]),
         tool_choice=choice_text(body, offered),
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=effort,

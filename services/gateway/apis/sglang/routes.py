@@ -104,8 +104,7 @@ def answer_generate(service: RequestService, body: GenerateBody, request: Reques
     with client_field_names(answer_format.param_names):
         check_prompts(
             body.prompts,
-            service.section.max_prompts,
-            limits.max_prompt_len,
+            limits,
             are_cut=all(each.truncate_prompt_tokens is not None for each in body.each_sampling),
         )
     return Answer(

@@ -13,6 +13,7 @@ from services.common.config import MAX_PROMPTS
 from services.common.errors import InvalidRequest
 from services.gateway.apis.shared.request_model import MAX_INT64, MIN_INT64, Int64, TokenIdList, at_most
 from services.gateway.request.context_length import too_long
+from services.gateway.request.generation_request import ModelLimits
 
 MAX_TEXTS = 64  # that one prompt has between token ids: each takes half a millisecond
 
@@ -110,12 +111,7 @@ def prompt_list(given: str | list[Any]) -> list[Any]:
 
 
 def check_prompts(
-    prompts: Sequence[str | Sequence[Any]],
-    max_prompts: int,
-    max_prompt_len: int,
-    *,
-    are_cut: bool,
-    num_embeds: int = 0,
+    prompts: Sequence[str | Sequence[Any]], limits: ModelLimits, *, are_cut: bool, num_embeds: int = 0
 ) -> None:
     """Raises `InvalidRequest` for no prompts, too many, or one that cannot fit.
 
@@ -123,9 +119,10 @@ def check_prompts(
     them.
     """
     num_prompts = num_embeds + len(prompts)
-    if not 1 <= num_prompts <= max_prompts:
-        allowed = f"must be 1 to {max_prompts} (gateway.max_prompts)"
+    if not 1 <= num_prompts <= limits.max_prompts:
+        allowed = f"must be 1 to {limits.max_prompts} (gateway.max_prompts)"
         raise InvalidRequest(f"there are {num_prompts} prompts, {allowed}", "prompt")
     longest = max(prompts, key=len, default=None)
-    if isinstance(longest, list) and len(longest) > max_prompt_len and not are_cut:  # before copying them costs time
-        raise too_long(max_prompt_len, f"a prompt has {len(longest)}", "prompt", len(longest))
+    most = limits.max_prompt_len
+    if isinstance(longest, list) and len(longest) > most and not are_cut:  # before copying them costs time
+        raise too_long(most, f"a prompt has {len(longest)}", "prompt", len(longest))

@@ -131,6 +131,13 @@ def _of_response_format(given: ResponseFormat | None) -> _Message | None:
     return _of_schema({} if schema is None else schema)
 
 
+def json_structure(schema: JsonSchema | None, field_name: str) -> sampling_pb2.StructuredOutput:
+    """JSON that is valid against a schema; without one, any JSON object. `field_name`: the client's."""
+    if schema is None:
+        return _Message(json_object=True, field_name=field_name)
+    return _Message(json_schema=_schema_text(schema), field_name=field_name)
+
+
 def of_structured_outputs(given: StructuredOutputs | None) -> sampling_pb2.StructuredOutput | None:
     """What vLLM's field asks for. Raises `PydanticCustomError` if it does not ask for one form."""
     if given is None:
@@ -175,7 +182,11 @@ def _of_schema(schema: JsonSchema | None, options: Mapping[str, Any] | None = No
             raise PydanticCustomError("json", "json is not JSON: {error}", context) from error
         if isinstance(schema, dict):
             schema = {**schema, "x-guidance": options}  # where llguidance looks for them
-    return _Message(json_schema=schema if isinstance(schema, str) else to_json(schema).decode())
+    return _Message(json_schema=_schema_text(schema))
+
+
+def _schema_text(schema: JsonSchema) -> str:
+    return schema if isinstance(schema, str) else to_json(schema).decode()
 
 
 def _of_choice(choices: list[str] | None) -> _Message | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from pydantic_core import to_json
+
 from services.common.errors import InvalidRequest
 from services.common.sampling_params import NUMBERS
 from services.gateway.apis.shared.generation_fields import BeamFields, SamplingFields
@@ -26,6 +28,16 @@ SAME_FIELDS = (
     "skip_special_tokens",
     "user",
 )
+
+
+def json_text(value: Any) -> str:
+    """The JSON of a field that is empty without a value."""
+    return to_json(value).decode() if value else ""
+
+
+def thinking_variables(is_on: bool) -> dict[str, bool]:
+    """The variables of chat templates that switch reasoning on or off: a template knows one of them."""
+    return {"enable_thinking": is_on, "thinking": is_on}
 
 
 def sampling_options(body: RequestModel) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from services.common.errors import AbortedByCaller
 from services.common.token_logprobs import TokenLogprobs
+from services.gateway.apis.shared.answer import Format
 from services.gateway.apis.shared.json_pieces import LazyList
 from services.gateway.apis.tgi.conversion import PARAM_NAMES
 from services.gateway.apis.tgi.errors import TgiErrorBody, tgi_error
@@ -20,12 +21,9 @@ from services.gateway.text.detokenizer import Detokenizer
 ABORTED = "the request was aborted: its text is not complete"
 
 
-class TgiFormat:
+class TgiFormat(Format):
     """The `Format` of these answers. It belongs to one request, because it keeps the text of a stream."""
 
-    is_lines = has_event_names = False
-    text_frame = None
-    end_of_stream = b""
     param_names = PARAM_NAMES
 
     def __init__(self, service: RequestService, body: TgiRequest, *, is_list: bool) -> None:
@@ -42,9 +40,6 @@ class TgiFormat:
     async def begin(self, prompts: Sequence[list[int]]) -> None:
         [self._prompt] = prompts
         self._detokenizer = self._new_detokenizer()
-
-    def opening(self) -> Sequence[TgiEvent]:
-        return ()
 
     def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[TgiEvent | TgiErrorBody]:
         assert self._detokenizer is not None
@@ -69,9 +64,6 @@ class TgiFormat:
             "input_length": len(self._prompt),
         }
         return events
-
-    def closing(self) -> Sequence[TgiEvent]:
-        return ()
 
     def failure(self, error: Exception) -> Sequence[TgiErrorBody]:
         return [tgi_error(error)]

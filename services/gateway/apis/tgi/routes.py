@@ -52,10 +52,10 @@ def answer_text(service: RequestService, body: TgiRequest, request: Request, *, 
     """The answer, or a stream of its tokens. `is_list`: the answer is in a list, as at /."""
     request_id: str = request.state.request_id
     body.parameters.log_unknown_fields(request)
-    limits, truncates = service.limits, body.parameters.truncate is not None
+    limits = service.limits
     answer_format = TgiFormat(service, body, is_list=is_list)
     with client_field_names(answer_format.param_names):
-        check_prompts([body.inputs], service.section.max_prompts, limits.max_prompt_len, are_cut=truncates)
+        check_prompts([body.inputs], limits, are_cut=body.parameters.truncate is not None)
         messages = tgi_messages(body, request_id, limits)
     return Answer(service, messages, answer_format, is_stream=body.is_stream)
 

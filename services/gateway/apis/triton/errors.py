@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.types import Scope
 from typing_extensions import TypedDict
 
-from services.gateway.http.errors import Dialect, describe, error_responses
+from services.gateway.http.errors import Dialect, error_responses, error_text
 
 
 class TextErrorBody(TypedDict):
@@ -16,8 +16,7 @@ class TextErrorBody(TypedDict):
 
 def text_error(error: Exception) -> TextErrorBody:
     """The error's text."""
-    _, body = describe(error)
-    return {"error": body["error"]["message"]}
+    return {"error": error_text(error)}
 
 
 def is_inference(scope: Scope) -> bool:

@@ -15,13 +15,13 @@ from starlette.types import Receive, Scope, Send
 from services.common.errors import InvalidRequest
 from services.gateway.apis.shared.answer import STREAM_HEADERS, events, send_pieces
 from services.gateway.apis.shared.json_pieces import json_pieces
+from services.gateway.apis.triton.errors import text_error
 from services.gateway.apis.triton.http_body import HEADER_LENGTH
 from services.gateway.apis.triton.inference import InferRequest, InferResponse, Triton
 from services.gateway.apis.triton.models import VERSION
 from services.gateway.apis.triton.tensors import Tensor, values_of
 from services.gateway.core.chunks import MAX_INLINE_VALUES
 from services.gateway.http.connection import while_connected
-from services.gateway.http.errors import describe
 
 # The JSON of outputs, and the raw bytes that follow it.
 Describe = Callable[[Sequence[Tensor]], tuple[dict[str, Any], Sequence[bytes | memoryview]]]
@@ -113,7 +113,7 @@ class GenerateStream(Response):
                 response = await anext(responses)
             await self._send_event(send, response)
         except Exception as error:  # after any error the client must not take the stream for complete
-            end = events([{"error": describe(error)[1]["error"]["message"]}])
+            end = events([text_error(error)])
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
     async def _send_event(self, send: Send, response: InferResponse) -> None:

@@ -135,9 +135,9 @@ async def label_scores(
     """One token is generated behind each prompt, for the log-probabilities of the labels. Raises `InvalidRequest`."""
     limits, num_items = service.limits, len(prompt_list(body.items))
     with client_field_names(PARAM_NAMES):
-        check_prompts(prompt_list(body.items), service.section.max_prompts, limits.max_prompt_len, are_cut=False)
+        check_prompts(prompt_list(body.items), limits, are_cut=False)
     with client_field_names({"prompt": "query"}):
-        check_prompts([body.query], 1, limits.max_prompt_len, are_cut=False)
+        check_prompts([body.query], limits, are_cut=False)
         if not isinstance(body.query, str):
             check_token_ids("query", body.query, limits.vocab_size)
         num_bytes = BYTES_PER_ELEMENT * num_items * len(body.query)
@@ -158,7 +158,7 @@ async def label_scores(
         if i and num_bytes > BYTES_PER_ELEMENT * MAX_INLINE_BYTES:  # all of them may take a fifth of a second
             await service.heavy_work.turn()
         with client_field_names(PARAM_NAMES):
-            check_prompts([prompt], 1, limits.max_prompt_len, are_cut=False)
+            check_prompts([prompt], limits, are_cut=False)
         request_id = request.state.request_id if num_items == 1 else f"{request.state.request_id}-{i}"
         messages += messages_of(common, [prompt], request_id, limits.max_prompt_len)
     return Answer(service, messages, answer_format, is_stream=False)

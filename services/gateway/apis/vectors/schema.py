@@ -11,7 +11,7 @@ import numpy as np
 import pydantic
 from fastapi import Request
 from pydantic import AliasChoices, Discriminator, Field, Tag
-from pydantic_core import PydanticCustomError, to_json
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from services.common.config import MAX_INPUTS
@@ -19,6 +19,7 @@ from services.common.errors import InvalidRequest
 from services.gateway.apis.shared.inputs import Input, InputFields, Texts, input_list
 from services.gateway.apis.shared.parts import MAX_PARTS, by_shape, check_parts
 from services.gateway.apis.shared.request_model import RequestModel, at_most
+from services.gateway.apis.shared.to_message import json_text
 from services.gateway.request.generation_request import MAX_MESSAGES
 from services.gateway.text.read_chat import MAX_NAME_CHARACTERS
 from services.gateway.vectors.packed_numbers import packed
@@ -81,13 +82,12 @@ class InputRequest(InputFields):
         """All inputs, one element each."""
         if self.input is not None:
             return input_list(self.input)
-        kwargs = self.chat_template_kwargs
         chat = gateway_pb2.Chat(
             messages=[gateway_pb2.ChatMessage(role=each.role, content=each.text) for each in self.messages or ()],
             add_generation_prompt=bool(self.add_generation_prompt),
             continue_final_message=bool(self.continue_final_message),
             chat_template=self.chat_template or "",
-            chat_template_kwargs=to_json(kwargs).decode() if kwargs else "",
+            chat_template_kwargs=json_text(self.chat_template_kwargs),
         )
         return [VectorInput("messages", chat)]
 

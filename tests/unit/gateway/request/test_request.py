@@ -32,6 +32,7 @@ LIMITS = ModelLimits(
     vocab_size=1000,
     max_model_len=64,
     names=ModelNames(("tiny", "small"), accepts_any=False, root="/models/tiny"),
+    max_prompts=64,
     max_n=4,
     max_logprobs=20,
     max_beam_width=16,
