@@ -21,9 +21,8 @@ import torch
 
 from services.common.families.shape import Activation
 from services.dense_worker.kernels.linear.activation import MlpActivation
-from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
+from services.dense_worker.kernels.linear.linear import Cut, Linear, PlainWeight, Projection
 from services.dense_worker.kernels.linear.linear_choice import time_in_graph_us
-from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.linear.triton_activation import activate
 from services.dense_worker.kernels.linear.triton_skinny import skinny_linear
 from services.dense_worker.kernels.linear.triton_tiles import SplitWorkspace

@@ -23,7 +23,7 @@ from services.dense_worker.backends import InputEmbeds
 from services.dense_worker.backends.cuda_operations import CudaOperations
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
-from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.linear import Linear, PlainWeight
 from services.dense_worker.kernels.linear.linear_choice import (
     ROW_BUCKETS,
     TILED_BUCKETS,
@@ -32,7 +32,6 @@ from services.dense_worker.kernels.linear.linear_choice import (
     time_in_graph_us,
 )
 from services.dense_worker.kernels.linear.matmul_choice import has_choice
-from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.kernels.stroke.row_stroke import RowStroke, StrokeShape, compile_stroke, shape_of
 from services.dense_worker.model.head import Head

@@ -13,19 +13,17 @@ import torch
 
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.gated_product import GatedProduct
-from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.linear import Linear, PlainWeight
 from services.dense_worker.kernels.linear.linear_choice import ROW_BUCKETS, LinearChoice, LinearKernel
 from services.dense_worker.kernels.linear.matmul_choice import MatmulChoice
 from services.dense_worker.kernels.linear.plain_gemv import PlainGemv
-from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.kernels.linear.quantized.dequantized_matmul import DequantizedMatmul
 from services.dense_worker.kernels.linear.quantized.operands import InputForm
 from services.dense_worker.kernels.linear.quantized.quantized_gemv import gemv_by_format
 from services.dense_worker.kernels.linear.quantized.scaled_matmul import ScaledMatmul
 from services.dense_worker.kernels.linear.quantized.scaled_weight import ScaledWeight
 from services.dense_worker.kernels.linear.quantized.tiled_matmul import TiledMatmul
-from services.dense_worker.kernels.norm.norm import Norm, RmsNorm
-from services.dense_worker.kernels.norm.split_norm import SplitNorm
+from services.dense_worker.kernels.norm.norm import Norm, RmsNorm, SplitNorm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.linear_choice import ROW_BUCKETS, LinearKernel
 from services.dense_worker.kernels.linear.triton_activation import activate
-from services.dense_worker.kernels.norm.norm import HeadNorms, Norm, RmsNorm
-from services.dense_worker.kernels.norm.split_norm import SplitNorm, num_squares
+from services.dense_worker.kernels.norm.norm import HeadNorms, Norm, RmsNorm, SplitNorm, num_squares
 from services.dense_worker.kernels.norm.triton_gate import apply_gate
 from services.dense_worker.kernels.norm.triton_latent import place_latent
 from services.dense_worker.kernels.norm.triton_norm import add_norm, normalize_heads

@@ -8,8 +8,13 @@ from services.common.errors import ConfigError
 from services.common.quantization.schemes import Activations, Element
 from services.common.resolve import ResolvedModel
 from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
-from services.dense_worker.kernels.linear.linear import DTYPES_OF_16_BITS, MAX_IN_FEATURES, TILE_BYTES, Linear
-from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.linear import (
+    DTYPES_OF_16_BITS,
+    MAX_IN_FEATURES,
+    TILE_BYTES,
+    Linear,
+    PlainWeight,
+)
 from services.dense_worker.kernels.linear.quantized.scaled_weight import ScaledWeight
 from services.dense_worker.model.expert_mlp import SharedExpert
 from services.dense_worker.model.model_weights import ModelWeights

@@ -14,8 +14,7 @@ from services.dense_worker.kernels.linear.quantized.quantized_gemv import codes_
 from services.dense_worker.kernels.linear.quantized.scaled_weight import ScaledWeight
 from services.dense_worker.kernels.linear.quantized.triton_prepare import prepare_input
 from services.dense_worker.kernels.linear.triton_tiles import SPLIT_AREA, SplitWorkspace
-from services.dense_worker.kernels.norm.norm import Norm, RmsNorm
-from services.dense_worker.kernels.norm.split_norm import SplitNorm
+from services.dense_worker.kernels.norm.norm import Norm, RmsNorm, SplitNorm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 if TYPE_CHECKING:

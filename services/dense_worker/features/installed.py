@@ -41,7 +41,7 @@ from services.dense_worker.features.returned_logits.context_logits import Contex
 from services.dense_worker.features.returned_logits.generation_logits import GenerationLogitsFeature
 from services.dense_worker.features.source.source_feature import NAME as SOURCE
 from services.dense_worker.features.source.source_feature import SourceFeature
-from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.linear import PlainWeight
 from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.model.model_weights import ModelWeights
 from services.pb import dense_pb2

@@ -20,8 +20,14 @@ from services.common.quantization.schemes import (
     Scheme,
 )
 from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
-from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection, QuantizedFormat, WeightFormat
-from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.linear import (
+    Cut,
+    Linear,
+    PlainWeight,
+    Projection,
+    QuantizedFormat,
+    WeightFormat,
+)
 from services.dense_worker.kernels.linear.quantized.block_fp8_weight import create_block_fp8
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS, QuantizedLayer
 from services.dense_worker.kernels.linear.quantized.mxfp4_weight import create_mxfp4

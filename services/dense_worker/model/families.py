@@ -28,16 +28,15 @@ from services.common.quantization.schemes import Mxfp4Scheme
 from services.dense_worker.encoders.source.build import build_source_encoder, sinusoidal_table
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.experts.router import GroupedRouter, Router, ScaledRouter, SoftmaxRouter, SparseMixer
-from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
-from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.linear import Cut, Linear, PlainWeight, Projection
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.kernels.norm.norm import HeadNorms, LayerNorm, Norm, UnweightedRmsNorm
 from services.dense_worker.model.allocator import WeightAllocator, optional_zeros
 from services.dense_worker.model.builder import Builder
 from services.dense_worker.model.expert_mlp import ExpertMlp, MlpBesideExperts, SharedExpert
-from services.dense_worker.model.gated.build import build_gated_output, build_gated_rows
+from services.dense_worker.model.gated_layers import build_convolution_stroke, build_gated_output, build_gated_rows
 from services.dense_worker.model.head import Embedding, Head, LayerInputs, LearnedPositions
-from services.dense_worker.model.latent.build import build_latent_output, build_latent_qkv
+from services.dense_worker.model.latent_attention import build_latent_output, build_latent_qkv
 from services.dense_worker.model.layer import (
     AddedInput,
     AfterAttention,
@@ -52,7 +51,6 @@ from services.dense_worker.model.layer import (
 )
 from services.dense_worker.model.mlp import GatedMlp, PlainMlp, XieluMlp
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.selective.build import build_convolution_stroke
 from services.dense_worker.model.stored_layout import GroupedHeads, PartsByHead, StackedExperts, Transposed, UnitRows
 from services.dense_worker.parameters import Conversion, Parameter, Source, StoredLayout, StoredTensor
 

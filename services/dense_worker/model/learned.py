@@ -1,6 +1,6 @@
 """Reads what attention has of a checkpoint, `Learned`: the attention worker computes with it, and gets it from here.
 
-Most models have nothing of it. Weights of recurrent layers are read in `gated/recurrence_weights.py`.
+Most models have nothing of it. Weights of recurrent layers are read in `recurrence_weights.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from services.common.kv_cache.scales import KVScales
 from services.common.model_config import ModelConfig
 from services.common.resolve import ResolvedModel
 from services.dense_worker.model.checkpoint import Checkpoint, open_checkpoint
-from services.dense_worker.model.gated.recurrence_weights import (
+from services.dense_worker.model.recurrence_weights import (
     load_recurrence_weights,
     random_recurrence_weights,
     recurrence_names,

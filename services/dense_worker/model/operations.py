@@ -17,7 +17,7 @@ from services.dense_worker.parameters import Parameter
 
 if TYPE_CHECKING:
     from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
-    from services.dense_worker.kernels.norm.split_norm import SplitNorm
+    from services.dense_worker.kernels.norm.norm import SplitNorm
 
 
 class Residual(NamedTuple):

@@ -16,13 +16,12 @@ from services.common.errors import ConfigError
 from services.common.families.shape import LayerHeads, ModelConfig
 from services.common.rank import Rank
 from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
-from services.dense_worker.kernels.linear.linear import Cut, Linear, WeightFormat
-from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.linear import Cut, Linear, PlainWeight, WeightFormat
 from services.dense_worker.kernels.linear.quantized.block_fp8_weight import BlockFp8Weight
 from services.dense_worker.kernels.norm.norm import HeadNorms
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.head import Embedding
-from services.dense_worker.model.latent.attention import LatentOutput, LatentQkv, LatentQueries
+from services.dense_worker.model.latent_attention import LatentOutput, LatentQkv, LatentQueries
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.parameters import Parameter, Source, TensorPart
 from services.dense_worker.ranks.shared_head_norms import SharedHeadNorms

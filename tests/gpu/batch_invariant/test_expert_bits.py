@@ -12,7 +12,7 @@ from services.common.families.shape import Activation, ExpertOptions, GroupedRou
 from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.experts.router import GroupedRouter, Router, SoftmaxRouter
-from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.linear import PlainWeight
 from services.dense_worker.parameters import Parameter
 from tests.support.model_configs import small_config
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
-from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.linear import Cut, Linear, PlainWeight, Projection
 from services.dense_worker.kernels.lora.torch_lora import TorchLora
 from services.dense_worker.parameters import Parameter
 from services.lora.checkpoint import LoraTensors

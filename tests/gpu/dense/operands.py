@@ -8,8 +8,7 @@ from torch.nn import functional as F
 from services.common.families.shape import Activation
 from services.dense_worker.kernels.linear.activation import ACTIVATIONS as FUNCTIONS
 from services.dense_worker.kernels.linear.activation import MlpActivation
-from services.dense_worker.kernels.linear.linear import Linear
-from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.linear import Linear, PlainWeight
 from services.dense_worker.kernels.norm.norm import LayerNorm, Norm, RmsNorm, RmsNormPlusOne
 from services.dense_worker.model.segments import Middle
 from services.dense_worker.parameters import Parameter

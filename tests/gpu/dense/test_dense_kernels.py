@@ -38,7 +38,7 @@ from services.dense_worker.kernels.linear.triton_gated_product import multiply_g
 from services.dense_worker.kernels.linear.triton_gemv import gemv
 from services.dense_worker.kernels.linear.triton_skinny import choose_skinny_tiles, skinny_linear
 from services.dense_worker.kernels.linear.triton_tiles import SplitWorkspace
-from services.dense_worker.kernels.norm.split_norm import SplitNorm, num_squares
+from services.dense_worker.kernels.norm.norm import SplitNorm, num_squares
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 # (out_features, in_features): aligned, with remainders in both, wider than a tile, split along in_features.

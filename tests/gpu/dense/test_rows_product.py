@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.dense_worker.kernels.norm.split_norm import SplitNorm, num_squares
+from services.dense_worker.kernels.norm.norm import SplitNorm, num_squares
 from services.dense_worker.model.segments import segments_of
 from services.dense_worker.model.weights import random_weights
 from tests.gpu.dense.operands import EPS, SWIGLU, Case, error, exact_stroke, rms_norm

@@ -10,9 +10,8 @@ import torch
 
 from services.common.families.shape import Activation
 from services.dense_worker.kernels.linear.activation import MlpActivation
-from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
-from services.dense_worker.kernels.linear.plain_weight import PlainWeight
-from services.dense_worker.kernels.norm.split_norm import SplitNorm, num_squares
+from services.dense_worker.kernels.linear.linear import Cut, Linear, PlainWeight, Projection
+from services.dense_worker.kernels.norm.norm import SplitNorm, num_squares
 from services.dense_worker.parameters import Parameter
 from services.lora.checkpoint import LoraTensors
 

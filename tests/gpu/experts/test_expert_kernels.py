@@ -19,7 +19,7 @@ from services.dense_worker.kernels.experts.router import (
     SoftmaxRouter,
     SparseMixer,
 )
-from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.linear import PlainWeight
 from services.dense_worker.kernels.norm.norm import LayerNorm, Norm, RmsNorm, UnweightedRmsNorm
 from services.dense_worker.parameters import Parameter, tensors_by_name, with_tensors
 from tests.support.model_configs import small_config

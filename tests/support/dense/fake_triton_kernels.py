@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.quantized.operands import CodeScales
-from services.dense_worker.kernels.norm.norm import HeadNorms, Norm
-from services.dense_worker.kernels.norm.split_norm import SplitNorm
+from services.dense_worker.kernels.norm.norm import HeadNorms, Norm, SplitNorm
 from tests.support.dense.fake_expert_kernels import expert_kernels
 from tests.support.dense.fake_quantized_kernels import (
     can_dequantize,

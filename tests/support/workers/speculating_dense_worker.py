@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from services.dense_worker import service
 from services.dense_worker.__main__ import main
-from services.dense_worker.features.drafting.acceptance import Acceptance
 from services.dense_worker.features.drafting.measured_drafting import ForcedDrafting, MeasuredDrafting
-from services.dense_worker.features.drafting.step_costs import StepCosts
-from services.dense_worker.features.drafting.time_budget import TimeBudget
+from services.dense_worker.features.drafting.predictor import Acceptance
+from services.dense_worker.features.drafting.step_costs import StepCosts, TimeBudget
 
 NUM_DRAFTS = 5
 

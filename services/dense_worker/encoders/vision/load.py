@@ -22,8 +22,7 @@ from services.dense_worker.encoders.vision.operations import TowerOperations
 from services.dense_worker.encoders.vision.picture import Picture
 from services.dense_worker.encoders.vision.pixtral import build_mistral3_tower
 from services.dense_worker.encoders.vision.qwen_vl import build_qwen2_5_tower, build_qwen3_tower
-from services.dense_worker.kernels.linear.linear import Linear
-from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.linear import Linear, PlainWeight
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.checkpoint import open_checkpoint
 from services.dense_worker.model.held_weights import HeldWeights

@@ -1,4 +1,4 @@
-"""`Drafter`: what proposes draft tokens, and `Predictor`, what it has of one sequence."""
+"""`Drafter`: what proposes draft tokens, by a `Predictor` for each sequence."""
 
 from __future__ import annotations
 
@@ -6,28 +6,7 @@ from collections.abc import Sequence as SequenceOf
 
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.features.drafting.device_drafter import DeviceDrafter, DraftRequest
-
-
-class Predictor:
-    """Belongs to one sequence, and has no drafts; subclasses have some.
-
-    Learns how often its drafts are right also when no step has them.
-    """
-
-    def follow(self, output_token_ids: list[int]) -> None:
-        """Takes the tokens of prompt and output that it has not seen yet. Called before the other methods."""
-
-    def chances(self, num_tokens: int) -> list[float]:
-        """For each draft of the next tokens, the probability that it and all before it are right; falling."""
-        return []
-
-    def next_chances(self, num_tokens: int) -> list[float]:
-        """The same for the tokens after the next one, which is being computed."""
-        return []
-
-    def draft(self, num_tokens: int) -> list[int]:
-        """The next tokens, at most `num_tokens`."""
-        return []
+from services.dense_worker.features.drafting.predictor import Predictor
 
 
 class Drafter:

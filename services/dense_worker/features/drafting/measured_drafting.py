@@ -24,14 +24,17 @@ from services.dense_worker.engine.observer import StepStats
 from services.dense_worker.engine.planning.plan_builder import PlanBuilder
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import Session
-from services.dense_worker.features.drafting.acceptance import Acceptance
 from services.dense_worker.features.drafting.device_drafter import DraftRequest
-from services.dense_worker.features.drafting.device_predictor import DevicePredictor
-from services.dense_worker.features.drafting.drafter import Drafter, Predictor
+from services.dense_worker.features.drafting.drafter import Drafter
 from services.dense_worker.features.drafting.drafting import Drafting
-from services.dense_worker.features.drafting.forced_tokens import MAX_FORCED, ForcedTokens
-from services.dense_worker.features.drafting.step_costs import StepCosts
-from services.dense_worker.features.drafting.time_budget import TimeBudget
+from services.dense_worker.features.drafting.predictor import (
+    MAX_FORCED,
+    Acceptance,
+    DevicePredictor,
+    ForcedTokens,
+    Predictor,
+)
+from services.dense_worker.features.drafting.step_costs import StepCosts, TimeBudget
 
 if TYPE_CHECKING:
     from services.dense_worker.runner.model_runner import RunningStep

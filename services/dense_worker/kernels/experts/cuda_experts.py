@@ -23,8 +23,7 @@ from services.dense_worker.kernels.experts.triton_router import (
     router_logits,
     router_tiles,
 )
-from services.dense_worker.kernels.linear.linear import TILE_BYTES
-from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.linear import TILE_BYTES, PlainWeight
 from services.dense_worker.kernels.linear.quantized.operands import PreparedInput
 from services.dense_worker.kernels.linear.quantized.quantized_gemv import OPERANDS
 from services.dense_worker.kernels.linear.quantized.triton_prepare import prepare_input

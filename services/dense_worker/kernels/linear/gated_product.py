@@ -7,8 +7,7 @@ import torch
 from services.common.families.shape import Activation
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.gated_tiles import GatedTiles
-from services.dense_worker.kernels.linear.linear import DTYPES_OF_16_BITS, Linear
-from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.linear import DTYPES_OF_16_BITS, Linear, PlainWeight
 from services.dense_worker.kernels.linear.triton_gated_product import multiply_gated
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 

@@ -1,6 +1,7 @@
 """`Linear`: one linear layer of the model, with a weight in any format.
 
-Each format is a file of its own (`plain_weight.py`): its tensors, their names in a checkpoint, and how to multiply.
+`PlainWeight` is the format of unquantized weights. Each other format is a file in `quantized/`: its tensors, their
+names in a checkpoint, and how to multiply.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch.nn import functional as F
 
-from services.dense_worker.parameters import Parameter, StoredLayout
+from services.dense_worker.parameters import Parameter, StoredLayout, share_of_rows
 
 DTYPES_OF_16_BITS = (torch.bfloat16, torch.float16)
 MAX_IN_FEATURES = 32768  # of kernels that hold a row of the input in registers
@@ -78,3 +80,35 @@ class Linear:
     def bias_data(self) -> torch.Tensor | None:
         """The bias as a tensor; None if there is none."""
         return None if self.bias is None else self.bias.data
+
+
+@dataclass(frozen=True, slots=True)
+class PlainWeight:
+    """An unquantized weight in the model's dtype: one matrix in float32, bfloat16 or float16."""
+
+    matrix: Parameter  # [out_features, in_features]
+
+    @property
+    def kind(self) -> torch.dtype:
+        return self.matrix.data.dtype
+
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [n, in_features] -> [n, out_features] by torch; on CUDA that is cuBLAS."""
+        return multiply_matrix(x, self.matrix.data, bias, out)
+
+    def share(self, index: int, count: int) -> PlainWeight:
+        """A view of some rows."""
+        return share_of_rows(self, index, count)
+
+
+def multiply_matrix(
+    x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    """x [n, in_features], matrix [out_features, in_features], all of one dtype -> [n, out_features], `out` if given."""
+    if out is None:
+        return F.linear(x, matrix, bias)
+    if bias is None:
+        return torch.mm(x, matrix.t(), out=out)
+    return torch.addmm(bias, x, matrix.t(), out=out)

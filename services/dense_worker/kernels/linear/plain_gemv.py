@@ -5,14 +5,18 @@ from __future__ import annotations
 import torch
 
 from services.dense_worker.kernels.linear.activation import MlpActivation
-from services.dense_worker.kernels.linear.linear import DTYPES_OF_16_BITS, MAX_IN_FEATURES, TILE_BYTES, Linear
-from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.linear import (
+    DTYPES_OF_16_BITS,
+    MAX_IN_FEATURES,
+    TILE_BYTES,
+    Linear,
+    PlainWeight,
+)
 from services.dense_worker.kernels.linear.rows_product import RowsProduct
 from services.dense_worker.kernels.linear.triton_gemv import gemv
 from services.dense_worker.kernels.linear.triton_skinny import skinny_linear
 from services.dense_worker.kernels.linear.triton_tiles import SplitWorkspace
-from services.dense_worker.kernels.norm.norm import Norm
-from services.dense_worker.kernels.norm.split_norm import SplitNorm
+from services.dense_worker.kernels.norm.norm import Norm, SplitNorm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 

@@ -29,7 +29,7 @@ from services.dense_worker.kernels.linear.triton_tiles import (
     sum_products,
     write_features,
 )
-from services.dense_worker.kernels.norm.split_norm import SplitNorm, num_squares
+from services.dense_worker.kernels.norm.norm import SplitNorm, num_squares
 from services.dense_worker.kernels.norm.triton_split_norm import (
     norm_factors,
     operands_of_halves,

@@ -26,7 +26,7 @@ from services.dense_worker.kernels.linear.triton_tiles import (
     part_of_split,
     write_features,
 )
-from services.dense_worker.kernels.norm.split_norm import SplitNorm
+from services.dense_worker.kernels.norm.norm import SplitNorm
 from services.dense_worker.kernels.norm.triton_split_norm import (
     norm_factors,
     operands_of_halves,

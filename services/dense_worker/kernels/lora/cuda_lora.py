@@ -33,7 +33,7 @@ from services.dense_worker.kernels.lora.triton_lora import (
     plan_blocks,
     shrink,
 )
-from services.dense_worker.kernels.norm.split_norm import SplitNorm
+from services.dense_worker.kernels.norm.norm import SplitNorm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 from services.lora.checkpoint import LoraTensors
 

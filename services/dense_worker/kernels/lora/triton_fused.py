@@ -35,7 +35,7 @@ from services.dense_worker.kernels.lora.triton_fused_hopper import (
     row_deltas,
 )
 from services.dense_worker.kernels.lora.triton_lora import RANK_STEP
-from services.dense_worker.kernels.norm.split_norm import SplitNorm
+from services.dense_worker.kernels.norm.norm import SplitNorm
 from services.dense_worker.kernels.norm.triton_split_norm import (
     norm_factors,
     operands_of_halves,

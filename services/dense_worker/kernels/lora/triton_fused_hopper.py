@@ -25,7 +25,7 @@ from services.dense_worker.kernels.linear.triton_skinny import SM_BYTES, SkinnyT
 from services.dense_worker.kernels.linear.triton_skinny_hopper import multiply_copied_ahead
 from services.dense_worker.kernels.linear.triton_tiles import BLOCK_OUT, MAX_ROWS, SplitWorkspace
 from services.dense_worker.kernels.lora.triton_lora import RANK_STEP
-from services.dense_worker.kernels.norm.split_norm import SplitNorm, num_squares
+from services.dense_worker.kernels.norm.norm import SplitNorm, num_squares
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 _BLOCK_IN, _MAX_BLOCKS = 128, 8  # of a program for x A^T, which keeps them all in registers

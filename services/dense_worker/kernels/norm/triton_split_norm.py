@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from services.dense_worker.kernels.norm.split_norm import SplitNorm
+from services.dense_worker.kernels.norm.norm import SplitNorm
 
 
 def operands_of_halves(

@@ -15,8 +15,7 @@ import torch
 
 from services.common.families.shape import Activation
 from services.common.quantization.schemes import Activations, Element
-from services.dense_worker.kernels.linear.linear import MAX_IN_FEATURES, Linear
-from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.linear import MAX_IN_FEATURES, Linear, PlainWeight
 from services.dense_worker.kernels.linear.quantized.scaled_weight import ScaledWeight
 from services.dense_worker.kernels.norm.norm import RmsNorm
 from services.dense_worker.model.layer import AfterAttention, NormedQkv, SequentialResidual

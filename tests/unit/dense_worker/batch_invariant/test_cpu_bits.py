@@ -11,8 +11,7 @@ import torch
 from services.common.families.shape import Activation
 from services.dense_worker.batch_invariant.torch_operations import BatchInvariantTorchOperations
 from services.dense_worker.kernels.linear.activation import MlpActivation
-from services.dense_worker.kernels.linear.linear import Cut, Linear, Projection
-from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.linear import Cut, Linear, PlainWeight, Projection
 from services.dense_worker.kernels.lora.torch_lora import TorchLora
 from services.dense_worker.model.operations import Residual
 from services.dense_worker.parameters import Parameter, parts_of_type

@@ -15,8 +15,7 @@ from services.common.errors import DeviceError
 from services.common.families.shape import Activation
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.gated_tiles import GatedTiles, choose_width
-from services.dense_worker.kernels.linear.linear import Cut, Linear
-from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.linear import Cut, Linear, PlainWeight
 from services.dense_worker.parameters import Parameter
 from tests.support.dense.fake_triton_kernels import fake_triton_kernels
 

@@ -16,7 +16,7 @@ from services.common.errors import ConfigError, ModelError
 from services.common.model_config import load_model_config
 from services.common.quantization.schemes import on_the_fly_fp8
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
-from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.linear import PlainWeight
 from services.dense_worker.kernels.linear.quantized.scaled_weight import ScaledWeight
 from services.dense_worker.model.expert_mlp import ExpertMlp
 from services.dense_worker.model.weights import load_weights

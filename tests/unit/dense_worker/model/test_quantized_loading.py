@@ -19,9 +19,8 @@ from services.common.model_config import load_model_config
 from services.common.quantization.schemes import on_the_fly_fp8
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.build import load_model, resolve_dense_model, with_stated_hash
-from services.dense_worker.kernels.linear.linear import Linear
+from services.dense_worker.kernels.linear.linear import Linear, PlainWeight
 from services.dense_worker.kernels.linear.linear_choice import LinearChoice
-from services.dense_worker.kernels.linear.plain_weight import PlainWeight
 from services.dense_worker.model.checkpoint import Checkpoint
 from services.dense_worker.model.weights import load_weights, weights_hash
 from services.dense_worker.parameters import parts_of_type

@@ -10,10 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from services.dense_worker.engine.sequence import Sequence
-from services.dense_worker.features.drafting.acceptance import Acceptance
 from services.dense_worker.features.drafting.device_drafter import DeviceDrafter, DraftRequest
-from services.dense_worker.features.drafting.device_predictor import DEVICE_RATE, TRIAL_STEPS, DevicePredictor
-from services.dense_worker.features.drafting.drafter import Drafter, Predictor
+from services.dense_worker.features.drafting.drafter import Drafter
+from services.dense_worker.features.drafting.predictor import (
+    DEVICE_RATE,
+    TRIAL_STEPS,
+    Acceptance,
+    DevicePredictor,
+    Predictor,
+)
 
 
 class MedusaDrafter(Drafter):

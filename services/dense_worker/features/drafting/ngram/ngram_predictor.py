@@ -10,10 +10,10 @@ from array import array
 from collections.abc import Sequence as SequenceOf
 
 from services.dense_worker.engine.sequence import Sequence
-from services.dense_worker.features.drafting.acceptance import Acceptance
 from services.dense_worker.features.drafting.drafter import Drafter
 from services.dense_worker.features.drafting.ngram.answer_history import AnswerHistory
 from services.dense_worker.features.drafting.ngram.ngram_index import SEPARATOR, NgramIndex
+from services.dense_worker.features.drafting.predictor import Acceptance, Predictor
 
 MAX_TOKENS_AT_A_TIME = 16_384  # that `follow` takes: about a millisecond
 
@@ -38,8 +38,8 @@ class NgramDrafter(Drafter):
             self._history.add(sequence)
 
 
-class NgramPredictor:
-    """A `Predictor`. A draft is what followed the longest n-gram that the sequence ends with."""
+class NgramPredictor(Predictor):
+    """A draft is what followed the longest n-gram that the sequence ends with."""
 
     def __init__(
         self,

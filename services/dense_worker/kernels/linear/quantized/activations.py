@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from services.common.quantization.schemes import Element
-from services.dense_worker.kernels.linear.plain_weight import multiply_matrix
+from services.dense_worker.kernels.linear.linear import multiply_matrix
 
 RANGES = {Element.FP8: (-448.0, 448.0), Element.INT8: (-128.0, 127.0)}  # the least and the greatest code
 GREATEST = {Element.FP8: 448.0, Element.INT8: 127.5}  # the code of a token's greatest value: half of the range

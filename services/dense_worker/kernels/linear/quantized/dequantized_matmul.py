@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from services.dense_worker.kernels.linear.linear import Linear
-from services.dense_worker.kernels.linear.plain_weight import multiply_matrix
+from services.dense_worker.kernels.linear.linear import Linear, multiply_matrix
 from services.dense_worker.kernels.linear.quantized.block_fp8_weight import BlockFp8Weight
 from services.dense_worker.kernels.linear.quantized.operands import InputForm
 from services.dense_worker.kernels.linear.quantized.quantized_gemv import OPERANDS, why_not

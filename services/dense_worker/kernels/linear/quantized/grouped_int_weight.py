@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from services.dense_worker.kernels.linear.plain_weight import multiply_matrix
+from services.dense_worker.kernels.linear.linear import multiply_matrix
 from services.dense_worker.kernels.linear.quantized.packing import unpack
 from services.dense_worker.parameters import Parameter, share_of_rows
 

@@ -13,8 +13,7 @@ import torch
 
 from services.common.errors import ModelError
 from services.common.quantization.schemes import Mxfp4Scheme
-from services.dense_worker.kernels.linear.linear import Projection
-from services.dense_worker.kernels.linear.plain_weight import multiply_matrix
+from services.dense_worker.kernels.linear.linear import Projection, multiply_matrix
 from services.dense_worker.kernels.linear.quantized.layer import QuantizedLayer, check_divides, converted
 from services.dense_worker.parameters import Axes, Loaded, Parameter, Source, StoredTensor, share_of_rows
 

@@ -35,8 +35,7 @@ from services.dense_worker.kernels.linear.quantized.triton_skinny_quantized impo
 from services.dense_worker.kernels.linear.rows_product import RowsProduct
 from services.dense_worker.kernels.linear.triton_skinny import skinny_linear
 from services.dense_worker.kernels.linear.triton_tiles import SplitWorkspace
-from services.dense_worker.kernels.norm.norm import Norm, RmsNorm
-from services.dense_worker.kernels.norm.split_norm import SplitNorm
+from services.dense_worker.kernels.norm.norm import Norm, RmsNorm, SplitNorm
 from services.dense_worker.kernels.triton_launch import KernelLauncher
 
 _MAX_VERSIONS = 3  # of the input: for q, k and v

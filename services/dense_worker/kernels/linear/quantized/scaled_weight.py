@@ -12,8 +12,7 @@ from functools import partial
 import torch
 
 from services.common.quantization.schemes import Activations, Element, ScaledScheme
-from services.dense_worker.kernels.linear.linear import Projection
-from services.dense_worker.kernels.linear.plain_weight import multiply_matrix
+from services.dense_worker.kernels.linear.linear import Projection, multiply_matrix
 from services.dense_worker.kernels.linear.quantized.activations import (
     GREATEST,
     multiply_rounded,

@@ -17,7 +17,7 @@ from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
 from services.dense_worker.kernels.lora.torch_lora import TorchLora
-from services.dense_worker.kernels.norm.split_norm import SplitNorm
+from services.dense_worker.kernels.norm.norm import SplitNorm
 from services.dense_worker.model.weights import load_weights
 from services.dense_worker.parameters import parts_of_type
 from services.lora.checkpoint import read_adapter

@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 
 from services.common.model_config import ModelConfig, load_model_config
 from services.dense_worker.backends.torch_backend import TorchBackend
-from services.dense_worker.kernels.linear.linear import Linear
-from services.dense_worker.kernels.linear.plain_weight import PlainWeight
+from services.dense_worker.kernels.linear.linear import Linear, PlainWeight
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import load_weights, random_weights
 from services.dense_worker.parameters import parts_of_type, tensors_by_name
