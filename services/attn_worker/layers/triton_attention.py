@@ -21,8 +21,7 @@ from services.attn_worker.layers.latent.triton_prefill import (
     choose_latent_prefill_tiles,
     prefill_latent,
 )
-from services.attn_worker.layers.mha.rope_angles import RopeAngles
-from services.attn_worker.layers.mha.streaming_angles import StreamingAngles
+from services.attn_worker.layers.mha.rope_angles import RopeAngles, StreamingAngles
 from services.attn_worker.layers.mha.triton_cache_layout import TABLE_SLACK
 from services.attn_worker.layers.mha.triton_decode import (
     DecodeTiles,

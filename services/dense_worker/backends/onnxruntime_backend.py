@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from services.common.errors import ConfigError
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.segments import bind_weights
-from services.dense_worker.tensorrt.optional_packages import require
+from services.dense_worker.tensorrt.api import require
 from services.step import StepPlan
 
 

@@ -31,7 +31,7 @@ from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.model.weights import empty_weights
 from services.dense_worker.parameters import parts_of_type
 from services.dense_worker.ranks.shard_backend import leading_backend
-from services.dense_worker.tensorrt.api import INSTALL, TensorRT, is_installed, load_tensorrt
+from services.dense_worker.tensorrt.api import INSTALL, TensorRT, is_installed, load_tensorrt, require
 from services.dense_worker.tensorrt.backend import TensorRTBackend
 from services.dense_worker.tensorrt.build_options import PROGRAM
 from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache, EnginePlans
@@ -44,7 +44,6 @@ from services.dense_worker.tensorrt.measure import (
     store_measurements,
     time_on_gpu,
 )
-from services.dense_worker.tensorrt.optional_packages import require
 from services.dense_worker.tensorrt.profiles import Limits, Profile, check_cover, parse_profiles
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """`Scheduler`: decides which sequences advance by how many tokens. No torch, no gRPC, no asyncio; one engine thread.
 
 There is no prefill or decode phase. A sequence has tokens and computed tokens, and a step lets some sequences catch up,
-within a token budget; `planning/` decides which ones. A plan is made while the previous step still runs: it needs that
-step's lengths, not its tokens. `waiting_queue.py` decides the order of sequences.
+within a token budget; `StepPlanner` decides which ones. A plan is made while the previous step still runs: it needs
+that step's lengths, not its tokens. `waiting_queue.py` decides the order of sequences.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from services.dense_worker.engine.fairness.admission import Admission
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.moves import Moves
 from services.dense_worker.engine.placement import Placement
-from services.dense_worker.engine.planning.step_planner import StepPlanner
 from services.dense_worker.engine.residency import Residency
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import NO_ATTACHMENT, InFlight, Opening, PublishedPlan, Session
+from services.dense_worker.engine.step_planner import StepPlanner
 from services.dense_worker.engine.step_report import NO_DECODED, DecodedTokens, StepOutputs
 from services.dense_worker.engine.waiting_queue import WaitingQueue
 from services.dense_worker.features.drafting.drafting import Drafting

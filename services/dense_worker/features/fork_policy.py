@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.dense_worker.engine.planning.plan_builder import PlanBuilder
+from services.dense_worker.engine.plan_builder import PlanBuilder
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import Session
 

@@ -1,4 +1,7 @@
-"""`SequenceFeature`: what one sequence has of a feature. The scheduler's sequence and the runner's state hold it."""
+"""`SequenceFeature`: what one sequence has of a feature. The scheduler's sequence and the runner's state hold it.
+
+`PromptReport` is that of a feature that reports something of each token of the prompt.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from services.step import SequenceOpened, SequenceSpec
 
 if TYPE_CHECKING:
     from services.dense_worker.features.report import TokenReport
+    from services.pb import dense_pb2
 
 ResourceKey = Hashable
 
@@ -140,3 +144,26 @@ class SequenceFeature:
     def vocabulary_tokens(self, token_ids: SequenceOf[int]) -> SequenceOf[int]:
         """Those of its prompt's tokens that are of the vocabulary."""
         return token_ids
+
+
+class PromptReport(SequenceFeature):
+    """Ends with the prompt: then the sequence is like any other."""
+
+    name: str  # of the feature
+
+    def __init__(self, spec: SequenceSpec, submit: dense_pb2.Submit) -> None:
+        """submit: the message that the spec is from, which says what has arrived before a worker died"""
+        self.spec = spec
+        self.is_over = submit.num_reported.get(self.name, 0) >= spec.num_prompt_tokens
+
+    @property
+    def reports(self) -> bool:
+        return not self.is_over
+
+    @property
+    def reports_prompt(self) -> bool:
+        return not self.is_over
+
+    def note_reported(self, report: TokenReport) -> None:
+        if report.feature == self.name and report.end == self.spec.num_prompt_tokens:
+            self.is_over = True

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from services.dense_worker.features.prompt_report import PromptReport
+from services.dense_worker.features.sequence_feature import PromptReport
 from services.dense_worker.sampling.upload import upload
 
 if TYPE_CHECKING:

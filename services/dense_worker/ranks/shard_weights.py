@@ -24,7 +24,7 @@ from services.dense_worker.model.head import Embedding
 from services.dense_worker.model.latent_attention import LatentOutput, LatentQkv, LatentQueries
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.parameters import Parameter, Source, TensorPart
-from services.dense_worker.ranks.shared_head_norms import SharedHeadNorms
+from services.dense_worker.ranks.sharded_operations import SharedHeadNorms
 from services.dense_worker.ranks.source_parts import converted, part_of, zeros
 
 Part = TypeVar("Part")

@@ -14,7 +14,7 @@ from services.dense_worker.kernels.norm.norm import HeadNorms, Norm
 from services.dense_worker.model.operations import MlpInput, Residual
 from services.dense_worker.parameters import Parameter
 from services.dense_worker.ranks.group import RankGroup
-from services.dense_worker.ranks.shared_head_norms import SharedHeadNorms
+from services.dense_worker.ranks.sharded_operations import SharedHeadNorms
 
 if TYPE_CHECKING:
     from services.dense_worker.kernels.lora.cuda_lora import CudaLora

@@ -245,3 +245,9 @@ def _make_log(trt: Any) -> Any:
             return messages
 
     return Log()
+
+
+def require(package: str) -> None:
+    """Raises ConfigError, with the command to install it, if `package` is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"{package} is not installed: `pip install -r requirements-export.txt`")

@@ -24,14 +24,13 @@ from services.dense_worker.encoders.vision.operations import PREFIX
 from services.dense_worker.encoders.vision.tensorrt.tower_plans import PROFILES
 from services.dense_worker.model.on_the_fly import with_quantization
 from services.dense_worker.model.weights import weights_hash
-from services.dense_worker.tensorrt.api import TensorRT, load_tensorrt
+from services.dense_worker.tensorrt.api import TensorRT, load_tensorrt, require
 from services.dense_worker.tensorrt.build_options import PROGRAM, make_parser
 from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache, EnginePlanRecord, EnginePlans
 from services.dense_worker.tensorrt.files.manifest import read_manifest, read_networks
 from services.dense_worker.tensorrt.files.network_record import NetworkRecord
 from services.dense_worker.tensorrt.gpu import current_gpu, on_device
 from services.dense_worker.tensorrt.measure import known_measurements, measure_plans, store_measurements
-from services.dense_worker.tensorrt.optional_packages import require
 from services.dense_worker.tensorrt.profiles import Limits, check_cover, parse_profiles
 
 

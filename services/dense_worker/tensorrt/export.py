@@ -26,9 +26,9 @@ from services.common.vision.vision_config import VisionConfig, load_vision_confi
 from services.dense_worker.model.on_the_fly import with_quantization
 from services.dense_worker.model.segments import segment_names
 from services.dense_worker.model.weights import load_weights, random_weights
+from services.dense_worker.tensorrt.api import require
 from services.dense_worker.tensorrt.files.atomic_file import make_directory, write_atomically
 from services.dense_worker.tensorrt.files.manifest import FILE, Manifest, read_manifest, read_networks, write_manifest
-from services.dense_worker.tensorrt.optional_packages import require
 
 PARTS = ("batchful", "embed_tokens", "tokenizer")
 EMBED_FILE = "embed_tokens.safetensors"

@@ -26,8 +26,8 @@ from services.dense_worker.model.segments import behind_lookup, segment_names, s
 from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.model.weights import empty_weights
 from services.dense_worker.parameters import tensors_by_name, with_tensors
+from services.dense_worker.tensorrt.exported_products import ExportedOperations, check_exportable
 from services.dense_worker.tensorrt.onnx_lowering import CODE_DTYPES, ONNX_DTYPES, Lowering
-from services.dense_worker.tensorrt.quantized.exported_products import ExportedOperations, check_exportable
 
 OPSET, FP8_OPSET = 17, 19
 IR_VERSIONS = {OPSET: 8, FP8_OPSET: 9}  # those that came with the opsets

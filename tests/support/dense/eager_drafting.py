@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from services.dense_worker.engine.planning.plan_builder import PlanBuilder
+from services.dense_worker.engine.plan_builder import PlanBuilder
 from services.dense_worker.engine.sequence import Sequence as EngineSequence
 from services.dense_worker.engine.session import Session
 from services.dense_worker.features.drafting.drafting import Drafting

@@ -28,7 +28,7 @@ WORDS = (  # of features
 
 
 def test_the_core_is_found() -> None:
-    some = ("engine.engine", "engine.planning.step_planner", "runner.model_runner", "servicer")
+    some = ("engine.engine", "engine.step_planner", "runner.model_runner", "servicer")
     assert {f"services.dense_worker.{each}" for each in some} < set(CORE)
 
 

@@ -1,4 +1,7 @@
-"""Cosines and sines for the Triton kernels that rotate: tables on the device, and the row of each token."""
+"""Cosines and sines for the Triton kernels that rotate: tables on the device, and the row of each token.
+
+`StreamingAngles` are those of texts without an end: StreamingLLM (arXiv:2309.17453).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import torch
 
 from services.attn_worker.layers.step_upload import StepUpload
 from services.attn_worker.runner.step_metadata import StepMetadata
-from services.common.attention.rope import RotaryEmbedding, length_dependent_beyond
+from services.common.attention.rope import RotaryEmbedding, UnboundedRotaryEmbedding, length_dependent_beyond
 from services.common.model_config import ModelConfig, RopeConfig
 
 
@@ -90,6 +93,40 @@ class RopeAngles:
         for block, length in zip(blocks, (0,) if self._beyond is None else (0, beyond + 1), strict=False):
             fill_angles(block, *embedding(positions, torch.full_like(positions, length)))
         return table
+
+
+class StreamingAngles:
+    """The same as `RopeAngles`, but a table has rows for the tokens of a step alone, computed in each step.
+
+    Row i is for token i at its position in the text. Row i + `max_num_tokens` is for its place among the tokens that it
+    sees, by which it is rotated when it meets the sinks: its position, at most `last_place`.
+    """
+
+    def __init__(self, config: ModelConfig, last_place: int, max_num_tokens: int, device: torch.device) -> None:
+        self._last_place, self._max_num_tokens = last_place, max_num_tokens
+        self._positions: torch.Tensor | None = None  # int32 [num_tokens]
+        kinds = [(rope, heads.head_dim) for rope, heads in zip(config.layer_ropes, config.layer_heads, strict=True)]
+        tables = {}
+        for rope, head_dim in set(kinds):
+            tables[rope, head_dim] = table = torch.zeros(2 * max_num_tokens, head_dim, device=device)
+            table[:, : head_dim // 2] = 1.0  # no rotation
+        self._computed = [
+            (UnboundedRotaryEmbedding(rope, device), table) for (rope, _), table in tables.items() if rope is not None
+        ]
+        self.tables = [tables[kind] for kind in kinds]  # by layer
+
+    def write(self, step: StepMetadata, upload: StepUpload) -> np.ndarray:
+        """The tokens' rows in the table, int32 [num_tokens]. Puts the inputs of `compute` into `upload`."""
+        host, self._positions = upload.reserve(step.positions.shape)
+        host[...] = step.positions
+        return np.arange(len(step.positions), dtype=np.int32)
+
+    def compute(self) -> None:
+        """Fills the tables for the tokens of the step."""
+        positions = self._positions.long()
+        for embedding, table in self._computed:
+            for first, each in ((0, positions), (self._max_num_tokens, positions.clamp(max=self._last_place))):
+                fill_angles(table[first : first + len(each)], *embedding(each, each))
 
 
 def fill_angles(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 
 if TYPE_CHECKING:
     from services.dense_worker.engine.observer import StepStats
-    from services.dense_worker.engine.planning.plan_builder import PlanBuilder
+    from services.dense_worker.engine.plan_builder import PlanBuilder
     from services.dense_worker.engine.sequence import Sequence, SequenceOutput
     from services.dense_worker.engine.session import Session
     from services.dense_worker.runner.model_runner import RunningStep

@@ -24,8 +24,7 @@ from services.dense_worker.features.drafting.eagle.load_eagle import (
 )
 from services.dense_worker.features.drafting.kv_cache.draft_blocks import MAX_LATE_TOKENS
 from services.dense_worker.features.drafting.measured_drafting import ForcedDrafting, MeasuredDrafting
-from services.dense_worker.features.drafting.medusa.device_heads import DeviceHeads
-from services.dense_worker.features.drafting.medusa.heads import MedusaHeads
+from services.dense_worker.features.drafting.medusa.heads import DeviceHeads, MedusaHeads
 from services.dense_worker.features.drafting.medusa.load_heads import find_medusa_heads, load_medusa_heads
 from services.dense_worker.features.drafting.medusa.medusa_drafter import MedusaDrafter
 from services.dense_worker.features.drafting.model_drafter import ModelDrafter

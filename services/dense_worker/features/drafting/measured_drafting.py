@@ -21,7 +21,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, ClassVar
 
 from services.dense_worker.engine.observer import StepStats
-from services.dense_worker.engine.planning.plan_builder import PlanBuilder
+from services.dense_worker.engine.plan_builder import PlanBuilder
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import Session
 from services.dense_worker.features.drafting.device_drafter import DraftRequest

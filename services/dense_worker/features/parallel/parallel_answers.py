@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from services.dense_worker.engine.planning.plan_builder import PlanBuilder
+from services.dense_worker.engine.plan_builder import PlanBuilder
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import Session
 from services.dense_worker.features.fork_policy import ForkPolicy

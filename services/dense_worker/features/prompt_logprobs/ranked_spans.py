@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from services.dense_worker.features.prompt_report import PromptReport
+from services.dense_worker.features.sequence_feature import PromptReport
 from services.dense_worker.features.token_rows import MAX_ROWS_AT_A_TIME
 from services.dense_worker.sampling.logprobs import RankedTokens, concatenate, rank_tokens
 from services.dense_worker.sampling.upload import upload

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from services.dense_worker.features.feature import Feature
-from services.dense_worker.features.prompt_report import PromptReport
 from services.dense_worker.features.report import TokenReport
+from services.dense_worker.features.sequence_feature import PromptReport
 from services.dense_worker.features.step_part import FeatureRows, FurtherRows, StepPart, StepView
 from services.dense_worker.features.token_rows import TokenRows, copy_rows, prompt_tokens, split_rows
 

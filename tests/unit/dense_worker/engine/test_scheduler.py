@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from services.common.errors import CapacityError, InvalidRequest
 from services.dense_worker.engine.limits import Policy
-from services.dense_worker.engine.planning.step_planner import MAX_HOST_S
 from services.dense_worker.engine.sequence import FinishReason, Sequence
+from services.dense_worker.engine.step_planner import MAX_HOST_S
 from services.dense_worker.features.sequence_feature import SequenceFeature
 from services.step import PlanAccepted, RaggedTokens, StepResult
 from tests.support.attention.open_now import open_sequence

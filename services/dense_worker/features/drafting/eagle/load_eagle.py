@@ -17,8 +17,7 @@ from services.common.model_config import ModelConfig
 from services.common.resolve import ResolvedModel
 from services.common.weight_files import checkpoint_files
 from services.dense_worker.features.drafting.eagle.eagle_config import NUM_RESIDUALS, EagleConfig, read_eagle_config
-from services.dense_worker.features.drafting.eagle.eagle_layer import EagleLayer
-from services.dense_worker.features.drafting.eagle.eagle_model import EagleModel
+from services.dense_worker.features.drafting.eagle.eagle_model import EagleLayer, EagleModel
 from services.dense_worker.features.drafting.kv_cache.draft_attention import bytes_of_block
 from services.dense_worker.features.drafting.kv_cache.draft_blocks import BLOCK_SIZE
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS

@@ -14,8 +14,7 @@ from services.common.errors import InvalidRequest
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.features.beams.add_beams import add_beams
-from services.dense_worker.features.beams.beam_policy import BeamPolicy
-from services.dense_worker.features.beams.beam_reports import AnswersReport, SearchReport
+from services.dense_worker.features.beams.beam_policy import AnswersReport, BeamPolicy, SearchReport
 from services.dense_worker.features.beams.search import BeamSearch, SearchState
 from services.gateway.link.search_record import SearchRecord
 from services.pb import dense_pb2

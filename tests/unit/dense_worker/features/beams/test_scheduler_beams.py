@@ -19,8 +19,7 @@ from services.common.token_logprobs import TokenLogprobs
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceStatus
 from services.dense_worker.engine.session import PublishedPlan
-from services.dense_worker.features.beams.beam_policy import BeamPolicy
-from services.dense_worker.features.beams.beam_reports import AnswersReport
+from services.dense_worker.features.beams.beam_policy import AnswersReport, BeamPolicy
 from services.dense_worker.features.beams.search import BeamSearch, Hypothesis
 from services.step import PlanAccepted, StepPlan, StepResult
 from tests.support.dense.scheduler_cluster import Cluster, expected_output, make_sequence, sample

@@ -17,8 +17,7 @@ from services.common.model_config import ModelConfig, load_model_config
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.features.drafting.device_drafter import DraftRequest, last_rows
-from services.dense_worker.features.drafting.medusa.device_heads import DeviceHeads
-from services.dense_worker.features.drafting.medusa.heads import MedusaHeads
+from services.dense_worker.features.drafting.medusa.heads import DeviceHeads, MedusaHeads
 from services.dense_worker.features.drafting.medusa.load_heads import StoredHeads
 from services.dense_worker.model.weights import load_weights
 from services.dense_worker.runner.cuda_model_runner import CudaModelRunner

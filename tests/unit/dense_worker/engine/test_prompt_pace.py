@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.dense_worker.engine.limits import SchedulerLimits
-from services.dense_worker.engine.planning.step_planner import FIRST_PROMPT_TOKENS, MAX_STEP_S, MIN_PROMPT_TOKENS
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import InFlight, PublishedPlan
+from services.dense_worker.engine.step_planner import FIRST_PROMPT_TOKENS, MAX_STEP_S, MIN_PROMPT_TOKENS
 from services.step import StepPlan
 from tests.support.dense.scheduler_cluster import Cluster, expected_output, make_sequence, new_session
 from tests.support.dense.sequences import ask

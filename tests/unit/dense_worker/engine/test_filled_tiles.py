@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.dense_worker.engine.planning.step_planner import TILE_ROWS
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence
+from services.dense_worker.engine.step_planner import TILE_ROWS
 from services.step import StepPlan
 from tests.support.dense.scheduler_cluster import Cluster, expected_output, make_sequence, new_session
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
-from tests.unit.dense_worker.engine.planning.test_prompt_pace import TimedCluster, num_prompt_tokens
+from tests.unit.dense_worker.engine.test_prompt_pace import TimedCluster, num_prompt_tokens
 
 BUDGET = 1024
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from services.dense_worker.engine.planning.step_planner import MAX_HOST_S, HostTurns
+from services.dense_worker.engine.step_planner import MAX_HOST_S, HostTurns
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from services.dense_worker.engine.fairness.step_shares import (
 )
 from services.dense_worker.engine.fairness.victims import choose_victim_of_shortage, put_largest_last
 from services.dense_worker.engine.limits import SchedulerLimits
-from services.dense_worker.engine.planning.plan_builder import PlanBuilder
+from services.dense_worker.engine.plan_builder import PlanBuilder
 from services.dense_worker.engine.residency import Residency
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import Session
