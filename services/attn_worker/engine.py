@@ -81,9 +81,9 @@ class AttentionEngine:
         """Runs one of the methods below on the engine thread, after everything submitted before."""
         return self._thread.submit(function, *arguments)
 
-    def post(self, function: Callable[[], object]) -> None:
+    def post(self, function: Callable[..., object], *arguments: Any) -> None:
         """Like `submit`, for what raises nothing."""
-        self._thread.post(function)
+        self._thread.post(function, *arguments)
 
     def progress(self, num_layers: int) -> Progress | None:
         """The progress for the watchdog; None without a step. May be called from any thread."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+from functools import partial
 from typing import NoReturn
 
 import grpc
@@ -15,10 +15,10 @@ from prometheus_client import CollectorRegistry
 from services.attn_worker.attach_request import check_limits, check_model, num_lanes, read_learned
 from services.attn_worker.attachment import Attachment
 from services.attn_worker.build import AttentionSetup, build_engine
-from services.attn_worker.cache.cached_sequence import OpenResult
 from services.attn_worker.cache.make_spec import StepLimits
 from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
+from services.attn_worker.plan_receiver import PlanReceiver, PutAnswer
 from services.channel import Channel, ChannelSpec
 from services.channel.factory import create_channel
 from services.channel.message_link import LinkOffer
@@ -31,8 +31,6 @@ from services.pb import attn_pb2, attn_pb2_grpc, step_pb2
 from services.rpc.server import until_over
 from services.rpc.spans import Tracer
 from services.rpc.watchdog import OnStall, Progress, Watchdog
-from services.step import NewSequence, PlanAccepted, SequenceOpened, StepPlan
-from services.step.codec import decode_plan, encode_accepted, encode_opened
 
 log = structlog.get_logger()
 
@@ -42,7 +40,6 @@ _ROOM_RETRY_S = 0.1
 _STOP_TIMEOUT_S = 10.0  # for the engine thread to end its current call
 
 _Results = asyncio.Queue[attn_pb2.PlanAnswer | Exception]
-_Put = Callable[[attn_pb2.PlanAnswer | Exception], None]  # may be called from any thread
 
 
 class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
@@ -218,10 +215,12 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             loop.call_soon_threadsafe(self._report, results, result)
 
         attachment.fail = put
+        assert self._limits is not None, "an engine has limits"
+        make_receiver = partial(PlanReceiver, engine, attachment, self._limits.max_num_seqs, self._tracer)
         try:
             if metadata.get("plan-link") == "1":
-                self._use_link(engine, attachment, put)
-            reader = asyncio.create_task(self._read(requests, engine, attachment, put))
+                self._use_link(engine, attachment, make_receiver, put)
+            reader = asyncio.create_task(self._read(requests, make_receiver(put), put))
             self._readers.add(reader)
             reader.add_done_callback(self._readers.discard)
             is_last = False
@@ -329,19 +328,25 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         return self._engine
 
     async def _read(
-        self, requests: AsyncIterator[step_pb2.StepPlan], engine: AttentionEngine, attachment: Attachment, put: _Put
+        self, requests: AsyncIterator[step_pb2.StepPlan], receiver: PlanReceiver, put: PutAnswer
     ) -> None:
-        """Passes every plan to the engine. Answers to send, and errors that end the stream, go to `put`."""
+        """Receives every plan. Errors that end the stream go to `put`."""
         try:
             async for message in until_over(requests):
-                self._pass_on(message, engine, attachment, put)
+                receiver.receive(message)
         except Exception as error:  # no one awaits the reader task
             put(error)
         else:
             put(PeerError("the dense worker ended the stream of plans"))
 
-    def _use_link(self, engine: AttentionEngine, attachment: Attachment, put_on_stream: _Put) -> None:
-        """Passes on every plan that comes by the link, too, and answers by it. Errors end the stream."""
+    def _use_link(
+        self,
+        engine: AttentionEngine,
+        attachment: Attachment,
+        make_receiver: Callable[[PutAnswer], PlanReceiver],
+        put_on_stream: PutAnswer,
+    ) -> None:
+        """Receives every plan that comes by the link, too, and answers by it. Errors end the stream."""
         link = attachment.accept_link(self._wait_timeout_s, self._max_message_bytes)
 
         def put(result: attn_pb2.PlanAnswer | Exception) -> None:
@@ -353,11 +358,13 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             except PeerError as error:
                 put_on_stream(error)
 
+        receiver = make_receiver(put)
+
         def receive(message: bytes) -> None:
             try:
                 rehearsal = engine.rehearsal
                 if message:
-                    plan = self._pass_on(step_pb2.StepPlan.FromString(message), engine, attachment, put)
+                    plan = receiver.receive(step_pb2.StepPlan.FromString(message))
                     if rehearsal is not None:
                         rehearsal.note(message, plan)
                 elif rehearsal is not None and (old := rehearsal.read()) is not None:  # an empty one announces another
@@ -366,61 +373,6 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
                 put_on_stream(error)
 
         link.receive(receive, put_on_stream)
-
-    def _pass_on(
-        self, message: step_pb2.StepPlan, engine: AttentionEngine, attachment: Attachment, put: _Put
-    ) -> StepPlan:
-        """Passes a plan to the engine, and returns it. Raises `InvalidRequest`, which ends the stream."""
-
-        def run() -> None:
-            try:
-                engine.run_step(attachment, plan, received_s, accept)
-            except Exception as error:  # of this attachment, not of the thread
-                put(error)
-
-        def accept(accepted: PlanAccepted) -> None:
-            if plan.frees_blocks or accepted.errors:
-                put(encode_accepted(accepted))
-
-        plan, received_s = decode_plan(message), time.perf_counter()
-        for new_sequence in plan.new_sequences:
-            self._open(engine, attachment, new_sequence, put)
-        self._check_plan(plan, attachment)
-        if plan.is_step:
-            engine.post(run)
-        return plan
-
-    def _open(self, engine: AttentionEngine, attachment: Attachment, new: NewSequence, put: _Put) -> None:
-        """Passes a sequence to the engine; calls `put` with the answer, or with the error that ends the stream."""
-        span = self._tracer.start("open_sequence", new.traceparent, request_id=new.request_id)
-
-        def report(opening: Future[OpenResult]) -> None:
-            if opening.cancelled():
-                span.end("the attention worker was stopped, or the dense worker was lost")
-                return
-            error = opening.exception()
-            if error is None:
-                result = opening.result()
-                span.end(num_cached_tokens=result.num_cached_tokens, num_held_blocks=result.num_held_blocks)
-                log.debug("opened", request_id=new.request_id, num_cached_tokens=result.num_cached_tokens)
-                if not new.starts_empty:
-                    put(encode_opened(result))
-                return
-            span.end(str(error))
-            if isinstance(error, InvalidRequest | CapacityError):  # fails only this sequence, not the stream
-                put(encode_opened(SequenceOpened(new.seq_id, error=str(error))))
-            else:
-                put(error if isinstance(error, Exception) else PeerError(repr(error)))
-
-        def follow(call: Future[None]) -> None:
-            if call.cancelled():
-                opened.cancel()
-            elif (error := call.exception()) is not None:
-                opened.set_exception(error)
-
-        opened: Future[OpenResult] = Future()
-        opened.add_done_callback(report)
-        engine.submit(engine.open_sequence, attachment, new, opened).add_done_callback(follow)
 
     def _report(self, results: _Results, result: attn_pb2.PlanAnswer | Exception) -> None:
         if isinstance(result, Exception):
@@ -433,15 +385,3 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         if is_failure and not self._failure.done() and not self._is_leaving:
             self._failure.set_exception(error)
         return is_failure
-
-    def _check_plan(self, plan: StepPlan, attachment: Attachment) -> None:
-        assert self._limits is not None, "plans need an attachment"
-        if plan.lane not in attachment.channels:
-            raise InvalidRequest(
-                f"plan {plan.step_id} is of lane {plan.lane}, the attachment has lanes {list(attachment.channels)}"
-            )
-        num_seqs, max_num_seqs = len(plan.entries), self._limits.max_num_seqs
-        limits = ((plan.num_tokens, attachment.max_num_tokens, "tokens"), (num_seqs, max_num_seqs, "sequences"))
-        for count, limit, what in limits:
-            if count > limit:
-                raise InvalidRequest(f"plan {plan.step_id} has {count} {what}, the limit is {limit}")

@@ -1,0 +1,109 @@
+"""`PlanReceiver`: passes plans, and the sequences that they open, to the engine, and the engine's answers on.
+
+On the event loop, or on the thread of a link; the engine thread calls what reports.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import TypeAlias
+
+import structlog
+
+from services.attn_worker.attachment import Attachment
+from services.attn_worker.cache.cached_sequence import OpenResult
+from services.attn_worker.engine import AttentionEngine
+from services.common.errors import CapacityError, InvalidRequest, PeerError
+from services.pb import attn_pb2, step_pb2
+from services.rpc.spans import Span, Tracer
+from services.step import NewSequence, PlanAccepted, SequenceOpened, StepPlan
+from services.step.codec import decode_plan, encode_accepted, encode_opened
+
+log = structlog.get_logger()
+
+# Takes an answer to send, or an error that ends the stream of plans. May be called from any thread.
+PutAnswer: TypeAlias = Callable[[attn_pb2.PlanAnswer | Exception], None]
+
+
+class PlanReceiver:
+    """Of one attachment, for plans that come, and are answered, one way."""
+
+    def __init__(
+        self,
+        engine: AttentionEngine,
+        attachment: Attachment,
+        max_num_seqs: int,
+        tracer: Tracer,
+        put: PutAnswer,
+    ) -> None:
+        """max_num_seqs: of a step"""
+        self._engine = engine
+        self._attachment = attachment
+        self._max_num_seqs = max_num_seqs
+        self._tracer = tracer
+        self._put = put
+
+    def receive(self, message: step_pb2.StepPlan) -> StepPlan:
+        """Passes a plan to the engine, and returns it. Raises `InvalidRequest`, which ends the stream."""
+        plan, received_s = decode_plan(message), time.perf_counter()
+        for new in plan.new_sequences:
+            self._open(new)
+        self._check(plan)
+        if plan.is_step:
+            self._engine.post(self._run, plan, received_s)
+        return plan
+
+    def _check(self, plan: StepPlan) -> None:
+        lanes, max_num_tokens = list(self._attachment.channels), self._attachment.max_num_tokens
+        if plan.lane not in lanes:
+            raise InvalidRequest(f"plan {plan.step_id} is of lane {plan.lane}, the attachment has lanes {lanes}")
+        limits = ((plan.num_tokens, max_num_tokens, "tokens"), (len(plan.entries), self._max_num_seqs, "sequences"))
+        for count, limit, what in limits:
+            if count > limit:
+                raise InvalidRequest(f"plan {plan.step_id} has {count} {what}, the limit is {limit}")
+
+    def _run(self, plan: StepPlan, received_s: float) -> None:
+        """Called on the engine thread."""
+        try:
+            self._engine.run_step(self._attachment, plan, received_s, partial(self._accept, plan))
+        except Exception as error:  # of this attachment, not of the thread
+            self._put(error)
+
+    def _accept(self, plan: StepPlan, accepted: PlanAccepted) -> None:
+        if plan.frees_blocks or accepted.errors:
+            self._put(encode_accepted(accepted))
+
+    def _open(self, new: NewSequence) -> None:
+        """Passes a sequence to the engine. The answer comes later, or an error that ends the stream."""
+        span = self._tracer.start("open_sequence", new.traceparent, request_id=new.request_id)
+        opened: Future[OpenResult] = Future()
+        opened.add_done_callback(partial(self._answer, new, span))
+
+        def follow(call: Future[None]) -> None:
+            if call.cancelled():
+                opened.cancel()
+            elif (error := call.exception()) is not None:
+                opened.set_exception(error)
+
+        self._engine.submit(self._engine.open_sequence, self._attachment, new, opened).add_done_callback(follow)
+
+    def _answer(self, new: NewSequence, span: Span, opened: Future[OpenResult]) -> None:
+        if opened.cancelled():
+            span.end("the attention worker was stopped, or the dense worker was lost")
+            return
+        error = opened.exception()
+        if error is None:
+            result = opened.result()
+            span.end(num_cached_tokens=result.num_cached_tokens, num_held_blocks=result.num_held_blocks)
+            log.debug("opened", request_id=new.request_id, num_cached_tokens=result.num_cached_tokens)
+            if not new.starts_empty:
+                self._put(encode_opened(result))
+            return
+        span.end(str(error))
+        if isinstance(error, InvalidRequest | CapacityError):  # fails only this sequence, not the stream
+            self._put(encode_opened(SequenceOpened(new.seq_id, error=str(error))))
+        else:
+            self._put(error if isinstance(error, Exception) else PeerError(repr(error)))
