@@ -111,7 +111,7 @@ class AttachReply(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., attachment_id: _Optional[int] = ..., lanes: _Optional[_Iterable[_Union[LaneHandle, _Mapping]]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., open_seq_ids: _Optional[_Iterable[int]] = ..., open_num_blocks: _Optional[_Iterable[int]] = ..., window: _Optional[int] = ..., num_sink_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., layer_window: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., shared_memory: _Optional[str] = ..., is_empty: _Optional[bool] = ..., plan_link: _Optional[str] = ..., prefix_generation: _Optional[int] = ...) -> None: ...
 
 class SequenceOpened(_message.Message):
-    __slots__ = ("seq_id", "num_cached_tokens", "num_pinned_blocks", "num_held_blocks", "num_freed_blocks", "error", "has_extra_rows")
+    __slots__ = ("seq_id", "num_cached_tokens", "num_pinned_blocks", "num_held_blocks", "num_freed_blocks", "error", "has_extra_rows", "num_recovered_tokens")
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +119,7 @@ class SequenceOpened(_message.Message):
     NUM_FREED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     HAS_EXTRA_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECOVERED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     seq_id: int
     num_cached_tokens: int
     num_pinned_blocks: int
@@ -126,7 +127,8 @@ class SequenceOpened(_message.Message):
     num_freed_blocks: int
     error: str
     has_extra_rows: bool
-    def __init__(self, seq_id: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_freed_blocks: _Optional[int] = ..., error: _Optional[str] = ..., has_extra_rows: _Optional[bool] = ...) -> None: ...
+    num_recovered_tokens: int
+    def __init__(self, seq_id: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_freed_blocks: _Optional[int] = ..., error: _Optional[str] = ..., has_extra_rows: _Optional[bool] = ..., num_recovered_tokens: _Optional[int] = ...) -> None: ...
 
 class SequenceError(_message.Message):
     __slots__ = ("seq_id", "message")

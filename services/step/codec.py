@@ -95,6 +95,7 @@ def encode_opened(opened: SequenceOpened) -> attn_pb2.PlanAnswer:
             num_pinned_blocks=opened.num_pinned_blocks,
             num_held_blocks=opened.num_held_blocks,
             num_freed_blocks=opened.num_freed_blocks,
+            num_recovered_tokens=opened.num_recovered_tokens,
             error=opened.error,
             has_extra_rows=opened.has_extra_rows,
         )
@@ -124,6 +125,7 @@ def decode_answer(answer: attn_pb2.PlanAnswer) -> SequenceOpened | PlanAccepted:
         num_pinned_blocks=opened.num_pinned_blocks,
         num_held_blocks=opened.num_held_blocks,
         num_freed_blocks=opened.num_freed_blocks,
+        num_recovered_tokens=opened.num_recovered_tokens,
         error=opened.error if opened.HasField("error") else None,
         has_extra_rows=opened.has_extra_rows,
     )

@@ -81,6 +81,7 @@ class SequenceOpened:
     num_pinned_blocks: int = 0  # blocks that left the free pool
     num_held_blocks: int = 0  # blocks that the sequence holds now, shared ones included
     num_freed_blocks: int = 0  # blocks that the sequence held (left by a dead dense worker) and could not keep
+    num_recovered_tokens: int = 0  # of the cached ones, those that it had computed itself for a dead dense worker
     has_extra_rows: bool = True  # whether its extra rows, if there are any, are in the KV cache
     error: str | None = None  # why the sequence was refused; all counts are then 0
     cache_id: int = 0  # which of several attention workers answers; not sent

@@ -54,6 +54,7 @@ class CachedSequence:
     token_ids: array[int]  # uint32; all known tokens; may be fewer than the computed ones
     digests: list[bytes]  # of its leading full blocks
     spans: Sequence[PromptSpan]  # of its prompt
+    num_found_tokens: int = 0  # when it was opened first
     is_orphan: bool = False  # its dense worker is gone, and nobody has opened it since
 
 

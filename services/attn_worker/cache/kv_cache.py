@@ -175,6 +175,7 @@ class KVCache:
                 num_pinned = self._prefixes.pin_longest(sequence, most)
                 num_taken, missing = self._prefixes.extend_from(supplier or self.tier, sequence, most, self._main)
                 num_pinned += num_taken
+            sequence.num_found_tokens = int(self._rows.num_computed[sequence.row])
         sequence, has_extra_rows = self._sequences[seq_id], True
         row = sequence.row
         if new.num_extra_rows:
@@ -186,8 +187,16 @@ class KVCache:
                 raise
         self._rows.num_prompt_tokens[row] = num_prompt_tokens
         num_cached, num_held = int(self._rows.num_computed[row]), int(self._main.num_held_blocks[row])
+        num_recovered = max(0, num_cached - sequence.num_found_tokens)
         return OpenResult(
-            seq_id, num_cached, num_pinned, num_held, num_freed, missing=missing, has_extra_rows=has_extra_rows
+            seq_id,
+            num_cached,
+            num_pinned,
+            num_held,
+            num_freed,
+            num_recovered,
+            missing=missing,
+            has_extra_rows=has_extra_rows,
         )
 
     def open_part(self, seq_id: int, tokens: range) -> OpenResult:

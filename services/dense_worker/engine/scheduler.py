@@ -241,7 +241,7 @@ class Scheduler:
         num_evicted = ledger.blocks_for(answer.num_cached_tokens) - answer.num_held_blocks
         sequence.num_evicted_blocks = 0 if sequence.divided is not None else num_evicted
         sequence.num_computed_tokens = sequence.num_opened_tokens = answer.num_cached_tokens
-        sequence.note_found(answer.num_cached_tokens)
+        sequence.note_found(answer.num_cached_tokens - answer.num_recovered_tokens)
         self._waiting.note_opened(sequence)
         if sequence.status is SequenceStatus.FINISHED:  # cancelled meanwhile
             self._residency.close(sequence)

@@ -113,7 +113,7 @@ def test_what_was_asked_for_survives_the_wire(spec: SequenceSpec) -> None:
     assert decode_spec(sequence_pb2.SequenceSpec.FromString(data)) == spec
 
 
-@given(SEQ_IDS, st.lists(COUNTS, min_size=4, max_size=4), st.booleans(), st.none() | st.text(max_size=9))
+@given(SEQ_IDS, st.lists(COUNTS, min_size=5, max_size=5), st.booleans(), st.none() | st.text(max_size=9))
 def test_an_opening_survives_the_wire(seq_id: int, counts: list[int], has_extra_rows: bool, error: str | None) -> None:
     opened = SequenceOpened(seq_id, *counts, has_extra_rows=has_extra_rows, error=error)
     data = encode_opened(opened).SerializeToString()

@@ -265,7 +265,7 @@ def test_a_resubmitted_sequence_continues_at_its_committed_length() -> None:
     run(cache, (1, 1, 6))  # the token 50 at position 6
     cache.plan_step(make_plan([(1, 1, 7)]))  # token 51; the dense worker dies here
     cache.abort_steps()
-    assert open_sequence(cache, 1, [*range(6), 50, 51], 6) == OpenResult(1, 7, 0, 2, 0)
+    assert open_sequence(cache, 1, [*range(6), 50, 51], 6) == OpenResult(1, 7, 0, 2, 0, num_recovered_tokens=7)
     run(cache, (1, 1, 7))
 
 
@@ -274,8 +274,22 @@ def test_a_journal_shorter_than_the_committed_length_rolls_the_sequence_back() -
     prefill(cache, 1, list(range(6)))
     for length in (6, 7, 8):
         run(cache, (1, 1, length))
-    assert open_sequence(cache, 1, [*range(6), 50], 6) == OpenResult(1, 6, 0, 2, num_freed_blocks=1)
+    assert open_sequence(cache, 1, [*range(6), 50], 6) == OpenResult(1, 6, 0, 2, 1, num_recovered_tokens=6)
     run(cache, (1, 1, 6))
+
+
+def test_what_a_resubmitted_sequence_has_computed_itself_is_told_apart_from_what_it_had_found() -> None:
+    cache, prompt = make_cache(), list(range(10))
+    prefill(cache, 1, prompt)
+    longer = [*prompt, 99, 98, 97]
+    assert open_sequence(cache, 2, longer, 13) == OpenResult(2, num_cached_tokens=8, num_held_blocks=2)
+    run(cache, (2, 4, 8))
+    for _ in range(2):  # dense workers that die
+        cache.abort_steps()
+        again = open_sequence(cache, 2, longer, 13)
+        assert (again.num_cached_tokens, again.num_recovered_tokens) == (12, 4)
+    fewer = open_sequence(cache, 2, longer, 13, max_cached_tokens=4)
+    assert (fewer.num_cached_tokens, fewer.num_recovered_tokens) == (4, 0)
 
 
 def test_a_resubmission_with_other_tokens_starts_like_a_new_sequence() -> None:
@@ -319,7 +333,7 @@ def test_a_shared_block_is_released_and_not_overwritten() -> None:
     prefill(cache, 1, list(range(9)))
     prefill(cache, 2, list(range(9)))
     result = open_sequence(cache, 1, list(range(7)), 7)
-    assert result == OpenResult(1, num_cached_tokens=4, num_pinned_blocks=0, num_held_blocks=1, num_freed_blocks=1)
+    assert result == OpenResult(1, 4, 0, num_held_blocks=1, num_freed_blocks=1, num_recovered_tokens=4)
     cache.check_integrity()
 
 

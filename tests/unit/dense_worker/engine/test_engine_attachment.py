@@ -172,6 +172,24 @@ def test_cached_tokens_are_those_of_the_first_step_that_was_not_lost() -> None:
     assert found == [0] and list(attention.opened.queue) == [1, 1]
 
 
+def test_what_a_sequence_has_computed_for_a_dead_dense_worker_does_not_count_as_cached() -> None:
+    class KeepingAttention(RecordingAttention):
+        """Has kept two blocks of each prompt, of which it had found one."""
+
+        def open(self, attachment: Attachment, new: NewSequence) -> None:
+            assert self.engine is not None
+            self.engine.on_answer(attachment, SequenceOpened(new.seq_id, 8, 0, 2, num_recovered_tokens=4))
+
+    runner, attention, reports = SlowRunner(), KeepingAttention(), queue.Queue[StepReport]()
+    runner.has_ended.set()
+    engine = started_engine(runner, attention, reports, TIMEOUT_S)
+    engine.submit(new_sequence(1, "r1", [5] * 10, SamplingParams(), max_tokens=3))
+    while not (started := reports.get(timeout=TIMEOUT_S).started):
+        pass
+    engine.stop(TIMEOUT_S)
+    assert [each.num_cached_tokens for each in started] == [4]
+
+
 def test_an_ended_attachment_is_unmapped_before_the_next_one() -> None:
     """The channel is aborted before that, so that the GPU ends the running step."""
     runner, attention = SlowRunner(), RecordingAttention()
