@@ -90,6 +90,7 @@ chaos: setup
 	$(RUN) -m tests.chaos.moves --seeds $(CHAOS_SEEDS) --first-seed $(CHAOS_FIRST_SEED)
 	$(RUN) -m tests.chaos.moves --seeds $(CHAOS_SEEDS) --first-seed $(CHAOS_FIRST_SEED) --short --kv-cache-dtype int8
 	$(RUN) -m tests.chaos.moves --seeds $(CHAOS_SEEDS) --first-seed $(CHAOS_FIRST_SEED) --short --split-context
+	$(RUN) -m tests.chaos.changes --seeds $(CHAOS_SEEDS) --first-seed $(CHAOS_FIRST_SEED)
 	$(RUN) -m tests.chaos.ranks --seeds $(CHAOS_SEEDS) --first-seed $(CHAOS_FIRST_SEED)
 	$(RUN) -m tests.chaos.forms
 	$(RUN) -m tests.chaos.deterministic
