@@ -52,8 +52,8 @@ def fill_decode_items(
 
     Columns: row, table_start, first key, end of the cached keys, first item of the row, number of items of the row (0:
     padding), slot of the new token (-1 if another item has it), angle row. A piece consists of whole tiles, except the
-    last piece of a row, and has about total / num_pieces keys. Long pieces come first, so that the GPU does not wait
-    for them at the end. The rest of `items` becomes NO_ITEM.
+    last piece of a row, and has about total / num_pieces keys; there are at most num_pieces + num_rows - 1 with work.
+    Long pieces come first, so that the GPU does not wait for them at the end. The rest of `items` becomes NO_ITEM.
     """
     ends = decode.context_lens
     first_keys = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)

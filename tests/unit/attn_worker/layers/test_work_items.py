@@ -63,6 +63,27 @@ def test_items_partition_the_visible_keys(
         assert slot.tolist() == [-1] * (len(own) - 1) + [rows.slots[row]]
 
 
+@given(
+    lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=12),
+    window=st.none() | st.integers(1, 3000),
+    most=st.integers(12, 60),
+    tile=st.sampled_from([16, 32, 64]),
+)
+def test_pieces_leave_room_for_what_each_row_rounds_up(
+    lengths: list[int], window: int | None, most: int, tile: int
+) -> None:
+    """So that the programs of few rows, of which `most` items run at once, need no second turn."""
+    items, _ = make_items(lengths, window, most - len(lengths) + 1, tile)
+    assert (items[:, 0] != NO_ITEM).sum() <= most
+
+
+@pytest.mark.parametrize(("num_rows", "most"), [(16, 49), (12, 49), (4, 12), (3, 12), (1, 12)])
+def test_equal_rows_have_as_many_pieces_each_as_fit(num_rows: int, most: int) -> None:
+    items, _ = make_items([7900] * num_rows, None, most - num_rows + 1, tile=64)
+    used = items[items[:, 0] != NO_ITEM]
+    assert (used[:, 5] == most // num_rows).all()
+
+
 def test_equal_sequences_are_not_split_if_there_are_enough() -> None:
     items, _ = make_items([1000] * 20, None, num_pieces=16, tile=32)
     assert (items[:, 0] != NO_ITEM).sum() == 20
