@@ -10,9 +10,8 @@ from services.common.config import Config, api_keys_of_environment
 from services.common.errors import ConfigError
 from services.gateway.access.api_keys import read_api_keys
 from services.launch.child import SECTIONS
-from services.rpc.bindable import check_bindable
+from services.rpc.bindable import check_bindable, check_socket_free
 from services.rpc.client import read_peer_tls
-from services.rpc.server import check_socket_free
 from services.rpc.tls import tls_files
 
 # Who meets at the address of a section of the config: the service that listens, and those that call it.

@@ -26,7 +26,7 @@ from services.launch.standby import Standby
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.client import open_channel
 from services.rpc.error_details import error_of
-from services.rpc.uninterrupted import uninterrupted
+from services.rpc.server import uninterrupted
 
 log = structlog.get_logger()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -12,7 +13,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.child_options import ChildOptions
 from services.common.config import AttentionSection, Config, DenseSection, dump_config
@@ -21,7 +24,10 @@ from services.launch.early_services import EarlyServices, start_process
 from services.launch.gpus import is_on_gpu
 from services.launch.hang import describe_hang
 from services.launch.lifelines import Lifelines
-from services.rpc.client import PeerTls, read_peer_tls
+from services.pb import dense_pb2_grpc
+from services.rpc.client import PeerTls, open_channel, read_peer_tls
+from services.rpc.server import LIVENESS
+from services.rpc.start_deadline import StartDeadline
 
 log = structlog.get_logger()
 
@@ -29,6 +35,7 @@ STOPPED = (0, -signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL)  # return codes 
 ATTENTION_ROLE, DENSE_ROLE = "attn_worker", "dense_worker"
 SECTIONS = {ATTENTION_ROLE: "attention", DENSE_ROLE: "dense"}  # of the config, by the worker's role
 SHAPE_FILE = "model.shape"  # in the launcher's directory
+MAX_HEALTH_BYTES = 4096  # of an answer about a health
 MAX_WAITERS = 5  # threads that wait for the end of one process: to watch, drain, stop and kill it, or look at it
 
 
@@ -86,6 +93,27 @@ class Child:
     def start(self) -> None:
         """Runs and watches the service from now on: `watching` is what `watch` does."""
         self.watching = asyncio.create_task(self.watch())
+
+    async def wait_serving(self, deadline: StartDeadline, service: str = "") -> None:
+        """Returns when a service reports SERVING, or its part `service`; raises `PeerError` after the deadline."""
+        async with open_channel(self.address, MAX_HEALTH_BYTES, self.tls) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    reply = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=1.0)
+                    if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+                deadline.check(f"the {self.role} at {self.address} does not serve")
+                await asyncio.sleep(0.05)
+
+    async def wait_started(self, deadline: StartDeadline) -> None:
+        """Returns when a service lacks nothing, or nothing but services of other launchers, which may come later."""
+        if self.role == DENSE_ROLE:
+            async with open_channel(self.address, self.config.peers.max_message_bytes, self.tls) as channel:
+                stub = dense_pb2_grpc.DenseWorkerStub(channel)
+                await deadline.wait_loaded(stub, f"the dense worker at {self.address}")
+        else:
+            await self.wait_serving(deadline, LIVENESS if self.role == "gateway" else "")
 
     async def end(self) -> None:
         """Stops the service within `launch.stop_grace_s`. Whatever `watch` raises does not matter any more."""

@@ -1,11 +1,14 @@
-"""A model by its name at the Hugging Face Hub, such as `Qwen/Qwen3-0.6B`: downloaded into the Hub's cache, then served.
+"""A model by its name at the Hugging Face Hub, such as `Qwen/Qwen3-0.6B`, or at ModelScope: downloaded, then served.
 
 `huggingface_hub` does the work: HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE mean what they mean everywhere, bars
 show the progress at a terminal, and a download that broke off goes on where it was. Only safetensors are downloaded.
+At ModelScope the package `modelscope` does it, if it is installed: there MODELSCOPE_ENDPOINT, MODELSCOPE_API_TOKEN and
+MODELSCOPE_CACHE mean what they mean everywhere.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from collections import defaultdict
@@ -14,9 +17,9 @@ from pathlib import Path
 from services.common.errors import CapacityError, ConfigError, PeerError
 from services.common.shorten import one_line
 from services.launch.gguf import is_gguf
-from services.launch.modelscope import fetch_from_modelscope
 
 HUBS = ("huggingface", "modelscope")
+_INSTALL = "pip install 'twostroke[modelscope]'"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Folders hold other formats of the same weights, but for these. A # stands for a digit.
 _FOLDERS = [
@@ -65,7 +68,7 @@ def fetch_model(name: str, revision: str | None, cache_dir: Path | None, hub: st
     `CapacityError` without room.
     """
     if hub == "modelscope":
-        return fetch_from_modelscope(name, revision, cache_dir, _WANTED, _UNWANTED)
+        return _fetch_from_modelscope(name, revision, cache_dir)
     # Imported here: it takes time that a start from a directory need not wait for.
     import httpx2
     from huggingface_hub import HfApi, constants, snapshot_download
@@ -127,3 +130,34 @@ def _check_format(model: str, files: list[str]) -> None:
     others = sorted({Path(file).suffix for file in files} & {".bin", ".pt", ".pth", ".gguf", ".h5", ".onnx"})
     found = f"its weights are in {' and '.join(others)}" if others else "it has no weights"
     raise ConfigError(f"{model} has no safetensors, the only format that is read; {found}")
+
+
+def _fetch_from_modelscope(name: str, revision: str | None, cache_dir: Path | None) -> Path:
+    """The same for a model at ModelScope.
+
+    Raises `ConfigError` without the package, with an older one, or for a model that is not there or has no safetensors,
+    `PeerError` if ModelScope fails, `CapacityError` without room.
+    """
+    if importlib.util.find_spec("modelscope") is None:
+        raise ConfigError(f"model {name!r} is to come from ModelScope: {_INSTALL}")
+    try:
+        from modelscope import snapshot_download
+        from modelscope_hub.errors import HubError, NotExistError
+    except ImportError as error:
+        said = f"the package modelscope cannot be used ({one_line(error)}), perhaps it is old: {_INSTALL}"
+        raise ConfigError(said) from error
+    try:
+        path = Path(
+            snapshot_download(
+                name, revision=revision, cache_dir=cache_dir, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+            )
+        )
+    except (HubError, OSError) as error:  # the latter also of its HTTP client, which wraps the former
+        if isinstance(error, NotExistError) or isinstance(error.__cause__, NotExistError):
+            raise ConfigError(f"model {name!r} is not at ModelScope, or not for you: {one_line(error)}") from error
+        if isinstance(error, OSError) and error.filename is not None:
+            raise CapacityError(f"model {name!r} cannot be written to {error.filename}: {error.strerror}") from error
+        raise PeerError(f"model {name!r} cannot be downloaded from ModelScope: {one_line(error)}") from error
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(f"model {name!r} at ModelScope has no safetensors, the only format that is read")
+    return path

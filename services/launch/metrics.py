@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from services.launch.child import Child
+from services.launch.standby import Standby
 from services.pb import launch_pb2
-
-
-class ChildCounts(Protocol):
-    """The state of a `Child` that metrics read."""
-
-    role: str
-    num_restarts: int
-    is_running: bool
-
-
-class StandbyCosts(Protocol):
-    """A `Standby`, as metrics read it."""
-
-    def status(self) -> launch_pb2.StandbyStatus:
-        """Its state and costs."""
 
 
 class LaunchMetrics:
@@ -33,8 +19,8 @@ class LaunchMetrics:
     def __init__(
         self,
         registry: CollectorRegistry,
-        read_children: Callable[[], Iterable[ChildCounts]],
-        standbys: Sequence[StandbyCosts] = (),
+        read_children: Callable[[], Iterable[Child]],
+        standbys: Sequence[Standby] = (),
     ) -> None:
         self._read_children = read_children
         self._standbys = standbys

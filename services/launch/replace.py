@@ -29,8 +29,8 @@ from services.launch.switched_address import SwitchedAddress
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc, sampling_pb2, sequence_pb2
 from services.pb.launch_pb2 import ReplaceDenseRequest
 from services.rpc.client import open_channel
+from services.rpc.server import uninterrupted
 from services.rpc.start_deadline import StartDeadline
-from services.rpc.uninterrupted import uninterrupted
 
 log = structlog.get_logger()
 

@@ -48,15 +48,13 @@ from services.launch.service_configs import (
 )
 from services.launch.service_manager import ServiceManager
 from services.launch.servicer import make_control
-from services.launch.serving import answer_prompt, print_addresses, wait_serving, wait_started
 from services.launch.shape_reader import reading_shape
 from services.launch.standby import Spares, Standby
-from services.launch.summary import print_summary
+from services.launch.summary import answer_prompt, print_addresses, print_summary
 from services.launch.switched_address import SwitchedAddress
 from services.rpc.metrics import new_registry, serving_metrics
-from services.rpc.server import Service
+from services.rpc.server import Service, uninterrupted
 from services.rpc.start_deadline import StartDeadline
-from services.rpc.uninterrupted import uninterrupted
 
 log = structlog.get_logger()
 
@@ -274,12 +272,12 @@ class Launcher(Service):
         """Waits until clients are served, or until only services of other launchers are missing."""
         deadline = StartDeadline(self._config.launch.start_timeout_s)
         if not self._serves_alone:
-            await asyncio.gather(*(wait_started(child, deadline) for child in self._children))
+            await asyncio.gather(*(child.wait_started(deadline) for child in self._children))
             return
         [dense] = self._children.of_role(DENSE_ROLE)
         watching = asyncio.create_task(deadline.watch(dense.address, dense.config.peers))
         try:
-            await asyncio.gather(*(wait_serving(child, deadline) for child in self._children.of_role("gateway")))
+            await asyncio.gather(*(child.wait_serving(deadline) for child in self._children.of_role("gateway")))
         finally:
             watching.cancel()
             await asyncio.wait([watching])

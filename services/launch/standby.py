@@ -30,8 +30,8 @@ from services.launch.standby_calls import SpareState, standby_calls
 from services.launch.switched_address import SwitchedAddress
 from services.pb import launch_pb2
 from services.rpc.client import open_channel
+from services.rpc.server import uninterrupted
 from services.rpc.start_deadline import StartDeadline
-from services.rpc.uninterrupted import uninterrupted
 
 log = structlog.get_logger()
 

@@ -1,16 +1,21 @@
-"""The table that a person sees at a terminal when all services serve: what runs where, how much fits, what is on."""
+"""Output for the launcher's user when all services serve: the answer to a prompt, or a table and the addresses.
+
+The table says what runs where, how much fits, and what is on.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 
 import grpc
 import structlog
 
 from services.common.config import Config, api_keys_of_environment
-from services.common.errors import ConfigError
+from services.common.errors import ConfigError, PeerError
 from services.common.logs import print_to_stderr
 from services.common.terminal import safe_for
+from services.gateway import chat_client
 from services.launch.checkpoint_bytes import weight_bytes
 from services.launch.child import Child
 from services.launch.service_configs import num_gateways
@@ -84,3 +89,42 @@ def what_is_on(config: Config) -> list[str]:
         "traces": config.tracing.endpoint is not None,
     }
     return [name for name, is_on in features.items() if is_on]
+
+
+async def answer_prompt(address: str, prompt: str, max_tokens: int, api_key: str | None) -> None:
+    """Streams the answer of the gateway at `address` to standard output. Raises `PeerError` if there is none.
+
+    If logs go to the same terminal, it is printed when it is complete, so that no log line comes within it.
+    """
+    flags = client_flags(address, prompt, max_tokens, api_key)
+    if sys.stdout.isatty() and sys.stderr.isatty():
+        flags.append("--no-stream")
+        log.info("answering", prompt=prompt)
+    if await asyncio.to_thread(chat_client.main, flags) not in (0, chat_client.BROKEN_PIPE_STATUS):
+        raise PeerError("the prompt was not answered")
+
+
+def client_flags(address: str, prompt: str, max_tokens: int, api_key: str | None) -> list[str]:
+    """Flags of the chat client, each in one argument with its value: prompts, and one key in 64, begin with a dash."""
+    flags = [f"--address={address}", f"--prompt={prompt}", f"--max-tokens={max_tokens}"]
+    return flags if api_key is None else [*flags, f"--api-key={api_key}"]
+
+
+def print_addresses(config: Config, chat_command: str) -> None:
+    """Prints the gateway's addresses and calls of `chat_command`; with logs in JSON, logs the addresses instead."""
+    name = config.model.name or config.model.path.name
+    address, http_address = config.gateway.address, config.gateway.http_address
+    if config.log.format == "json":  # for a program, which reads every line of standard error as JSON
+        log.info("serving", model=name, address=address, http_address=http_address)
+        return
+    # With TLS the chat client would need certificates for the public address.
+    chat_address = address if config.gateway.tls_certificate is None else config.gateway.local_address
+    scheme = "http" if config.gateway.tls_certificate is None else "https"
+    page = "" if http_address.startswith("unix:") else f"  in a browser: {scheme}://{http_address}/\n"
+    print_to_stderr(
+        f"\nServing {name} for gRPC clients at {address} and for OpenAI's over HTTP at "
+        f"{http_address}. Stop with Ctrl-C.\n{page}"
+        f"  one answer: {chat_command} --address {chat_address} "
+        "--prompt 'San Francisco is a' --max-tokens 32\n"
+        f"  a chat:     {chat_command} --address {chat_address}"
+    )

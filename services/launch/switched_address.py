@@ -13,7 +13,7 @@ import secrets
 from pathlib import Path
 
 from services.common.errors import ConfigError
-from services.rpc.server import check_socket_free
+from services.rpc.bindable import check_socket_free
 
 UNIX = "unix:"
 

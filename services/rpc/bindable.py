@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
+import stat
 from pathlib import Path
 
 from services.common.errors import ConfigError
+
+MAX_SOCKET_PATH_BYTES = 107  # the limit of Linux
 
 
 def check_bindable(address: str, setting: str) -> None:
@@ -25,6 +29,32 @@ def check_bindable(address: str, setting: str) -> None:
             probe.bind(target)
     except OSError as error:
         raise cannot_listen(error, address, setting) from error
+
+
+def check_socket_free(path: str) -> None:
+    """Checks that a Unix socket can be bound. gRPC would replace any file there without a check.
+
+    A socket, or a link to one, that a dead process left may be replaced. Raises `ConfigError` if a process listens on
+    the socket, if another file is there, or if the path cannot be a socket's.
+    """
+    if len(path.encode()) > MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"cannot listen on unix:{path}: the path has {len(path.encode())} bytes, "
+            f"the limit is {MAX_SOCKET_PATH_BYTES}"
+        )
+    if not Path(path).parent.is_dir():
+        raise ConfigError(f"cannot listen on unix:{path}: there is no directory {Path(path).parent}")
+    with contextlib.suppress(FileNotFoundError):
+        mode = os.lstat(path).st_mode
+        if not stat.S_ISSOCK(mode) and not stat.S_ISLNK(mode):
+            raise ConfigError(f"cannot listen on unix:{path}: the file there is not a socket")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except OSError:
+            return
+    raise ConfigError(f"cannot listen on unix:{path}: another process serves there")
 
 
 def cannot_listen(error: OSError, address: str, setting: str) -> ConfigError:

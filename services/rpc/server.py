@@ -12,10 +12,8 @@ import inspect
 import os
 import signal
 import socket
-import stat
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -28,17 +26,15 @@ from services.common.addresses import BALANCED_SCHEMES
 from services.common.config import PeerSection
 from services.common.errors import ConfigError, RequestAborted, TwostrokeError
 from services.pb import stall_pb2
-from services.rpc.bindable import check_bindable
+from services.rpc.bindable import check_bindable, check_socket_free
 from services.rpc.client import read_peer_tls
 from services.rpc.error_details import rich_status
 from services.rpc.health import HealthServicer
 from services.rpc.reflection import add_reflection
 from services.rpc.tls import TlsFiles, warn_if_exposed
-from services.rpc.uninterrupted import uninterrupted
 
 log = structlog.get_logger()
 
-MAX_SOCKET_PATH_BYTES = 107  # the limit of Linux
 MIN_PING_INTERVAL_MS = 5_000  # clients may not send keep-alive pings more often
 MAX_WAKEUPS = 2**16  # bytes; a socket pair holds fewer
 STOP_GRACE_S = 1.0  # for calls of the other services to end
@@ -150,32 +146,6 @@ async def until_over(requests: AsyncIterator[Request]) -> AsyncIterator[Request]
     with contextlib.suppress(grpc.aio.UsageError, grpc.aio.AbortError):
         async for request in requests:
             yield request
-
-
-def check_socket_free(path: str) -> None:
-    """Checks that a Unix socket can be bound. gRPC would replace any file there without a check.
-
-    A socket, or a link to one, that a dead process left may be replaced. Raises `ConfigError` if a process listens on
-    the socket, if another file is there, or if the path cannot be a socket's.
-    """
-    if len(path.encode()) > MAX_SOCKET_PATH_BYTES:
-        raise ConfigError(
-            f"cannot listen on unix:{path}: the path has {len(path.encode())} bytes, "
-            f"the limit is {MAX_SOCKET_PATH_BYTES}"
-        )
-    if not Path(path).parent.is_dir():
-        raise ConfigError(f"cannot listen on unix:{path}: there is no directory {Path(path).parent}")
-    with contextlib.suppress(FileNotFoundError):
-        mode = os.lstat(path).st_mode
-        if not stat.S_ISSOCK(mode) and not stat.S_ISLNK(mode):
-            raise ConfigError(f"cannot listen on unix:{path}: the file there is not a socket")
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(path)
-        except OSError:
-            return
-    raise ConfigError(f"cannot listen on unix:{path}: another process serves there")
 
 
 class _ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -335,6 +305,15 @@ def run_service(main: Coroutine[Any, Any, None], drain: asyncio.Event | None = N
         with contextlib.suppress(OSError):  # the stream has no reader any more
             stream.flush()
     os._exit(status)  # everything is closed; a regular exit would take a second to unload torch
+
+
+async def uninterrupted(work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` to its end, even if the caller is cancelled meanwhile. `work` must have its own time limit."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([task])
+    task.result()
 
 
 async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:

@@ -11,13 +11,13 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 import structlog
 
 from services.gateway.access.admission import Ticket
 from services.gateway.core.answer_text import answer_text
 from services.gateway.core.chunks import NO_REPORTS, Chunk, Completion, Finish, Prompt
+from services.gateway.link.dense_pool import DensePool
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import FinishReason, JournalEntry, UpdateQueue
 from services.gateway.link.stepwise import TurnQueue
@@ -28,13 +28,6 @@ from services.gateway.text.tokenizer import Tokenizer
 from services.rpc.spans import NoSpan, Span
 
 access_log = structlog.get_logger(log="access")  # see `configure_logs`
-
-
-class Submitter(Protocol):
-    """Submits sequences to dense workers: `DensePool`."""
-
-    def submit(self, entry: JournalEntry) -> None: ...
-    def cancel(self, entry: JournalEntry) -> None: ...
 
 
 class Generation:
@@ -48,7 +41,7 @@ class Generation:
         request: GenerationRequest,
         tokenizer: Tokenizer,
         journal: Journal,
-        dense: Submitter,
+        dense: DensePool,
         metrics: GatewayMetrics,
         ticket: Ticket | None = None,
         span: Span | None = None,

@@ -22,8 +22,7 @@ from services.gateway.http.cross_origin import CrossOrigin
 from services.gateway.http.envelope import Envelope
 from services.gateway.http.errors import Dialect
 from services.gateway.http.protocol import BoundedProtocol
-from services.rpc.bindable import cannot_listen
-from services.rpc.server import check_socket_free
+from services.rpc.bindable import cannot_listen, check_socket_free
 from services.rpc.tls import TlsFiles, warn_if_exposed
 
 START_TIMEOUT_S = 10.0

@@ -10,7 +10,7 @@ import structlog
 
 from services.common.config import Config, GatewaySection, LogSection
 from services.common.logs import configure_logs
-from services.launch.serving import print_addresses
+from services.launch.summary import print_addresses
 
 GATEWAY = GatewaySection(address="127.0.0.1:1234", http_address="127.0.0.1:5678")
 

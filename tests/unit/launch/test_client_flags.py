@@ -6,7 +6,7 @@ import pytest
 
 from services.common.cli import dashed
 from services.gateway.chat_client import make_parser
-from services.launch.serving import client_flags
+from services.launch.summary import client_flags
 
 
 @pytest.mark.parametrize("text", ["-x", "--stop_at", "-Kd_f8"])

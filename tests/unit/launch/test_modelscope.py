@@ -16,7 +16,6 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from services.common.errors import ConfigError
-from services.launch import modelscope
 from services.launch.hub import fetch_model
 
 FILES = {"config.json": b"{}", "model.safetensors": b"weights", "pytorch_model.bin": b"pickled"}
@@ -86,7 +85,7 @@ def test_what_is_not_there_or_no_safetensors_is_refused(
 def test_an_older_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     older = types.ModuleType("modelscope")
     older.snapshot_download = None
-    monkeypatch.setattr(modelscope.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "modelscope", older)
     monkeypatch.setitem(sys.modules, "modelscope_hub", None)
     with pytest.raises(ConfigError, match=r"modelscope_hub.* perhaps it is old: pip install 'twostroke\[modelscope\]'"):
@@ -94,6 +93,6 @@ def test_an_older_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_package_one_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modelscope.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"is to come from ModelScope: pip install 'twostroke\[modelscope\]'"):
         fetch_model("org/tiny", None, None, "modelscope")
