@@ -31,7 +31,6 @@ from services.gateway.link.stepwise import check_repeatable
 from services.gateway.metrics.gateway_metrics import GatewayCounts, GatewayMetrics
 from services.gateway.request.generation_request import (
     GenerationRequest,
-    ModelLimits,
     Owner,
     check_counts,
     check_num_logprobs,
@@ -40,7 +39,7 @@ from services.gateway.request.generation_request import (
     read_request,
     read_text_or_chat,
 )
-from services.gateway.request.local_model import LocalModel
+from services.gateway.request.model_limits import LocalModel, ModelLimits
 from services.gateway.request.model_names import ModelNames
 from services.gateway.resources.heavy_work import HeavyWork
 from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget, settle_body

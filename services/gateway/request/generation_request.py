@@ -24,8 +24,7 @@ from services.gateway.images.picture import Picture, encode_pictures
 from services.gateway.images.picture_reader import PictureReader
 from services.gateway.request.beam_request import decode_beams, greedy_for_beams, read_widths
 from services.gateway.request.context_length import check_prompt_length, num_kept_tokens, read_max_tokens, too_long
-from services.gateway.request.local_model import LocalModel
-from services.gateway.request.model_names import ModelNames
+from services.gateway.request.model_limits import LocalModel, ModelLimits
 from services.gateway.request.prompt_vectors import PromptVectors, check_vectors, read_vectors
 from services.gateway.request.source_reader import Source, SourceReader
 from services.gateway.resources.repeatable import current_run, draw_bits
@@ -53,28 +52,6 @@ MAX_SALT_CHARACTERS = 256
 # Whose a request with an id that a client has chosen is: the name of the API key, or the number of the client's address
 # if there are no keys. Others may use the same id.
 Owner = tuple[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """The model that a request is for, and the limits that it is checked against."""
-
-    model: LocalModel
-    names: ModelNames
-    vocab_size: int
-    max_model_len: int  # tokens of prompt and output together
-    max_prompts: int  # of one HTTP request
-    max_n: int  # answers to one prompt
-    max_logprobs: int  # likeliest tokens to tell of beside each output token
-    max_beam_width: int  # beams of a search
-    strict_max_tokens: bool = False  # whether max_tokens beyond the context is an error, else it is lowered
-    queue_timeout_s: float | None = None  # longest wait at the dense worker for the first step
-
-    @property
-    def max_prompt_len(self) -> int:
-        """Tokens of a prompt at most, and of its answer if both are read by the same layers."""
-        sources = self.model.sources
-        return self.max_model_len if sources is None or sources.reads_pictures else sources.encoder.max_source_len
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from services.gateway.request.context_length import too_long
-from services.gateway.request.local_model import LocalModel
+from services.gateway.request.model_limits import LocalModel
 
 
 def most_tokens(given: str | Sequence[str | int]) -> int:

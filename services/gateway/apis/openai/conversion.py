@@ -21,7 +21,8 @@ from services.gateway.apis.shared.to_message import (
     messages_of,
     sampling_message,
 )
-from services.gateway.request.generation_request import ModelLimits, check_token_ids
+from services.gateway.request.generation_request import check_token_ids
+from services.gateway.request.model_limits import ModelLimits
 from services.gateway.request.prompt_embeds_reader import PromptEmbedsReader
 from services.gateway.text.chat_vectors import MAX_PLACES
 from services.gateway.text.tools.tool import FUNCTION_PREFIX

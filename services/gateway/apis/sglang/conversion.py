@@ -13,7 +13,7 @@ from services.gateway.apis.shared.to_message import (
     messages_of,
     sampling_message,
 )
-from services.gateway.request.generation_request import ModelLimits
+from services.gateway.request.model_limits import ModelLimits
 from services.pb import gateway_pb2
 
 

@@ -13,7 +13,7 @@ from services.common.config import MAX_PROMPTS
 from services.common.errors import InvalidRequest
 from services.gateway.apis.shared.request_model import MAX_INT64, MIN_INT64, Int64, TokenIdList, at_most
 from services.gateway.request.context_length import too_long
-from services.gateway.request.generation_request import ModelLimits
+from services.gateway.request.model_limits import ModelLimits
 
 MAX_TEXTS = 64  # that one prompt has between token ids: each takes half a millisecond
 

@@ -6,7 +6,7 @@ from services.gateway.apis.shared.generation_fields import SamplingFields
 from services.gateway.apis.shared.structured_output import StructuredOutputs, of_structured_outputs
 from services.gateway.apis.shared.to_message import messages_of, sampling_message
 from services.gateway.apis.tgi.schema import DEFAULT_TOKENS, GrammarObject, TgiRequest
-from services.gateway.request.generation_request import ModelLimits
+from services.gateway.request.model_limits import ModelLimits
 from services.pb import gateway_pb2
 
 PARAM_NAMES = {

@@ -14,12 +14,11 @@ from services.common.errors import ContextLengthExceeded, InvalidRequest, Twostr
 from services.common.sampling_params import SamplingParams
 from services.gateway.request.generation_request import (
     GenerationRequest,
-    ModelLimits,
     check_counts,
     read_request,
     read_text_or_chat,
 )
-from services.gateway.request.local_model import LocalModel
+from services.gateway.request.model_limits import LocalModel, ModelLimits
 from services.gateway.request.model_names import ModelNames
 from services.gateway.text.tokenizer import load_tokenizer
 from services.pb import gateway_pb2

@@ -1,0 +1,45 @@
+"""The model that requests are for: what a gateway has of it, and the limits that they are checked against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.gateway.images.picture_reader import PictureReader
+from services.gateway.request.model_names import ModelNames
+from services.gateway.request.prompt_embeds_reader import PromptEmbedsReader
+from services.gateway.request.source_reader import SourceReader
+from services.gateway.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """What a gateway has of the served model: its files, and what reads prompts by them. There is one of a gateway."""
+
+    tokenizer: Tokenizer
+    eos_token_ids: tuple[int, ...]
+    generates: bool = True  # False: it has no language head
+    prompt_embeds: PromptEmbedsReader | None = None  # None: prompts of embeddings are refused
+    sources: SourceReader | None = None  # None: it has no encoder
+    pictures: PictureReader | None = None  # None: pictures are refused
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """The model that a request is for, and the limits that it is checked against."""
+
+    model: LocalModel
+    names: ModelNames
+    vocab_size: int
+    max_model_len: int  # tokens of prompt and output together
+    max_prompts: int  # of one HTTP request
+    max_n: int  # answers to one prompt
+    max_logprobs: int  # likeliest tokens to tell of beside each output token
+    max_beam_width: int  # beams of a search
+    strict_max_tokens: bool = False  # whether max_tokens beyond the context is an error, else it is lowered
+    queue_timeout_s: float | None = None  # longest wait at the dense worker for the first step
+
+    @property
+    def max_prompt_len(self) -> int:
+        """Tokens of a prompt at most, and of its answer if both are read by the same layers."""
+        sources = self.model.sources
+        return self.max_model_len if sources is None or sources.reads_pictures else sources.encoder.max_source_len
