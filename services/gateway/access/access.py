@@ -58,14 +58,13 @@ class Caller:
         return replace(self, usage=PartsUsage(self.usage))
 
     def adapt(self, request: GenerationRequest) -> GenerationRequest:
-        """The request with the client's number, and the key's priority, salt and name.
+        """The request with the key's priority, salt and name.
 
         Raises `PermissionDenied` if it is too urgent.
         """
         key = self.key
         if key is None:
-            is_mine = request.spec.client == self.client  # as it was read: then nothing is copied
-            return request if is_mine else replace(request, spec=replace(request.spec, client=self.client))
+            return request
         priority = key.priority if request.priority is None else request.priority
         if priority < key.lowest_priority:
             raise PermissionDenied(
@@ -78,7 +77,6 @@ class Caller:
             priority=priority,
             cache_salt=f"{salt} {request.spec.cache_salt}",
             tenant=self.tenant,
-            client=self.client,
         )
         return replace(request, spec=spec, caller=key.name)
 

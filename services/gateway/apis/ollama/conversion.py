@@ -8,7 +8,6 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from services.gateway.apis.ollama.errors import name_without_tag
 from services.gateway.apis.ollama.schema import (
     RANDOM_SEED,
     OllamaChatRequest,
@@ -24,6 +23,7 @@ from services.gateway.request.model_names import ModelNames
 from services.pb import gateway_pb2
 
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}  # as with Ollama
+TAG = ":latest"  # which Ollama adds to a model's name without one
 NO_CALL = "call_0"  # what a result without a call answers
 SAME_OPTIONS = ("min_p", "presence_penalty", "frequency_penalty")
 PARAM_NAMES = {
@@ -34,6 +34,12 @@ PARAM_NAMES = {
     "structured_output": "format",
     **{name: f"options.{name}" for name in (*DEFAULTS, *SAME_OPTIONS, "seed", "stop")},
 }
+
+
+def name_without_tag(name: str, served: ModelNames) -> str:
+    """The name by which a model is served here, if it is served without Ollama's tag."""
+    is_served = name in served.names or name in served.adapters
+    return name if is_served else name.removesuffix(TAG)
 
 
 def param_names(body: OllamaFields) -> Mapping[str, str]:

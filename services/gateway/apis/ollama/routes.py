@@ -11,8 +11,8 @@ from fastapi.responses import JSONResponse, Response
 from pydantic_core import to_json
 
 from services.gateway import __version__
-from services.gateway.apis.ollama.conversion import chat_message, generate_chat, generate_message
-from services.gateway.apis.ollama.errors import ERROR_RESPONSES, name_without_tag
+from services.gateway.apis.ollama.conversion import chat_message, generate_chat, generate_message, name_without_tag
+from services.gateway.apis.ollama.errors import ERROR_RESPONSES
 from services.gateway.apis.ollama.format import OllamaFormat, answer_head
 from services.gateway.apis.ollama.schema import (
     ListedModels,

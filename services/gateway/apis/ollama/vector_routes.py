@@ -12,7 +12,8 @@ from pydantic import Field
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
-from services.gateway.apis.ollama.errors import ERROR_RESPONSES, name_without_tag
+from services.gateway.apis.ollama.conversion import name_without_tag
+from services.gateway.apis.ollama.errors import ERROR_RESPONSES
 from services.gateway.apis.shared.generation_fields import IGNORED
 from services.gateway.apis.shared.inputs import Texts, input_list
 from services.gateway.apis.shared.json_pieces import list_pieces

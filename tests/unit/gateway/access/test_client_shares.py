@@ -98,13 +98,13 @@ class Queue:
         caller = self.caller(address)
         ticket: Ticket = self.admission.open(caller)
         self._num_requests += 1
-        given = make_request(f"r{self._num_requests}", prompt_token_ids=[1] * num_tokens)
+        given = make_request(f"r{self._num_requests}", prompt_token_ids=[1] * num_tokens, client=caller.client)
         try:
-            ticket.admit(caller.adapt(given))
+            ticket.admit(given)
         except TwostrokeError:
             ticket.close()
             raise
-        return self.journal.open(caller.adapt(given), UpdateQueue())[0]
+        return self.journal.open(given, UpdateQueue())[0]
 
     def fill(self, address: str, num_tokens: int = 1) -> int:
         """How many requests of a client are accepted until one is refused."""
