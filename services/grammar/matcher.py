@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -208,7 +208,7 @@ class GrammarMatcher:
         if (ahead := self._ahead) is None:
             return
         ahead.wait()
-        if self.error is None and self._matcher.is_error():  # it is not at its end, though llguidance says so
+        if ahead.has_failed and self.error is None and self._matcher.is_error():  # it is not at its end
             begin_s = time.thread_time()
             if ahead.recovery_s > CREDIT_S:
                 self.remake = None
@@ -218,13 +218,13 @@ class GrammarMatcher:
             ahead.recovery_s += recovery_s
 
     def _note(self, token_ids: Sequence[int]) -> None:
-        self._consumed += token_ids
         if token_ids:
+            self._consumed += token_ids
             self._ahead = None
-        if self._forced is not None and token_ids:
-            num_tokens = len(token_ids)
-            is_as_forced = len(self._forced) > num_tokens and self._forced[:num_tokens] == list(token_ids)
-            self._forced = self._forced[num_tokens:] if is_as_forced else None
+            if self._forced is not None:
+                num_tokens = len(token_ids)
+                is_as_forced = len(self._forced) > num_tokens and self._forced[:num_tokens] == list(token_ids)
+                self._forced = self._forced[num_tokens:] if is_as_forced else None
         if self._matcher.is_error():
             self._recover(self._matcher)
 
@@ -293,14 +293,14 @@ class GrammarMatcher:
     @staticmethod
     def consume(sampled: Sequence[tuple[GrammarMatcher, int]]) -> None:
         """Each running matcher takes the token of its sequence. One that needs long is charged for its share."""
-        begin_s, times = time.thread_time(), [time.perf_counter()]  # the former takes as long to read as a token
+        begin_s, clock = time.thread_time(), time.perf_counter  # the former takes as long to read as a token
+        times = [clock()]
         for matcher, token_id in sampled:
             if matcher.is_running:
-                matcher._matcher.consume_token(token_id)  # 2 µs: other threads would not be faster
-                if matcher._matcher.is_error():
+                if not matcher._matcher.consume_token(token_id):  # 2 µs: other threads would not be faster
                     matcher._limit_recovery(begin_s)
-                matcher._note([token_id])
-            times.append(time.perf_counter())
+                matcher._note((token_id,))
+            times.append(clock())
         took_s = time.thread_time() - begin_s
         if took_s > QUICK_S:
             for (matcher, _), start, end in zip(sampled, times, times[1:], strict=False):
@@ -312,17 +312,18 @@ class GrammarMatcher:
         """Begins to find the masks of the next tokens in other threads, if that takes long. `fill_masks` uses them.
 
         What drafting looks at each time is looked up before, so that it need not wait for them, unless that takes long.
+        matchers: that run
         """
-        running = [each for each in matchers if each.is_running]
-        if not running or (threads := running[0]._threads) is None:
+        if not matchers or (threads := matchers[0]._threads) is None:
             return
-        if sum(each._mask_s for each in running) < AHEAD_S:
+        if sum([each._mask_s for each in matchers]) < AHEAD_S:
             return
-        for each in running:
-            if each._has_looked and each._forced is None and len(running) <= MAX_LOOKED_UP:
-                each._forced = each._look_up_forced()
-            each._has_looked = False
-        rows = [each for each in running if each.error is None and not each._forced]
+        if len(matchers) <= MAX_LOOKED_UP:
+            for each in matchers:
+                if each._has_looked and each._forced is None:
+                    each._forced = each._look_up_forced()
+                each._has_looked = False
+        rows = [each for each in matchers if not each._forced]
         if len(rows) > 1:
             ahead = _MasksAhead(rows, threads)
             for each in rows:
@@ -337,6 +338,17 @@ class GrammarMatcher:
         several threads, without the interpreter lock.
         masks: uint32 [len(matchers), num_words], contiguous; at least the matchers' `num_words`
         """
+        ahead = matchers[0]._ahead
+        if ahead is not None and ahead.copy_all(matchers, masks):  # as in most steps of many
+            running = range(len(matchers))
+        else:
+            running = GrammarMatcher._fill_one_by_one(matchers, masks)
+        if endless := [row for row in running if not matchers[row]._may_end]:
+            _forbid_eos(masks, endless, matchers[0]._eos_token_ids)
+
+    @staticmethod
+    def _fill_one_by_one(matchers: Sequence[GrammarMatcher], masks: np.ndarray) -> list[int]:
+        """The same with EOS where a form may end. Returns the rows of matchers that run which are not forced."""
         masks.fill(_ALL)
         rows, first = list[_Row](), 0
         for _, group in groupby(matchers, key=id):
@@ -355,8 +367,7 @@ class GrammarMatcher:
         for row in rows:
             if row.matcher.error is not None:
                 masks[row.index] = _ALL
-        if endless := [row.index for row in rows if not row.matcher._may_end and row.matcher.error is None]:
-            _forbid_eos(masks, endless, rows[0].matcher._eos_token_ids)
+        return [row.index for row in rows if row.matcher.error is None]
 
 
 class _Row(NamedTuple):
@@ -374,27 +385,45 @@ class _MasksAhead:
     theirs again, so that no sequence that pauses holds the masks of all.
     """
 
-    def __init__(self, matchers: Sequence[GrammarMatcher], threads: MaskThreads) -> None:
+    def __init__(self, matchers: list[GrammarMatcher], threads: MaskThreads) -> None:
         import numpy as np
 
-        self.rows = {id(each): row for row, each in enumerate(matchers)}
+        self.has_failed = False  # whether any mask could not be found
         self.recovery_s = 0.0  # that new lexers took, for those whose lexer had too many states
-        shape = len(matchers), max(each.num_words for each in matchers)
-        self.masks: np.ndarray | None = np.full(shape, _ALL, dtype=np.uint32)
-        self._allows_one = np.zeros(len(matchers), dtype=np.bool_)
-        rows, has_begun = [_Row(row, each, each._matcher) for row, each in enumerate(matchers)], threading.Event()
-        self._found: Future[None] | None = threads.ahead.submit(self._find, rows, self.masks, has_begun)
+        self.masks: np.ndarray | None = np.empty((len(matchers), matchers[0].num_words), dtype=np.uint32)
+        self._matchers = matchers
+        has_begun = threading.Event()
+        self._found: Future[None] | None = threads.ahead.submit(self._find, self.masks, has_begun)
         has_begun.wait(HANDOVER_S)
 
-    def _find(self, rows: list[_Row], masks: np.ndarray, has_begun: threading.Event) -> None:
+    def _find(self, masks: np.ndarray, has_begun: threading.Event) -> None:
         has_begun.set()
+        rows = [_Row(row, each, each._matcher) for row, each in enumerate(self._matchers)]
         _find_masks(rows, masks, is_ahead=True)
+        self.has_failed = any([row.state.is_error() for row in rows])
         greatest = masks.max(axis=1)
-        self._allows_one[:] = ((masks != 0).sum(axis=1) == 1) & (greatest & (greatest - 1) == 0)
+        self._allows_one = ((masks != 0).sum(axis=1) == 1) & (greatest & (greatest - 1) == 0)
+
+    @cached_property
+    def rows(self) -> dict[int, int]:
+        """Of `masks`, by the id of the matcher."""
+        return {id(each): row for row, each in enumerate(self._matchers)}
 
     def allows_one(self, matcher: GrammarMatcher) -> bool:
         """Whether the mask of a matcher, which has been awaited, allows a single token, as where one is forced."""
         return bool(self._allows_one[self.rows[id(matcher)]])
+
+    def copy_all(self, matchers: Sequence[GrammarMatcher], masks: np.ndarray) -> bool:
+        """Copies the masks, which are taken by that, if they are those of just these matchers; returns whether."""
+        if matchers != self._matchers or not all([each._ahead is self for each in matchers]):
+            return False
+        self.wait()
+        if self.masks is None or self.has_failed:
+            return False
+        masks[:, : self.masks.shape[1]] = self.masks
+        masks[:, self.masks.shape[1] :] = _ALL
+        self.masks = None
+        return True
 
     @property
     def is_found(self) -> bool:
@@ -408,20 +437,19 @@ class _MasksAhead:
 
 def _without_found(rows: list[_Row], masks: np.ndarray) -> list[_Row]:
     """Writes the masks that have been found ahead, each into its row of `masks`; returns the other rows."""
-    used, others = dict[int, _MasksAhead](), list[_Row]()
+    used, others = dict[_MasksAhead, list[_Row]](), list[_Row]()
     for row in rows:
         ahead = row.matcher._ahead
-        if ahead is None or ahead.masks is None:
-            others.append(row)
-            continue
-        used[id(ahead)] = ahead
-        if row.state is not row.matcher._matcher:  # the mask after its forced tokens is another one
-            others.append(row)
-            continue
+        if ahead is not None and ahead.masks is not None:
+            of_ahead = used.setdefault(ahead, [])
+            if row.state is row.matcher._matcher:  # the mask after its forced tokens is another one
+                of_ahead.append(row)
+                continue
+        others.append(row)
+    for ahead, found in used.items():
         ahead.wait()
-        found = ahead.masks[ahead.rows[id(row.matcher)]]
-        masks[row.index, : len(found)] = found
-    for ahead in used.values():
+        indexes, rows_ahead = [row.index for row in found], [ahead.rows[id(row.matcher)] for row in found]
+        masks[indexes, : ahead.masks.shape[1]] = ahead.masks[rows_ahead]
         ahead.masks = None
     return others
 

@@ -36,22 +36,26 @@ class GrammarRows(StepPart):
 
     def read(self, result: StepResult) -> None:
         """Each grammar takes the tokens of its sequence. Those that are complete, or fail, end their sequences."""
-        token_ids, counts = result.token_ids.token_ids, result.token_ids.counts
-        ends, sampled = np.cumsum(counts), list[tuple[GrammarMatcher, int]]()
-        with_tokens = list[tuple[int, SequenceGrammar]]()
-        for index, grammar in zip(self.rows.indexes.tolist(), self.rows.features, strict=True):
-            if count := counts.item(index):
-                end = ends.item(index)
-                sampled += [(grammar.matcher, token_id) for token_id in token_ids[end - count : end].tolist()]
-                with_tokens.append((index, grammar))
+        indexes, token_ids = self.rows.indexes, result.token_ids.token_ids.tolist()
+        counts, ends = result.token_ids.counts[indexes].tolist(), np.cumsum(result.token_ids.counts)[indexes].tolist()
+        sampled = [
+            (grammar.matcher, token_id)
+            for grammar, end, count in zip(self.rows.features, ends, counts, strict=True)
+            for token_id in token_ids[end - count : end]
+        ]
         GrammarMatcher.consume(sampled)
-        for index, grammar in with_tokens:
-            if not grammar.matcher.is_running:
-                error = grammar.matcher.error
-                result.ended[self.entries.seq_ids.item(index)] = error and InvalidRequest(
-                    f"the form of the output cannot be followed: {error}", grammar.field_name
-                )
-        GrammarMatcher.find_ahead([grammar.matcher for _, grammar in with_tokens])
+        running = list[GrammarMatcher]()
+        for index, grammar, count in zip(indexes.tolist(), self.rows.features, counts, strict=True):
+            matcher = grammar.matcher
+            if not count:
+                continue
+            if matcher.is_running:
+                running.append(matcher)
+                continue
+            result.ended[self.entries.seq_ids.item(index)] = matcher.error and InvalidRequest(
+                f"the form of the output cannot be followed: {matcher.error}", grammar.field_name
+            )
+        GrammarMatcher.find_ahead(running)
 
 
 class GrammarFeature(Feature):
