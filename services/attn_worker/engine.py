@@ -24,7 +24,7 @@ from services.attn_worker.cache.cached_sequence import OpenResult, PlannedStep
 from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.moved_blocks.moved_blocks import MovedBlocks
-from services.attn_worker.openings import Openings
+from services.attn_worker.openings import AnswerOpening, Openings
 from services.attn_worker.rehearsal import Rehearsal
 from services.attn_worker.runner.layer_runner import FinishedStep, LayerRunner, RunningStep
 from services.channel import Channel
@@ -125,15 +125,14 @@ class AttentionEngine:
         self.cache.use_weights(bytes.fromhex(weights_hash) + learned.scales.identity)
         self._runner.attach(attachment.channels.values(), learned)
 
-    def open_sequence(self, attachment: Attachment, new: NewSequence, opened: Future[OpenResult]) -> None:
-        """Opens a sequence in the KV cache. `opened` gets the result, which may come between later steps.
+    def open_sequence(self, attachment: Attachment, new: NewSequence, answer: AnswerOpening) -> None:
+        """Opens a sequence in the KV cache. `answer` gets the result, which may come between later steps.
 
-        It is cancelled if the attachment ends before that. Raises `StaleEpoch` if that was replaced, and InvalidRequest
-        for impossible lengths.
+        Raises `StaleEpoch` if the attachment was replaced, and InvalidRequest for impossible lengths.
         """
         self._check_attachment(attachment)
         self._commit_done(attachment)
-        self._openings.open(new, opened)
+        self._openings.open(new, answer)
         attachment.request_ids[new.seq_id] = new.request_id
 
     def _note_opened(self, result: OpenResult) -> None:

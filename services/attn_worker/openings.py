@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeAlias
 
 import structlog
 
@@ -24,15 +25,19 @@ from services.step import NewSequence
 
 log = structlog.get_logger()
 
+# Gets the result of an opening, or what went wrong later than the call; None: the attachment has ended before.
+AnswerOpening: TypeAlias = Callable[[OpenResult | Exception | None], None]
+
 
 @dataclass(slots=True, eq=False)
 class _Opening:
     new: NewSequence
-    opened: Future[OpenResult]
+    answer: AnswerOpening
     num_freed_blocks: int = 0  # by all attempts
     num_copied_blocks: int = 0  # from another attention worker, by all attempts
     result: OpenResult | None = None  # of the last attempt
     followers: list[_Opening] = field(default_factory=list)  # sequences that want some of the same blocks
+    is_answered: bool = False
 
 
 class Openings:
@@ -54,15 +59,15 @@ class Openings:
         self._receiver = receiver
         self._loading: dict[bytes, _Opening] = {}  # by the digests of the blocks that are being loaded
 
-    def open(self, new: NewSequence, opened: Future[OpenResult]) -> None:
-        """Opens a sequence. `opened` gets the result, now or when its blocks are there.
+    def open(self, new: NewSequence, answer: AnswerOpening) -> None:
+        """Opens a sequence. `answer` gets the result, now or when its blocks are there.
 
         Raises InvalidRequest for impossible lengths.
         """
         if new.part is None:
-            self._open(_Opening(new, opened))
+            self._open(_Opening(new, answer))
         else:
-            self._answer(_Opening(new, opened), self._cache.open_part(new.seq_id, new.part))
+            self._answer(_Opening(new, answer), self._cache.open_part(new.seq_id, new.part))
 
     def cancel_all(self) -> None:
         """Forgets all sequences that wait. Returns when nothing writes to their blocks any more."""
@@ -75,7 +80,7 @@ class Openings:
         for opening in openings:
             self._cache.close_sequences([opening.new.seq_id])
             for each in (opening, *opening.followers):
-                each.opened.cancel()
+                each.answer(None)
 
     def _open(self, opening: _Opening) -> None:
         new, supplier = opening.new, self._supplier(opening.new)
@@ -104,15 +109,15 @@ class Openings:
         return self._cache.tier
 
     def _finish(self, opening: _Opening, result: OpenResult, num_loaded: int) -> None:
-        """So many of the first missing blocks are there. An error of this call goes to `opened`, as of the others."""
+        """So many of the first missing blocks are there. An error goes to `answer`."""
         if self._loading.get(result.missing[0][0]) is not opening or opening.result is not result:
             return  # cancelled
         try:
             self._go_on(opening, result, num_loaded)
-        except BaseException as error:
-            if opening.opened.done():
+        except Exception as error:
+            if opening.is_answered:
                 raise
-            opening.opened.set_exception(error)
+            opening.answer(error)
 
     def _go_on(self, opening: _Opening, result: OpenResult, num_loaded: int) -> None:
         for digest, _ in result.missing:
@@ -135,4 +140,5 @@ class Openings:
         if num_freed != result.num_freed_blocks or num_copied:
             result = replace(result, num_freed_blocks=num_freed, num_copied_blocks=num_copied)
         self._note_opened(result)
-        opening.opened.set_result(result)
+        opening.is_answered = True
+        opening.answer(result)

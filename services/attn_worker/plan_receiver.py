@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from typing import TypeAlias
 
@@ -16,7 +15,7 @@ import structlog
 from services.attn_worker.attachment import Attachment
 from services.attn_worker.cache.cached_sequence import OpenResult
 from services.attn_worker.engine import AttentionEngine
-from services.common.errors import CapacityError, InvalidRequest, PeerError
+from services.common.errors import CapacityError, InvalidRequest
 from services.pb import attn_pb2, step_pb2
 from services.rpc.spans import Span, Tracer
 from services.step import NewSequence, PlanAccepted, SequenceOpened, StepPlan
@@ -49,11 +48,8 @@ class PlanReceiver:
     def receive(self, message: step_pb2.StepPlan) -> StepPlan:
         """Passes a plan to the engine, and returns it. Raises `InvalidRequest`, which ends the stream."""
         plan, received_s = decode_plan(message), time.perf_counter()
-        for new in plan.new_sequences:
-            self._open(new)
         self._check(plan)
-        if plan.is_step:
-            self._engine.post(self._run, plan, received_s)
+        self._engine.post(self._run, plan, received_s)  # all of it at once: the thread wakes once
         return plan
 
     def _check(self, plan: StepPlan) -> None:
@@ -67,6 +63,10 @@ class PlanReceiver:
 
     def _run(self, plan: StepPlan, received_s: float) -> None:
         """Called on the engine thread."""
+        for new in plan.new_sequences:
+            self._open(new)
+        if not plan.is_step:
+            return
         try:
             self._engine.run_step(self._attachment, plan, received_s, partial(self._accept, plan))
         except Exception as error:  # of this attachment, not of the thread
@@ -77,33 +77,25 @@ class PlanReceiver:
             self._put(encode_accepted(accepted))
 
     def _open(self, new: NewSequence) -> None:
-        """Passes a sequence to the engine. The answer comes later, or an error that ends the stream."""
+        """Called on the engine thread. The answer may come later, or an error that ends the stream."""
         span = self._tracer.start("open_sequence", new.traceparent, request_id=new.request_id)
-        opened: Future[OpenResult] = Future()
-        opened.add_done_callback(partial(self._answer, new, span))
+        answer = partial(self._answer, new, span)
+        try:
+            self._engine.open_sequence(self._attachment, new, answer)
+        except Exception as error:
+            answer(error)
 
-        def follow(call: Future[None]) -> None:
-            if call.cancelled():
-                opened.cancel()
-            elif (error := call.exception()) is not None:
-                opened.set_exception(error)
-
-        self._engine.submit(self._engine.open_sequence, self._attachment, new, opened).add_done_callback(follow)
-
-    def _answer(self, new: NewSequence, span: Span, opened: Future[OpenResult]) -> None:
-        if opened.cancelled():
+    def _answer(self, new: NewSequence, span: Span, opened: OpenResult | Exception | None) -> None:
+        if opened is None:
             span.end("the attention worker was stopped, or the dense worker was lost")
-            return
-        error = opened.exception()
-        if error is None:
-            result = opened.result()
-            span.end(num_cached_tokens=result.num_cached_tokens, num_held_blocks=result.num_held_blocks)
-            log.debug("opened", request_id=new.request_id, num_cached_tokens=result.num_cached_tokens)
+        elif isinstance(opened, OpenResult):
+            span.end(num_cached_tokens=opened.num_cached_tokens, num_held_blocks=opened.num_held_blocks)
+            log.debug("opened", request_id=new.request_id, num_cached_tokens=opened.num_cached_tokens)
             if not new.starts_empty:
-                self._put(encode_opened(result))
-            return
-        span.end(str(error))
-        if isinstance(error, InvalidRequest | CapacityError):  # fails only this sequence, not the stream
-            self._put(encode_opened(SequenceOpened(new.seq_id, error=str(error))))
+                self._put(encode_opened(opened))
         else:
-            self._put(error if isinstance(error, Exception) else PeerError(repr(error)))
+            span.end(str(opened))
+            if isinstance(opened, InvalidRequest | CapacityError):  # fails only this sequence, not the stream
+                self._put(encode_opened(SequenceOpened(new.seq_id, error=str(opened))))
+            else:
+                self._put(opened)

@@ -11,6 +11,7 @@ from services.attn_worker.cache.cached_sequence import OpenResult
 from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.cache.tiers.tier import BlockSupplier
 from services.attn_worker.engine import AttentionEngine
+from services.attn_worker.openings import AnswerOpening
 from services.step import NewSequence
 
 
@@ -31,5 +32,19 @@ def open_sequence(
 def open_now(engine: AttentionEngine, attachment: Attachment, new: NewSequence) -> OpenResult:
     """The result, which must be there at once."""
     opened: Future[OpenResult] = Future()
-    engine.open_sequence(attachment, new, opened)
+    engine.open_sequence(attachment, new, fulfilling(opened))
     return opened.result(0.0)
+
+
+def fulfilling(opened: Future[OpenResult]) -> AnswerOpening:
+    """An answer that gives the future the result, or the error, or cancels it."""
+
+    def answer(result: OpenResult | Exception | None) -> None:
+        if result is None:
+            assert opened.cancel()
+        elif isinstance(result, OpenResult):
+            opened.set_result(result)
+        else:
+            opened.set_exception(result)
+
+    return answer

@@ -28,7 +28,7 @@ from services.common.errors import InvalidRequest, PeerError
 from services.pb import attn_pb2, attn_pb2_grpc
 from services.rpc.client import open_blocking_channel
 from services.step import NewSequence
-from tests.support.attention.open_now import open_sequence
+from tests.support.attention.open_now import fulfilling, open_sequence
 from tests.support.plans import make_plan
 
 NUM_BLOCKS, BLOCK_SIZE, HEAD_DIM, NUM_LAYERS = 12, 4, 6, 3
@@ -71,7 +71,8 @@ class Worker(attn_pb2_grpc.AttentionWorkerServicer):
 
     def begin(self, seq_id: int, leaves_address: str) -> Future[OpenResult]:
         opened: Future[OpenResult] = Future()
-        self.openings.open(NewSequence(seq_id, "r", TOKENS, len(TOKENS), leaves_address=leaves_address), opened)
+        new = NewSequence(seq_id, "r", TOKENS, len(TOKENS), leaves_address=leaves_address)
+        self.openings.open(new, fulfilling(opened))
         return opened
 
     def open(self, seq_id: int, leaves_address: str = "") -> OpenResult:

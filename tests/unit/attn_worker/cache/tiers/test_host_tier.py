@@ -28,6 +28,7 @@ from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.openings import Openings
 from services.common.errors import DeviceError
 from services.step import NewSequence
+from tests.support.attention.open_now import fulfilling
 from tests.support.examples import examples
 from tests.support.plans import make_plan
 
@@ -103,7 +104,7 @@ class Worker:
             prefix_key=salt,
             prefix_generation=self.prefix_generation,
         )
-        self.openings.open(new, opened)
+        self.openings.open(new, fulfilling(opened))
         return self.next_seq_id, opened
 
     def open(self, token_ids: Sequence[int], salt: bytes = b"") -> tuple[int, int]:
