@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import reprlib
 
 MAX_QUOTED_CHARACTERS = 100
@@ -25,7 +26,15 @@ def quote(text: str) -> str:
 
 
 class JsonWords(reprlib.Repr):
-    """Writes a value of JSON as Python does, but with the words true, false and null, which its sender wrote."""
+    """Writes lists, objects, true, false and null as JSON, as their sender did, and a text alone as `quote` does."""
+
+    def repr_str(self, value: str, level: int) -> str:
+        if level == self.maxlevel:
+            return super().repr_str(value, level)
+        if len(value) > self.maxstring:
+            half = (self.maxstring - len(self.fillvalue)) // 2
+            value = value[:half] + self.fillvalue + value[-half:]
+        return json.dumps(value, ensure_ascii=not value.isprintable())
 
     def repr_bool(self, value: bool, level: int) -> str:
         return "true" if value else "false"

@@ -27,7 +27,7 @@ def read_virtual_tokens(config: bytes, weights_file: Path, hidden_size: int) -> 
     num_tokens = _read_num_tokens(raw)
     with SafetensorsFile(weights_file) as file:
         if list(file.entries) != [TENSOR]:
-            raise InvalidRequest(f"{weights_file.name} has {show(sorted(file.entries))}, expected ['{TENSOR}']")
+            raise InvalidRequest(f"{weights_file.name} has {show(sorted(file.entries))}, expected {show([TENSOR])}")
         entry = file.entries[TENSOR]
         if entry.shape != (num_tokens, hidden_size):
             raise InvalidRequest(

@@ -23,9 +23,12 @@ def test_long_text_is_quoted_in_one_line() -> None:
 
 
 def test_values_of_json_have_its_words() -> None:
-    assert show(json.loads('{"a": [true, null], "b": "True"}')) == "{'a': [true, null], 'b': 'True'}"
+    assert show(json.loads('{"a": [true, null], "b": "True"}')) == '{"a": [true, null], "b": "True"}'
     assert show(False) == "false"
-    assert show([[["x"] * 3] * 3] * 100) == repr([[["x"] * 3] * 3] * 100)[:99] + "…"
+    assert show([[["x"] * 3] * 3] * 100) == json.dumps([[["x"] * 3] * 3] * 100)[:99] + "…"
+    assert show("a text alone") == "'a text alone'"
+    assert show(['a "quoted" Łódź', "\x1b[31m"]) == r'["a \"quoted\" Łódź", "\u001b[31m"]'
+    assert show([{"k" * 150: 1}, 2])[:3] == '[{"' and len(show([{"k" * 150: 1}])) <= 100
 
 
 def test_only_the_first_of_many_nested_values_are_looked_at() -> None:

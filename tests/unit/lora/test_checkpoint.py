@@ -49,7 +49,7 @@ def change_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], objec
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"peft_type": "IA3"}, "peft_type 'IA3', supported: 'LORA'"),
     ({"use_dora": True}, "use_dora true, which is not supported"),
-    ({"modules_to_save": ["lm_head"]}, r"modules_to_save \['lm_head'\]"),
+    ({"modules_to_save": ["lm_head"]}, r'modules_to_save \["lm_head"\]'),
     ({"bias": "all"}, "bias 'all', supported: 'none'"),
     ({"lora_bias": True}, "lora_bias true"),
     ({"layer_replication": [[0, 2]]}, "layer_replication"),

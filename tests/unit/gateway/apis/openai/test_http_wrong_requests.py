@@ -52,7 +52,7 @@ WRONG_BODIES: list[tuple[str, Any, str | None, tuple[str, ...]]] = [
     (COMPLETIONS, PROMPT | {"temperature": -1}, "temperature", ("-1",)),
     (COMPLETIONS, PROMPT | {"temperature": True}, "temperature", ("true",)),
     (COMPLETIONS, PROMPT | {"temperature": 10**400}, "temperature", ()),
-    (COMPLETIONS, PROMPT | {"temperature": {"a": [True, None]}}, "temperature", ("{'a': [true, null]}",)),
+    (COMPLETIONS, PROMPT | {"temperature": {"a": [True, None]}}, "temperature", ('{"a": [true, null]}',)),
     (COMPLETIONS, PROMPT | {"top_p": 0}, "top_p", ("0",)),
     (COMPLETIONS, PROMPT | {"top_k": -2}, "top_k", ("-2", "greater than or equal to -1")),
     (COMPLETIONS, PROMPT | {"n": 0}, "n", ("0", "16")),
