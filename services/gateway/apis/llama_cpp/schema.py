@@ -22,6 +22,7 @@ from services.gateway.apis.shared.other_servers import OF_CHATS, UNSUPPORTED
 from services.gateway.apis.shared.prompts import MAX_TEXTS, prompt_list, prompts_of
 from services.gateway.apis.shared.request_model import (
     CountOrAll,
+    Int32,
     UInt32,
     at_most,
 )
@@ -96,6 +97,9 @@ class LlamaCppBody(SamplingFields, AnswerFields, StructuredOutputFields):
     n_cmpl: UInt32 | None = Field(None, description="Number of answers to each prompt; n is another name")
     n_probs: UInt32 | None = Field(
         None, description="Give the log-probability of each token and of this many most likely tokens; 0: none"
+    )
+    top_k: Annotated[Int32 | None, pydantic.AfterValidator(lambda top_k: top_k and max(top_k, -1))] = Field(
+        None, description="0 and less keep all tokens"
     )
     repeat_penalty: float | None = Field(None, description="The same as repetition_penalty of completions")
     samplers: Annotated[str | list[str] | None, at_most(MAX_SAMPLERS)] = Field(

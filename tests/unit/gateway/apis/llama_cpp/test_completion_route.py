@@ -105,6 +105,9 @@ def test_samplers_that_are_not_named_have_no_effect(tmp_path: Path) -> None:
 
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         body = {"prompt": PROMPT, "n_predict": 2, "repeat_last_n": 64}
+        for top_k in (0, -1, -5):  # all tokens, as there
+            await client.post(URL, json=body | {"top_k": top_k})
+            assert not dense.submits[-1].spec.sampling.HasField("top_k")
         for given in (["xtc", "top_k", "temperature"], "xkt"):  # names, or letters
             answer = (await client.post(URL, json=body | options | {"samplers": given})).json()
             assert answer["generation_settings"]["samplers"] == ["temperature", "top_k"], answer
