@@ -152,6 +152,9 @@ class GatewaySection(Section):
     grpc_idle_timeout_s: Seconds = 300.0  # a gRPC connection without a call is closed after this time
     slow_reader_timeout_s: Seconds = 30.0  # how long a client may leave a full buffer unread before its request ends
     first_token_timeout_s: Seconds = 1.0  # longest wait for a token or an error before a streamed answer's status line
+    # what OpenAI's APIs, /v1/messages and /v2/chat sample with where a request says nothing. model: as the checkpoint's
+    # generation_config.json says; none: from the model's own distribution
+    sampling_defaults: Literal["model", "none"] = "model"
     tokenizer_info: bool = False  # whether GET /tokenizer_info gives clients the chat template and special tokens
     # how the model writes calls of tools. auto: as its chat template says; none: requests with tools are refused
     tool_parser: Literal["auto", "none", "harmony", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"] = (

@@ -47,6 +47,7 @@ from services.gateway.peer_servicer import PEERS_SERVICE_NAME, PeerServicer
 from services.gateway.request.model_limits import LocalModel
 from services.gateway.request.model_names import ModelNames
 from services.gateway.request.prompt_embeds_reader import PromptEmbedsReader
+from services.gateway.request.sampling_defaults import NO_DEFAULTS, SamplingDefaults, read_sampling_defaults
 from services.gateway.request.source_reader import make_source_reader
 from services.gateway.resources.memory_budget import MemoryBudget
 from services.gateway.resources.open_files import fit_connections
@@ -246,6 +247,14 @@ class Gateway(Service):
 
         return VllmMetrics(self._registry, self._metrics, pool, name, max_loras, read_adapters)
 
+    def _read_sampling_defaults(self) -> SamplingDefaults:
+        if self._section.sampling_defaults == "none":
+            return NO_DEFAULTS
+        found = read_sampling_defaults(self._config.model.path)
+        if found:
+            log.info("requests sample as the model says where they say nothing", **found)
+        return found
+
     def _make_request_service(
         self, tokenizer: Tokenizer, model_config: ModelConfig | TextEncoderConfig, tracer: Tracer
     ) -> RequestService:
@@ -269,6 +278,7 @@ class Gateway(Service):
             prompt_embeds,
             sources,
             self._pictures,
+            self._read_sampling_defaults(),
         )
         adapters = Adapters(
             names,

@@ -233,6 +233,18 @@ FLAGS = (
         "how the model marks its reasoning",
         _same(_REASONING_PARSERS, openai_gptoss="harmony"),
     ),
+    Flag(
+        "--generation-config",
+        ("gateway.sampling_defaults",),
+        "auto: requests sample as the checkpoint's generation_config.json says where they say nothing",
+        {"auto": "model", "vllm": "none"},
+    ),
+    Flag(
+        "--sampling-defaults",
+        ("gateway.sampling_defaults",),
+        "the same as with SGLang",
+        {"model": "model", "openai": "none"},
+    ),
     Flag("--max-logprobs", ("gateway.max_logprobs",), "most likely tokens that a request may ask for", int, "N"),
     Flag("--enable-prompt-embeds", ("gateway.enable_prompt_embeds",), "clients may send embeddings", _on()),
     Flag(

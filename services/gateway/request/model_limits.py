@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.gateway.images.picture_reader import PictureReader
 from services.gateway.request.model_names import ModelNames
 from services.gateway.request.prompt_embeds_reader import PromptEmbedsReader
+from services.gateway.request.sampling_defaults import SamplingDefaults
 from services.gateway.request.source_reader import SourceReader
 from services.gateway.text.tokenizer import Tokenizer
 
@@ -21,6 +22,7 @@ class LocalModel:
     prompt_embeds: PromptEmbedsReader | None = None  # None: prompts of embeddings are refused
     sources: SourceReader | None = None  # None: it has no encoder
     pictures: PictureReader | None = None  # None: pictures are refused
+    sampling_defaults: SamplingDefaults = field(default_factory=dict)  # of requests in OpenAI's APIs and those beside
 
 
 @dataclass(frozen=True, slots=True)

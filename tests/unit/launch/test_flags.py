@@ -53,6 +53,8 @@ MEANINGS = {
     ("--enable-auto-tool-choice", "--tool-call-parser", "openai"): {"gateway.tool_parser": "harmony"},
     ("--enable-auto-tool-choice", "--set", "gateway.reasoning_parser=none"): {"gateway.tool_parser": "auto"},
     ("--reasoning-parser", "deepseek_r1"): {"gateway.reasoning_parser": "deepseek_r1"},
+    ("--generation-config", "vllm"): {"gateway.sampling_defaults": "none"},
+    ("--sampling-defaults", "openai"): {"gateway.sampling_defaults": "none"},
     ("--enable-lora",): {"dense.max_loras": 1},
     ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "16"): {"dense.max_loras": 4, "dense.max_lora_rank": 16},
     ("--enable-lora", "--lora-modules", "sql=/a", '{"name": "c", "path": "/b", "base_model_name": "m/x"}'): {

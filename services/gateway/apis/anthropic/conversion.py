@@ -22,6 +22,7 @@ from services.gateway.apis.shared.conversation import ASSISTANT, SYSTEM, USER, C
 from services.gateway.apis.shared.structured_output import json_structure
 from services.gateway.apis.shared.to_message import json_text, sampling_options, thinking_variables
 from services.gateway.request.generation_request import MAX_USER_CHARACTERS
+from services.gateway.request.sampling_defaults import SamplingDefaults
 from services.gateway.text.tools.tool import FUNCTION_PREFIX
 from services.pb import gateway_pb2, sampling_pb2
 
@@ -30,9 +31,11 @@ BILLING_LINE = "x-anthropic-billing-header:"
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def anthropic_message(body: MessagesRequest, request_id: str, *, reasons: bool) -> gateway_pb2.GenerateRequest:
+def anthropic_message(
+    body: MessagesRequest, request_id: str, defaults: SamplingDefaults, *, reasons: bool
+) -> gateway_pb2.GenerateRequest:
     """The message of a request for an answer. `reasons`: whether the model does. Raises `InvalidRequest`."""
-    sampling = sampling_options(body)
+    sampling = sampling_options(body, defaults)
     configured = body.output_config and body.output_config.format
     output_format = configured or body.output_format
     if output_format is not None:

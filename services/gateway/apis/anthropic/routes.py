@@ -29,9 +29,9 @@ def messages_routes(service: RequestService) -> APIRouter:
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         """Answers a conversation."""
         request_id: str = request.state.request_id
-        message = anthropic_message(
-            body, request_id, reasons=service.tokenizer.chat_formats.reasoning is not None
-        )
+        defaults = service.local_model.sampling_defaults
+        reasons = service.tokenizer.chat_formats.reasoning is not None
+        message = anthropic_message(body, request_id, defaults, reasons=reasons)
         await next_turn(request)
         return Answer(service, [message], MessagesFormat(service, body, request_id), is_stream=bool(body.stream))
 

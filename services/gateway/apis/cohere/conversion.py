@@ -19,6 +19,7 @@ from services.gateway.apis.shared.generation_fields import SamplingFields
 from services.gateway.apis.shared.structured_output import json_structure
 from services.gateway.apis.shared.to_message import json_text, sampling_message, thinking_variables
 from services.gateway.http.request_id import REQUEST_ID_HEADER
+from services.gateway.request.sampling_defaults import SamplingDefaults
 from services.pb import gateway_pb2
 
 PARAM_NAMES = {
@@ -35,7 +36,9 @@ PARAM_NAMES = {
 CHOICES = {"REQUIRED": "required", "NONE": "none"}
 
 
-def cohere_message(body: CohereChatRequest, request_id: str, *, reasons: bool) -> gateway_pb2.GenerateRequest:
+def cohere_message(
+    body: CohereChatRequest, request_id: str, defaults: SamplingDefaults, *, reasons: bool
+) -> gateway_pb2.GenerateRequest:
     """The message of a chat. `reasons`: whether the model does."""
     fields = SamplingFields.model_construct(
         temperature=body.temperature,
@@ -47,7 +50,7 @@ def cohere_message(body: CohereChatRequest, request_id: str, *, reasons: bool) -
         stop=body.stop_sequences,
         priority=body.priority,
     )
-    message = sampling_message(fields)
+    message = sampling_message(fields, defaults)
     message.request_id = request_id
     message.model = body.model
     message.chat.CopyFrom(_chat_of(body))

@@ -21,7 +21,9 @@ def cohere_chat_routes(service: RequestService) -> APIRouter:
     async def cohere_chat(body: CohereChatRequest, request: Request) -> Response:
         """Answers a chat as Cohere does."""
         request_id: str = request.state.request_id
-        message = cohere_message(body, request_id, reasons=service.tokenizer.chat_formats.reasoning is not None)
+        defaults = service.local_model.sampling_defaults
+        reasons = service.tokenizer.chat_formats.reasoning is not None
+        message = cohere_message(body, request_id, defaults, reasons=reasons)
         return Answer(service, [message], CohereFormat(service, body, request_id), is_stream=bool(body.stream))
 
     for path in CHAT_PATHS:

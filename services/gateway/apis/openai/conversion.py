@@ -22,8 +22,9 @@ from services.gateway.apis.shared.to_message import (
     sampling_message,
 )
 from services.gateway.request.generation_request import check_token_ids
-from services.gateway.request.model_limits import ModelLimits
+from services.gateway.request.model_limits import LocalModel, ModelLimits
 from services.gateway.request.prompt_embeds_reader import PromptEmbedsReader
+from services.gateway.request.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from services.gateway.text.chat_vectors import MAX_PLACES
 from services.gateway.text.tools.tool import FUNCTION_PREFIX
 from services.pb import gateway_pb2
@@ -38,7 +39,7 @@ def completion_messages(
 
     Raises `InvalidRequest` for more log-probabilities than an echoed prompt can have.
     """
-    common = _common_message(body, limits)
+    common = _common_message(body, limits, defaults_for(body, limits.model))
     max_tokens = body.n_predict if body.max_tokens is None else body.max_tokens
     if max_tokens is None:
         common.default_max_tokens = DEFAULT_COMPLETION_TOKENS
@@ -81,7 +82,7 @@ def token_answer_message(
 
 def chat_message(body: ChatRequest, request_id: str, limits: ModelLimits) -> gateway_pb2.GenerateRequest:
     """The message of a chat."""
-    message = _common_message(body, limits)
+    message = _common_message(body, limits, defaults_for(body, limits.model))
     message.request_id = request_id
     message.chat.CopyFrom(chat_of(body))
     message.return_progress = body.has_progress
@@ -209,6 +210,11 @@ def _message_of(each: ChatMessageObject) -> gateway_pb2.ChatMessage:
     return message
 
 
+def defaults_for(body: OpenAIFields, model: LocalModel) -> SamplingDefaults:
+    """Of options that the body does not give."""
+    return NO_DEFAULTS if body.use_beam_search else model.sampling_defaults  # a search samples nothing
+
+
 def choice_text(choice: str | NamedToolChoice | None) -> str:
     """The choice as in `Chat.tool_choice` of gRPC."""
     if isinstance(choice, NamedToolChoice):
@@ -223,8 +229,10 @@ def _count(num_logprobs: int, body: OpenAIFields, limits: ModelLimits) -> int:
     return limits.vocab_size if num_logprobs == ALL else num_logprobs
 
 
-def _common_message(body: OpenAIFields, limits: ModelLimits) -> gateway_pb2.GenerateRequest:
-    message = sampling_message(body)
+def _common_message(
+    body: OpenAIFields, limits: ModelLimits, defaults: SamplingDefaults = NO_DEFAULTS
+) -> gateway_pb2.GenerateRequest:
+    message = sampling_message(body, defaults)
     if body.model is not None:
         message.model = body.model
     add_logit_bias(message, body.logit_bias)

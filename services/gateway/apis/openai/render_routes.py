@@ -13,7 +13,13 @@ from services.common.errors import InvalidRequest
 from services.gateway.apis.openai.chat_format import PARAM_NAMES
 from services.gateway.apis.openai.chat_schema import ChatRequest
 from services.gateway.apis.openai.completion_schema import CompletionRequest
-from services.gateway.apis.openai.conversion import DEFAULT_COMPLETION_TOKENS, chat_of, choice_text, refuse_embeds
+from services.gateway.apis.openai.conversion import (
+    DEFAULT_COMPLETION_TOKENS,
+    chat_of,
+    choice_text,
+    defaults_for,
+    refuse_embeds,
+)
 from services.gateway.apis.openai.fields import OpenAIFields
 from services.gateway.apis.openai.token_answer_schema import TokenSampling
 from services.gateway.apis.shared.answer import PiecewiseAnswer
@@ -133,8 +139,9 @@ def render_routes(service: RequestService) -> APIRouter:
         return await service.tokenize([message], request.state.caller, request.state.held, BYTES_PER_TOKEN_ID)
 
     def sampling_params(body: OpenAIFields) -> dict[str, Any]:
-        """The options that are given."""
-        params = body.model_dump(include=OF_SAMPLING, exclude_none=True, by_alias=True)
+        """The options that are given, and the model's."""
+        params: dict[str, Any] = dict(defaults_for(body, service.local_model))
+        params |= body.model_dump(include=OF_SAMPLING, exclude_none=True, by_alias=True)
         if body.max_tokens is None and body.n_predict is not None and body.n_predict >= 0:
             params["max_tokens"] = body.n_predict
         return params

@@ -24,20 +24,25 @@ from services.gateway.apis.responses.tool_conversion import LOCAL_SHELL, Offered
 from services.gateway.apis.shared.conversation import ASSISTANT, SYSTEM, Conversation
 from services.gateway.apis.shared.structured_output import json_structure, of_structured_outputs
 from services.gateway.apis.shared.to_message import add_logit_bias, json_text, sampling_options, thinking_variables
+from services.gateway.request.sampling_defaults import SamplingDefaults
 from services.pb import gateway_pb2, sampling_pb2
 
 ROLES = {"developer": SYSTEM}
 
 
 def responses_message(
-    body: ResponsesRequest, request_id: str, offered: dict[str, OfferedTool], earlier: Sequence[Any]
+    body: ResponsesRequest,
+    request_id: str,
+    offered: dict[str, OfferedTool],
+    earlier: Sequence[Any],
+    defaults: SamplingDefaults,
 ) -> gateway_pb2.GenerateRequest:
     """The message of a request. `offered`: its tools; `earlier`: items before its own. Raises `InvalidRequest`."""
     message = gateway_pb2.GenerateRequest(
         request_id=request_id,
         model=body.model,
         chat=_chat_of(body, offered, earlier),
-        sampling=_sampling_of(body),
+        sampling=_sampling_of(body, defaults),
         max_tokens=body.max_output_tokens,
         user=body.user or "",
         cache_salt=body.cache_salt or "",
@@ -53,8 +58,8 @@ def responses_message(
     return message
 
 
-def _sampling_of(body: ResponsesRequest) -> sampling_pb2.SamplingParams:
-    sampling = sampling_options(body)
+def _sampling_of(body: ResponsesRequest, defaults: SamplingDefaults) -> sampling_pb2.SamplingParams:
+    sampling = sampling_options(body, defaults)
     form = None if body.text is None else body.text.format
     if (structure := of_structured_outputs(body.structured_outputs)) is not None:
         sampling["structured_output"] = structure

@@ -13,6 +13,7 @@ from services.gateway.apis.responses.stored_record import ResponseRecord
 from services.gateway.apis.responses.tool_conversion import OfferedTool
 from services.gateway.apis.shared.answer import Format
 from services.gateway.apis.shared.timings import TimingsSoFar, prompt_progress, timings
+from services.gateway.apis.shared.to_message import sampling_options
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import describe
@@ -146,6 +147,7 @@ def _head(service: RequestService, body: ResponsesRequest, request_id: str, *, i
         return value.model_dump(exclude_none=True, by_alias=True) if hasattr(value, "model_dump") else value
 
     reasoning, text = body.reasoning, body.text
+    sampling = {"temperature": 1.0, "top_p": 1.0} | sampling_options(body, service.local_model.sampling_defaults)
     return {
         "id": f"resp_{request_id}",
         "object": "response",
@@ -161,12 +163,12 @@ def _head(service: RequestService, body: ResponsesRequest, request_id: str, *, i
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
         "store": is_stored,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": sampling["temperature"],
         "text": {"format": given(text.format) if text is not None and text.format is not None else {"type": "text"}},
         "tool_choice": "auto" if body.tool_choice is None else given(body.tool_choice),
         "tools": [given(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": sampling["top_p"],
         "truncation": body.truncation or "disabled",
         "user": body.user,
     }

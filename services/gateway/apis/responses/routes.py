@@ -65,7 +65,8 @@ def responses_routes(service: RequestService, store: ResponseStore | None) -> AP
         request_id: str = request.state.request_id
 
         def make(earlier: Sequence[Any]) -> gateway_pb2.GenerateRequest:
-            return responses_message(body, request_id, tools, earlier)
+            defaults = service.local_model.sampling_defaults
+            return responses_message(body, request_id, tools, earlier, defaults)
 
         if store is not None:
             record = ResponseRecord(store, owner_of(request.state.caller), request_id, body)

@@ -13,6 +13,7 @@ from services.gateway.apis.shared.generation_fields import BeamFields, SamplingF
 from services.gateway.apis.shared.request_model import RequestModel
 from services.gateway.apis.shared.structured_output import StructuredOutputFields, structured_output_of
 from services.gateway.features.prompt_logprobs import MAX_PROMPT_LOGPROBS
+from services.gateway.request.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from services.pb import gateway_pb2, sampling_pb2
 
 ALL = -1  # as in vLLM: the whole vocabulary, or as much of the prompt as fits
@@ -40,10 +41,13 @@ def thinking_variables(is_on: bool) -> dict[str, bool]:
     return {"enable_thinking": is_on, "thinking": is_on}
 
 
-def sampling_options(body: RequestModel) -> dict[str, Any]:
-    """The options of `SamplingParams` that a body gives in fields of its own: numbers, `top_k` and the seed."""
+def sampling_options(body: RequestModel, defaults: SamplingDefaults = NO_DEFAULTS) -> dict[str, Any]:
+    """The options of `SamplingParams` that a body gives in fields of its own: numbers, `top_k` and the seed.
+
+    `defaults` are those of options that it does not give.
+    """
     fields = type(body).model_fields  # what else a client sends are attributes, too
-    options = _given(body, [name for name in (*NUMBERS, "top_k", "seed") if name in fields])
+    options = {**defaults, **_given(body, [name for name in (*NUMBERS, "top_k", "seed") if name in fields])}
     if options.get("top_k") in (0, -1):
         del options["top_k"]
     if "seed" in options:
@@ -51,9 +55,11 @@ def sampling_options(body: RequestModel) -> dict[str, Any]:
     return options
 
 
-def sampling_message(body: SamplingFields) -> gateway_pb2.GenerateRequest:
-    """A message with these fields, still without a prompt."""
-    sampling = sampling_options(body)
+def sampling_message(
+    body: SamplingFields, defaults: SamplingDefaults = NO_DEFAULTS
+) -> gateway_pb2.GenerateRequest:
+    """A message with these fields, still without a prompt. `defaults`: see `sampling_options`."""
+    sampling = sampling_options(body, defaults)
     if body.allowed_token_ids:
         sampling["allowed_token_ids"] = body.allowed_token_ids
     message = gateway_pb2.GenerateRequest(

@@ -261,7 +261,7 @@ def test_a_message_of_many_parts_is_read_in_linear_time() -> None:
     messages = [{"role": "user", "content": each} for each in parts]
     body = CohereChatRequest.model_validate(BODY | {"messages": messages})
     begin_s = time.thread_time()
-    thought, shown = cohere_message(body, "id", reasons=False).chat.messages
+    thought, shown = cohere_message(body, "id", {}, reasons=False).chat.messages
     assert time.thread_time() - begin_s < 0.2  # nothing else runs meanwhile; one copy for each part took 2 s
     assert thought.reasoning == long + "b" * 1000
     assert shown.content == long + "c"

@@ -37,7 +37,8 @@ def format_of(tokenizer: Tokenizer, *, stream: bool) -> ResponsesFormat:
     body = ResponsesRequest.model_validate(
         {"input": "Hi", "include": ["message.output_text.logprobs"], "top_logprobs": NUM_TOP, "stream": stream}
     )
-    service: Any = SimpleNamespace(tokenizer=tokenizer, names=SimpleNamespace(first="model"))
+    names, local_model = SimpleNamespace(first="model"), SimpleNamespace(sampling_defaults={})
+    service: Any = SimpleNamespace(tokenizer=tokenizer, names=names, local_model=local_model)
     return ResponsesFormat(service, body, "id", {})
 
 
