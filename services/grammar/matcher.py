@@ -116,7 +116,8 @@ class GrammarMatcher:
         self._matcher = start.deep_copy()
         self._consumed: list[int] = []
         self._credit_s = CREDIT_S
-        self._mask_s = 0.0  # that its last mask took
+        self._mask_s = 0.0  # that its last mask took, or would have taken one thread
+        self._wait_s = 0.0  # its part of what the masks of that step took: less if threads found them side by side
         self._token_s = 0.0  # that following its last token took
         self._forced_s = 0.0  # that looking for forced tokens took the last time
         self._is_slow = False  # perhaps: one of a step whose masks took longer than they would have
@@ -129,7 +130,7 @@ class GrammarMatcher:
     @property
     def step_s(self) -> float:
         """What it took of its last step, for which all sequences of that step waited."""
-        return self._mask_s + self._token_s + self._forced_s
+        return self._wait_s + self._token_s + self._forced_s
 
     @property
     def has_found(self) -> bool:
@@ -198,7 +199,7 @@ class GrammarMatcher:
         if self.is_running:
             begin_s = time.thread_time()
             self._matcher.compute_bitmask()
-            self._mask_s = time.thread_time() - begin_s
+            self._mask_s = self._wait_s = time.thread_time() - begin_s
             self._note([])
             if self.forced_tokens:
                 self._credit_s, self._is_slow = CREDIT_S, False  # no step has waited
@@ -260,7 +261,7 @@ class GrammarMatcher:
 
     def _charge(self, took_s: float) -> None:
         """Counts the time of a mask, which all sequences of a step wait for. A sequence that takes too much ends."""
-        self._mask_s = took_s
+        self._mask_s = self._wait_s = took_s
         self._is_slow = took_s > TOKEN_S
         if self._is_slow:
             self.remake = None  # it uses up the states itself, and would take long again
@@ -485,7 +486,11 @@ def _find_masks(rows: list[_Row], masks: np.ndarray, *, is_ahead: bool = False) 
     slow, left = ([row for row in rows if row.matcher._is_slow is is_slow] for is_slow in (True, False))
     if slow:
         of_lexers = groupby(sorted(slow, key=_lexer_of), key=_lexer_of)
+        begin = time.monotonic()
         list(threads.timing.map(partial(_find_alone, masks), [list(group) for _, group in of_lexers]))
+        took_s, total_s = time.monotonic() - begin, sum([row.matcher._mask_s for row in slow])
+        for row in slow:
+            row.matcher._wait_s *= min(1.0, took_s / max(total_s, 1e-9))
     if not is_ahead and sum(row.matcher._mask_s for row in left) <= PARALLEL_S:
         left = _find_alone(masks, left, PARALLEL_S)
     if len(left) > 1:
@@ -523,7 +528,7 @@ def _find_together(rows: list[_Row], masks: np.ndarray, threads: MaskThreads) ->
     mask_s = took_s * threads.num_threads / len(rows)
     is_slow = mask_s > TOKEN_S or took_s > max(TOKEN_S, 2 * expected_s)
     for row in rows:
-        row.matcher._mask_s, row.matcher._is_slow = mask_s, is_slow
+        row.matcher._mask_s, row.matcher._wait_s, row.matcher._is_slow = mask_s, took_s / len(rows), is_slow
 
 
 def _forbid_eos(masks: np.ndarray, rows: Sequence[int], eos_token_ids: Sequence[int]) -> None:

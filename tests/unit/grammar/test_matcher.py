@@ -364,7 +364,7 @@ def test_threads_find_masks_only_if_those_of_the_step_before_took_long(
 ) -> None:
     """Clocks take the place of the masks' times, for 2 matchers in 7 steps."""
     # Of each matcher; None: threads find the masks, in 2.0 ms, in 0.8 ms, and in 6.1 ms, which is too long.
-    cpu_ms, wall_ms = [[0.4, 0.5], [1.5, 1.0], None, None, [0.5, 3.0], None, [0.1, 0.1]], [2.0, 0.8, 6.1]
+    cpu_ms, wall_ms = [[0.4, 0.5], [1.5, 1.0], None, None, [0.5, 3.0], None, [0.1, 0.1]], [2.0, 0.8, 6.1, 0.1]
     cpu = itertools.chain.from_iterable((0.0, 1e-3 * each) for step in cpu_ms for each in step or [])
     wall = itertools.chain.from_iterable((0.0, 1e-3 * each) for each in wall_ms)
     clocks = SimpleNamespace(thread_time=lambda: next(cpu), monotonic=lambda: next(wall))
@@ -377,6 +377,22 @@ def test_threads_find_masks_only_if_those_of_the_step_before_took_long(
         GrammarMatcher.fill_masks(matchers, masks)
         num_calls.append(len(executor.calls))
     assert num_calls == [0, 0, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("is_timed", [False, True])
+def test_masks_found_side_by_side_count_for_as_long_as_a_step_waits_for_them(
+    forms: Forms, monkeypatch: pytest.MonkeyPatch, is_timed: bool
+) -> None:
+    """A clock takes the place of time: all take 3 ms, each at least 1.2 ms of a thread."""
+    matchers = [forms.matcher(SPELLED) for _ in range(8)]
+    for each in matchers:
+        each._mask_s, each._is_slow = 1e-3, is_timed
+    clocks = SimpleNamespace(
+        thread_time=itertools.count(0.0, 1.2e-3).__next__, monotonic=itertools.count(0.0, 3e-3).__next__
+    )
+    monkeypatch.setattr(matcher_module, "time", clocks)
+    GrammarMatcher.fill_masks(matchers, np.zeros((8, matchers[0].num_words), dtype=np.uint32))
+    assert sum(each.step_s for each in matchers) == pytest.approx(3e-3)
 
 
 def test_threads_find_the_masks_that_are_left_where_one_takes_longer_than_before(
@@ -401,7 +417,7 @@ def test_a_form_whose_tokens_take_too_long_to_follow_ends_alone(forms: Forms, mo
     masks = np.zeros((12, matchers[0].num_words), dtype=np.uint32)
     cpu = itertools.cycle([0.0, 0.2] + [0.0] * 24)  # of all tokens, and of each mask
     wall = itertools.cycle([0.0] + [0.4] * 12)  # before the first token, and after each
-    clocks = SimpleNamespace(thread_time=lambda: next(cpu), perf_counter=lambda: next(wall))
+    clocks = SimpleNamespace(thread_time=lambda: next(cpu), perf_counter=lambda: next(wall), monotonic=lambda: 0.0)
     monkeypatch.setattr(matcher_module, "time", clocks)
     for _ in range(2):
         assert matchers[0].error is None
@@ -430,7 +446,8 @@ def test_a_form_that_takes_too_long_for_its_tokens_ends_alone(forms: Forms, monk
     """A clock takes the place of a mask's time: 0.1 s for the masks of one matcher, nothing for the other's."""
     slow, fast = forms.matcher(StructuredOutput(Constraint.REGEX, "a*")), forms.matcher(SPELLED)
     times = itertools.chain.from_iterable(([i * 0.1, i * 0.1 + 0.1, 9.0, 9.0]) for i in range(100))
-    monkeypatch.setattr(matcher_module, "time", SimpleNamespace(thread_time=lambda: next(times)))
+    clocks = SimpleNamespace(thread_time=lambda: next(times), monotonic=lambda: 0.0)
+    monkeypatch.setattr(matcher_module, "time", clocks)
     masks = np.zeros((2, slow.num_words), dtype=np.uint32)
     for _ in range(3):
         assert slow.error is None
