@@ -44,6 +44,8 @@ class PlanBuilder:
         if not self.entries:
             return PlanEntries(seq_ids, positions, ones, ones)
         others = PlanEntries.of(self.entries)
+        if not len(seq_ids):
+            return others
         return PlanEntries(
             np.concatenate([seq_ids, others.seq_ids]),
             np.concatenate([positions, others.positions]),

@@ -45,9 +45,10 @@ class Flow:
 
     def charge(self, num_tokens: int) -> None:
         """Adds to the cost of a client and of its tenant."""
-        for flow in self.path:
-            flow.num_tokens += num_tokens
-            flow.group.rank(flow)
+        if num_tokens:  # a new prompt has none in the KV cache, and its first token has to come soon
+            for flow in self.path:
+                flow.num_tokens += num_tokens
+                flow.group.rank(flow)
 
     def choose(self, num_tokens: int) -> None:
         """Charges a client for a sequence that leaves the queue: the tokens that it has to compute."""
@@ -85,7 +86,7 @@ class FlowGroup:
 
     @property
     def has_waiting(self) -> bool:
-        return len(self._waiting) > 0
+        return bool(self._waiting.entries)
 
     def enter(self, number: int) -> Flow:
         """The flow with this number, with one more live sequence."""
@@ -117,7 +118,7 @@ class FlowGroup:
 
     def note_chosen(self, flow: Flow, num_tokens: int) -> None:
         """Notes that a sequence of a flow was chosen and charged for; it counts as waiting until afterwards."""
-        self._set_clock(num_tokens / len(self._waiting))
+        self._set_clock(num_tokens / len(self._waiting.entries))
         self._last_chosen = flow
 
     def rank(self, flow: Flow) -> None:
@@ -130,40 +131,30 @@ class FlowGroup:
             self._set_clock(0.0)
             flow.num_tokens = min(max(flow.num_tokens, self._clock), self._clock + MAX_DEBT_TOKENS)
             # Of flows with equal costs the one chosen last does not go first again, else the earliest one goes first.
-            goes_first = self.has_waiting and self._waiting.first is self._last_chosen
+            entries = self._waiting.entries
+            goes_first = bool(entries) and entries[0][2] is self._last_chosen
             self._waiting.put(flow, goes_first=goes_first)
 
     def _set_clock(self, num_tokens: float) -> None:
         """Advances the clock, within the costs of the flows that wait: sequences may cost less than was charged."""
         self._clock += num_tokens
-        if self.has_waiting:
-            self._clock = min(max(self._clock, self._waiting.first.num_tokens), self._waiting.last.num_tokens)
+        if entries := self._waiting.entries:
+            self._clock = min(max(self._clock, entries[0][0]), entries[-1][0])
 
 
 class _Ranking:
     """Flows by cost, the lowest first; equal ones in the order in which they got there."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[float, int, Flow]] = []  # (cost, turn, flow); no two turns are equal
+        self.entries: list[tuple[float, int, Flow]] = []  # (cost, turn, flow); no two turns are equal
         self._entry_of: dict[Flow, tuple[float, int, Flow]] = {}
         self._turns = itertools.count(1)
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def __iter__(self) -> Iterator[Flow]:
-        return (flow for _, _, flow in self._entries)
+        return (flow for _, _, flow in self.entries)
 
     def __contains__(self, flow: Flow) -> bool:
         return flow in self._entry_of
-
-    @property
-    def first(self) -> Flow:
-        return self._entries[0][2]
-
-    @property
-    def last(self) -> Flow:
-        return self._entries[-1][2]
 
     def put(self, flow: Flow, *, goes_first: bool = False) -> None:
         entry = self._entry_of.get(flow)
@@ -172,9 +163,9 @@ class _Ranking:
         self.discard(flow)
         turn = next(self._turns)
         entry = self._entry_of[flow] = flow.num_tokens, -turn if goes_first else turn, flow
-        bisect.insort(self._entries, entry)
+        bisect.insort(self.entries, entry)
 
     def discard(self, flow: Flow) -> None:
         entry = self._entry_of.pop(flow, None)
         if entry is not None:
-            del self._entries[bisect.bisect_left(self._entries, entry)]
+            del self.entries[bisect.bisect_left(self.entries, entry)]
