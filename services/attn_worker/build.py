@@ -32,7 +32,7 @@ from services.attn_worker.layers.gated_delta.layered_attention import layered_to
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.layers.select import select_backend
 from services.attn_worker.metrics import AttentionMetrics
-from services.attn_worker.moved_blocks.moved_blocks import MovedBlocks
+from services.attn_worker.moved_blocks import MovedBlocks
 from services.attn_worker.rehearsal import Rehearsal
 from services.attn_worker.runner.layer_runner import EagerLayerRunner, LayerRunner, TakeExtraRows
 from services.attn_worker.split_context.parted_attention import PartedTorchAttention

@@ -23,7 +23,7 @@ from services.attn_worker.attachment import Attachment
 from services.attn_worker.cache.cached_sequence import OpenResult, PlannedStep
 from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.metrics import AttentionMetrics
-from services.attn_worker.moved_blocks.moved_blocks import MovedBlocks
+from services.attn_worker.moved_blocks import MovedBlocks
 from services.attn_worker.openings import AnswerOpening, Openings
 from services.attn_worker.rehearsal import Rehearsal
 from services.attn_worker.runner.layer_runner import FinishedStep, LayerRunner, RunningStep

@@ -19,7 +19,7 @@ import structlog
 from services.attn_worker.cache.cached_sequence import OpenResult
 from services.attn_worker.cache.kv_cache import KVCache
 from services.attn_worker.cache.tiers.tier import BlockSupplier
-from services.attn_worker.moved_blocks.receiver import BlockReceiver
+from services.attn_worker.moved_blocks import BlockReceiver
 from services.attn_worker.runner.layer_runner import LayerRunner
 from services.step import NewSequence
 

@@ -16,13 +16,12 @@ import grpc
 import pytest
 import torch
 
+from services.attn_worker import moved_blocks
 from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.cache.cached_sequence import OpenResult
 from services.attn_worker.cache.spec import KVCacheSpec
-from services.attn_worker.moved_blocks import sender as sender_module
-from services.attn_worker.moved_blocks.moved_blocks import MovedBlocks
-from services.attn_worker.moved_blocks.staging import BlockStaging
+from services.attn_worker.moved_blocks import BlockStaging, MovedBlocks
 from services.attn_worker.openings import Openings
 from services.common.errors import InvalidRequest, PeerError
 from services.pb import attn_pb2, attn_pb2_grpc
@@ -241,7 +240,7 @@ def test_large_blocks_come_in_parts(left: Served, other: Worker, monkeypatch: py
     expected = expected_blocks(left)
     sizes = list[int]()
     left.worker.on_part = lambda part: sizes.append(len(part.content))
-    monkeypatch.setattr(sender_module, "PART_BYTES", 100)
+    monkeypatch.setattr(moved_blocks, "PART_BYTES", 100)
     assert other.open(7, left.address).num_copied_blocks == NUM_FULL
     assert max(sizes) == 100 and sum(sizes) == NUM_FULL * BLOCK_BYTES
     check(other, expected, NUM_FULL)
