@@ -23,7 +23,7 @@ from services.dense_worker.backends import DenseBackend
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.batch_invariant.check import check_batch_invariance
 from services.dense_worker.batch_invariant.torch_operations import BatchInvariantTorchOperations
-from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
+from services.dense_worker.kernels.experts.routed_experts import ExpertLinear
 from services.dense_worker.kernels.linear.linear import PlainWeight
 from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.model.model_weights import ModelWeights

@@ -7,7 +7,7 @@ import torch
 from services.common.errors import ConfigError
 from services.common.quantization.schemes import Activations, Element
 from services.common.resolve import ResolvedModel
-from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
+from services.dense_worker.kernels.experts.routed_experts import ExpertLinear
 from services.dense_worker.kernels.linear.linear import (
     DTYPES_OF_16_BITS,
     MAX_IN_FEATURES,

@@ -19,7 +19,7 @@ from services.common.quantization.schemes import (
     ScaledScheme,
     Scheme,
 )
-from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
+from services.dense_worker.kernels.experts.routed_experts import ExpertLinear
 from services.dense_worker.kernels.linear.linear import (
     Cut,
     Linear,

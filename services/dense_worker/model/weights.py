@@ -25,7 +25,7 @@ from services.common.model_config import ModelConfig
 from services.common.rank import ALONE, Rank
 from services.common.terminal import progress_bar
 from services.common.weight_files import checkpoint_files
-from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
+from services.dense_worker.kernels.experts.routed_experts import ExpertLinear
 from services.dense_worker.kernels.linear.linear import Linear, PlainWeight
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.model.allocator import WeightAllocator

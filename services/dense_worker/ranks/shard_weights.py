@@ -15,7 +15,7 @@ import torch
 from services.common.errors import ConfigError
 from services.common.families.shape import LayerHeads, ModelConfig
 from services.common.rank import Rank
-from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
+from services.dense_worker.kernels.experts.routed_experts import ExpertLinear
 from services.dense_worker.kernels.linear.linear import Cut, Linear, PlainWeight, WeightFormat
 from services.dense_worker.kernels.linear.quantized.block_fp8_weight import BlockFp8Weight
 from services.dense_worker.kernels.norm.norm import HeadNorms

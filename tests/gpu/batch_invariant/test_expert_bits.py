@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from services.common.families.shape import Activation, ExpertOptions, GroupedRouting
-from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
-from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
+from services.dense_worker.kernels.experts.routed_experts import ExpertLinear, RoutedExperts
 from services.dense_worker.kernels.experts.router import GroupedRouter, Router, SoftmaxRouter
 from services.dense_worker.kernels.linear.linear import PlainWeight
 from services.dense_worker.parameters import Parameter

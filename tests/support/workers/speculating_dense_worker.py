@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from services.dense_worker import service
 from services.dense_worker.__main__ import main
+from services.dense_worker.features.drafting.drafter import Acceptance
 from services.dense_worker.features.drafting.measured_drafting import ForcedDrafting, MeasuredDrafting
-from services.dense_worker.features.drafting.predictor import Acceptance
 from services.dense_worker.features.drafting.step_costs import StepCosts, TimeBudget
 
 NUM_DRAFTS = 5

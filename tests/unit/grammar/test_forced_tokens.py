@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.structured_output import Constraint, StructuredOutput
-from services.dense_worker.features.drafting.predictor import Acceptance, ForcedTokens
+from services.dense_worker.features.drafting.drafter import Acceptance, ForcedTokens
 from services.grammar.matcher import MAX_FORCED_AT_ONCE, GrammarMatcher
 from tests.support.dense.forms import Forms, allowed, make_vocabulary
 from tests.support.dense.sequences import with_grammar

@@ -9,9 +9,13 @@ each row is one of its own.
 from __future__ import annotations
 
 import itertools
+import math
+import mmap
 from collections.abc import Sequence
 
+import structlog
 import torch
+from cuda.bindings import runtime
 
 from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.tiers.block_copier import (
@@ -21,10 +25,12 @@ from services.attn_worker.cache.tiers.block_copier import (
     copy_row,
     max_blocks,
 )
-from services.attn_worker.cache.tiers.row_pins import RowPins
 from services.attn_worker.cache.tiers.triton_copies import copy_blocks
 
+log = structlog.get_logger()
+
 _NUM_STAGINGS = 2  # the host writes into one while the device works on the other
+_PIECE_BYTES = 16 * 2**20  # pinned at a time, in about half a millisecond: launches may wait for that
 
 
 class CudaBlockCopier:
@@ -153,3 +159,48 @@ class _Staging:
         ids = self._ids_on_device[: len(block_ids)]
         self._ids_on_host[: len(block_ids)] = torch.tensor(block_ids, dtype=torch.int64)
         return ids.copy_(self._ids_on_host[: len(block_ids)], non_blocking=True)
+
+
+class RowPins:
+    """Pins rows of host memory when they are first used. For one thread.
+
+    Pins pieces of whole rows and whole pages, because a copy must lie within one piece.
+    """
+
+    def __init__(self, rows: torch.Tensor, *, are_pinned: bool) -> None:
+        """rows: [num_rows, ...]; the first one begins with a page, and the last page is that of no other rows.
+
+        are_pinned: all of them, already.
+        """
+        self._are_pinned = are_pinned
+        self._row_bytes = rows.stride(0) * rows.itemsize
+        self._num_rows = len(rows)
+        self._address = rows.data_ptr()
+        rows_of_pages = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, self._row_bytes)
+        self._piece_rows = rows_of_pages * max(1, _PIECE_BYTES // (rows_of_pages * self._row_bytes))
+        self._pieces = set[int]()  # that are pinned
+        self._can_pin = True
+
+    def pin(self, row: int) -> bool:
+        """Whether a row is pinned now. After one that cannot be, as in a file on a disk, no other is tried."""
+        piece = row // self._piece_rows
+        if self._are_pinned or piece in self._pieces:
+            return True
+        if not self._can_pin:
+            return False
+        first = piece * self._piece_rows
+        num_bytes = min(self._piece_rows, self._num_rows - first) * self._row_bytes
+        [error] = runtime.cudaHostRegister(self._address + first * self._row_bytes, num_bytes, 0)
+        if error != runtime.cudaError_t.cudaSuccess:
+            runtime.cudaGetLastError()  # forgets it
+            self._can_pin = False
+            log.warning("the host tier's memory cannot be pinned, so copies take longer", error=error.name)
+            return False
+        self._pieces.add(piece)
+        return True
+
+    def close(self) -> None:
+        """Unpins the rows that it has pinned. No copy of them may be under way."""
+        for piece in self._pieces:
+            runtime.cudaHostUnregister(self._address + piece * self._piece_rows * self._row_bytes)
+        self._pieces.clear()

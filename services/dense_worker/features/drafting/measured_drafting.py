@@ -25,15 +25,15 @@ from services.dense_worker.engine.plan_builder import PlanBuilder
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import Session
 from services.dense_worker.features.drafting.device_drafter import DraftRequest
-from services.dense_worker.features.drafting.drafter import Drafter
-from services.dense_worker.features.drafting.drafting import Drafting
-from services.dense_worker.features.drafting.predictor import (
+from services.dense_worker.features.drafting.drafter import (
     MAX_FORCED,
     Acceptance,
     DevicePredictor,
+    Drafter,
     ForcedTokens,
     Predictor,
 )
+from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.drafting.step_costs import StepCosts, TimeBudget
 
 if TYPE_CHECKING:

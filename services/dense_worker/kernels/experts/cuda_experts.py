@@ -9,8 +9,7 @@ import torch
 
 from services.common.families.shape import ExpertOptions
 from services.common.model_config import ModelConfig
-from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
-from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
+from services.dense_worker.kernels.experts.routed_experts import ExpertLinear, RoutedExperts
 from services.dense_worker.kernels.experts.router import GroupedRouter, Router, ScaledRouter, SparseMixer
 from services.dense_worker.kernels.experts.triton_few import few_down, few_gate_up, few_router, few_shared_bytes
 from services.dense_worker.kernels.experts.triton_grouped import choose_block_rows, grouped_linear, sum_pairs

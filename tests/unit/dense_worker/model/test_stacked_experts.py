@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from services.common.errors import ModelError
 from services.common.model_config import load_model_config
 from services.common.quantization.schemes import on_the_fly_fp8
-from services.dense_worker.kernels.experts.expert_linear import ExpertLinear
+from services.dense_worker.kernels.experts.routed_experts import ExpertLinear
 from services.dense_worker.kernels.linear.quantized.mxfp4_weight import Mxfp4Weight
 from services.dense_worker.kernels.linear.quantized.scaled_weight import ScaledWeight
 from services.dense_worker.model.weights import load_weights

@@ -14,7 +14,7 @@ import torch
 
 from services.common.sampling_params import SamplingParams
 from services.common.structured_output import Constraint, StructuredOutput
-from services.dense_worker.features.drafting.predictor import Acceptance, ForcedTokens
+from services.dense_worker.features.drafting.drafter import Acceptance, ForcedTokens
 from services.dense_worker.features.grammar.grammar_feature import GrammarFeature
 from services.dense_worker.runner import cuda_model_runner
 from services.dense_worker.runner.cuda_model_runner import CudaModelRunner

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.common.sampling_params import SamplingParams
 from services.common.token_logprobs import TokenLogprobs
-from services.dense_worker.features.prompt_logprobs.ranked_spans import (
+from services.dense_worker.features.prompt_logprobs.prompt_logprobs_feature import (
     PromptSpan,
     RankedSpans,
     SequencePromptLogprobs,

@@ -11,12 +11,12 @@ from collections.abc import Sequence as SequenceOf
 
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.features.drafting.device_drafter import DeviceDrafter, DraftRequest
-from services.dense_worker.features.drafting.drafter import Drafter
-from services.dense_worker.features.drafting.predictor import (
+from services.dense_worker.features.drafting.drafter import (
     DEVICE_RATE,
     TRIAL_STEPS,
     Acceptance,
     DevicePredictor,
+    Drafter,
     Predictor,
 )
 

@@ -10,10 +10,9 @@ from array import array
 from collections.abc import Sequence as SequenceOf
 
 from services.dense_worker.engine.sequence import Sequence
-from services.dense_worker.features.drafting.drafter import Drafter
+from services.dense_worker.features.drafting.drafter import Acceptance, Drafter, Predictor
 from services.dense_worker.features.drafting.ngram.answer_history import AnswerHistory
 from services.dense_worker.features.drafting.ngram.ngram_index import SEPARATOR, NgramIndex
-from services.dense_worker.features.drafting.predictor import Acceptance, Predictor
 
 MAX_TOKENS_AT_A_TIME = 16_384  # that `follow` takes: about a millisecond
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from services.common.config import SchedulerSection
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.features.drafting import load_drafter
+from services.dense_worker.features.drafting.drafter import MAX_FORCED
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.drafting.measured_drafting import ForcedDrafting
-from services.dense_worker.features.drafting.predictor import MAX_FORCED
 from services.dense_worker.features.drafting.step_costs import StepCosts
 from services.dense_worker.features.sequence_feature import SequenceFeature
 from tests.support.dense.scheduler_cluster import expected_output, make_sequence, next_token, requests

@@ -14,11 +14,11 @@ from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.observer import StepStats
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import PublishedPlan
+from services.dense_worker.features.drafting.drafter import Acceptance
 from services.dense_worker.features.drafting.drafting import DraftCounts
 from services.dense_worker.features.drafting.measured_drafting import MeasuredDrafting
 from services.dense_worker.features.drafting.ngram.answer_history import AnswerHistory
 from services.dense_worker.features.drafting.ngram.ngram_predictor import NgramDrafter, NgramPredictor
-from services.dense_worker.features.drafting.predictor import Acceptance
 from services.dense_worker.features.drafting.step_costs import MAX_LOSS_STEPS, MAX_STEPS, SHARE, StepCosts
 from services.step import StepPlan
 from tests.support.dense import scheduler_cluster

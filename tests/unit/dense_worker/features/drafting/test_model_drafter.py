@@ -8,10 +8,10 @@ from functools import cache
 import pytest
 
 from services.dense_worker.features.drafting.device_drafter import DraftRequest
+from services.dense_worker.features.drafting.drafter import TRIAL_STEPS, Acceptance
 from services.dense_worker.features.drafting.kv_cache.draft_blocks import MAX_LATE_TOKENS
 from services.dense_worker.features.drafting.measured_drafting import MeasuredDrafting
 from services.dense_worker.features.drafting.model_drafter import ModelDrafter, ModelPredictor
-from services.dense_worker.features.drafting.predictor import TRIAL_STEPS, Acceptance
 from services.dense_worker.features.drafting.step_costs import StepCosts
 from services.step import StepPlan, StepResult
 from tests.support.dense import scheduler_cluster

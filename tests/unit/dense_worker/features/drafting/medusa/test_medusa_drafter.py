@@ -16,9 +16,9 @@ from services.dense_worker.engine.observer import StepStats
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import PublishedPlan
 from services.dense_worker.features.drafting.device_drafter import DraftRequest
+from services.dense_worker.features.drafting.drafter import TRIAL_STEPS, Acceptance, DevicePredictor, ForcedTokens
 from services.dense_worker.features.drafting.measured_drafting import MeasuredDrafting
 from services.dense_worker.features.drafting.medusa.medusa_drafter import MedusaDrafter
-from services.dense_worker.features.drafting.predictor import TRIAL_STEPS, Acceptance, DevicePredictor, ForcedTokens
 from services.dense_worker.features.drafting.step_costs import StepCosts
 from services.dense_worker.runner.step_hook import FollowUp
 from services.step import StepPlan, StepResult

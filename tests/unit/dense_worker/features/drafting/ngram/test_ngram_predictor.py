@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from services.dense_worker.features.drafting.drafter import Acceptance
 from services.dense_worker.features.drafting.ngram.ngram_index import NgramIndex
 from services.dense_worker.features.drafting.ngram.ngram_predictor import SEPARATOR, NgramPredictor
-from services.dense_worker.features.drafting.predictor import Acceptance
 
 
 def test_it_copies_what_followed_the_last_tokens() -> None:
