@@ -24,7 +24,6 @@ from services.attn_worker.cache.tiers.pinned_file import PinnedFile
 from services.attn_worker.cache.tiers.region import TierRegion
 from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.kv_events.kv_events import KVEvents, ReportedPool, ReportedPrefixCache
-from services.attn_worker.lanes.turn_layer_runner import TurnLayerRunner
 from services.attn_worker.layers import AttentionBackend, BackendSetup, CapturableAttention
 from services.attn_worker.layers.batch_invariant.torch_attention import BatchInvariantTorchAttention
 from services.attn_worker.layers.cross.crossed_attention import CrossedAttention, crossed_torch_attention
@@ -35,6 +34,7 @@ from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.moved_blocks import MovedBlocks
 from services.attn_worker.rehearsal import Rehearsal
 from services.attn_worker.runner.layer_runner import EagerLayerRunner, LayerRunner, TakeExtraRows
+from services.attn_worker.runner.turn_layer_runner import TurnLayerRunner
 from services.attn_worker.split_context.parted_attention import PartedTorchAttention
 from services.attn_worker.split_context.parted_cache import PartedKVCache
 from services.common.attention.rope import length_dependent_beyond
@@ -289,7 +289,7 @@ def _build_runner(
     backend = make_backend(backend_setup)
     if limits.num_lanes == 1:
         return make_runner(backend), backend.storage
-    from services.attn_worker.lanes.cuda_lane_runner import CudaLaneRunner
+    from services.attn_worker.runner.cuda_lane_runner import CudaLaneRunner
 
     shared = replace(backend_setup, storage=backend.storage)
     others = [make_backend(shared) for _ in range(1, limits.num_lanes)]

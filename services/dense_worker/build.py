@@ -41,8 +41,6 @@ from services.dense_worker.kernels.experts.routed_experts import ExpertLinear, R
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.kernels.lora.torch_lora import TorchLora
-from services.dense_worker.lanes.lane_runners import LaneRunners, TurnModelRunner
-from services.dense_worker.lanes.stage_runner import StageModelRunner, StageSteps
 from services.dense_worker.model.held_weights import HeldWeights
 from services.dense_worker.model.learned import load_learned
 from services.dense_worker.model.model_weights import ModelWeights
@@ -50,7 +48,9 @@ from services.dense_worker.model.on_the_fly import with_quantization
 from services.dense_worker.model.weight_memory import Empty
 from services.dense_worker.model.weights import empty_weights, hash_of_weights, load_weights, random_weights
 from services.dense_worker.parameters import parts_of_type
+from services.dense_worker.runner.lane_runners import LaneRunners, TurnModelRunner
 from services.dense_worker.runner.model_runner import ModelRunner, StepRunner
+from services.dense_worker.runner.stage_runner import StageModelRunner, StageSteps
 from services.dense_worker.runner.step_hook import StepHook
 from services.dense_worker.sampling.editors import EDITORS
 from services.dense_worker.sampling.sampler import Sampler, compile_kernels

@@ -232,10 +232,6 @@ class WaitingQueue:
             for client in self._tenants[self.class_of(self._sequences[0])].waiting_clients():
                 yield from itertools.islice(filter(can_go, self._of_client[client][:num_of_each]), 1)
 
-    def first(self, preferred_seq_ids: Collection[int]) -> Sequence:
-        """The first of these. The queue must not be empty."""
-        return next(self.heads(preferred_seq_ids))
-
     def expired(self, now_s: float) -> list[tuple[Sequence, QueueTimeout]]:
         """Sequences that have waited too long, with their errors. Checks only every `CHECK_INTERVAL_S`."""
         if now_s < self._next_check_s:

@@ -15,9 +15,9 @@ from services.common.errors import ConfigError
 from services.common.model_config import load_model_config
 from services.common.sampling_params import SamplingParams
 from services.common.several_ranks import check_stages
-from services.dense_worker.lanes.stage_runner import StageModelRunner
 from services.dense_worker.ranks.stage_links import StageLinks
 from services.dense_worker.runner.model_runner import LayerRun
+from services.dense_worker.runner.stage_runner import StageModelRunner
 from services.dense_worker.runner.step_input import StepInput
 from services.step import StepPlan
 from tests.support.dense.family_models import VARIANTS, make_family_model

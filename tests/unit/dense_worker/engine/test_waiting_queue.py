@@ -37,7 +37,7 @@ def arriving(
 def drain(queue: WaitingQueue) -> list[int]:
     seq_ids = []
     while queue:
-        queue.remove(first := queue.first(()))
+        queue.remove(first := next(queue.heads(())))
         seq_ids.append(first.seq_id)
     return seq_ids
 

@@ -18,7 +18,6 @@ from services.common.model_config import load_model_config
 from services.common.rank import seam_config
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.kernels.linear.linear_choice import LinearChoice, LinearKernel
-from services.dense_worker.lanes.lane_runners import LaneRunners
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.ranks import cuda_shard_runner
 from services.dense_worker.ranks.leading_backend import LeadingRanks
@@ -26,6 +25,7 @@ from services.dense_worker.ranks.leading_stage import LeadingStage
 from services.dense_worker.ranks.stage_links import StageLinks
 from services.dense_worker.ranks.stage_weights import linked_weights
 from services.dense_worker.runner import cuda_model_runner
+from services.dense_worker.runner.lane_runners import LaneRunners
 from services.dense_worker.sampling.sampler import Sampler
 from services.pb import shard_pb2
 from services.step import PlanEntry, StepPlan

@@ -34,7 +34,7 @@ class Server:
 
     def serve(self, num_output_tokens: int, num_cached_tokens: int = 0) -> Sequence:
         """Opens the next sequence, computes its prompt and its output, and ends it."""
-        sequence = self.queue.first(())
+        sequence = next(self.queue.heads(()))
         self.queue.choose(sequence)
         sequence.status = SequenceStatus.RUNNING
         sequence.num_computed_tokens = min(num_cached_tokens, sequence.num_prompt_tokens - 1)
@@ -129,7 +129,7 @@ def test_a_new_client_is_next_although_another_has_500_waiting_sequences() -> No
     for _ in range(10):
         server.serve(50)
     newcomer = server.arrive(0, 2, 20)
-    assert server.queue.first(()) is newcomer
+    assert next(server.queue.heads(())) is newcomer
 
 
 def test_cached_prompt_tokens_cost_a_client_nothing() -> None:
@@ -139,7 +139,7 @@ def test_cached_prompt_tokens_cost_a_client_nothing() -> None:
             server.arrive(0, client, 40)
     served = Counter[int]()
     for _ in range(20):  # client 1 finds 39 of 40 tokens in the cache
-        client = server.queue.first(()).spec.client
+        client = next(server.queue.heads(())).spec.client
         server.serve(0, 39 if client == 1 else 0)
         served[client] += 1
     assert served[1] > 10 * served[2], "40 sequences of client 1 cost as much as one of client 2"

@@ -32,7 +32,6 @@ class TurnLayerRunner(LayerRunner):
 
     def attach(self, channels: Iterable[TurnChannel], learned: Learned) -> None:
         """Deals the backends to the channels, and passes the values on."""
-        assert not learned.recurrences and not learned.relative_bias, "`check_lanes` refuses these models"
         for backend in self._backends:
             use_learned(backend, learned)
         self._turns = Turns()

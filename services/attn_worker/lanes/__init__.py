@@ -1,1 +1,0 @@
-"""Several lanes: steps that run beside each other on one KV cache, each on its own channel."""
