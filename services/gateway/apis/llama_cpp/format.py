@@ -92,12 +92,25 @@ class LlamaCppFormat(Format):
             }
             if self._body.timings_per_token:
                 piece["timings"] = self._timings.of(prompt_index, chunk)
-            if self._used.logprobs is not None:
-                piece["completion_probabilities"] = self._probabilities(chunk.token_ids, chunk.logprobs or ())
-            objects.append(piece)
+            objects += [piece] if self._used.logprobs is None else self._with_probabilities(piece, chunk)
         if chunk.finish is not None:
             objects.append(self._last(index, prompt_index, chunk.finish, "", [], index in self._with_new_line))
         return objects
+
+    def _with_probabilities(self, piece: LlamaCppObject, chunk: Chunk) -> Iterator[LlamaCppObject]:
+        """An object for each token, as there; the first one has the text of all that arrived together."""
+        if not chunk.token_ids:
+            yield {**piece, "completion_probabilities": []}
+        probabilities = self._probabilities(chunk.token_ids, chunk.logprobs or ())
+        for i, (token_id, each) in enumerate(zip(chunk.token_ids, probabilities, strict=True)):
+            num_later = len(chunk.token_ids) - 1 - i
+            yield {
+                **piece,
+                "content": "" if i else piece["content"],
+                "tokens": [token_id],
+                "tokens_predicted": piece["tokens_predicted"] - num_later,
+                "completion_probabilities": [each],
+            }
 
     def failure(self, error: Exception) -> Sequence[LlamaCppErrorBody]:
         return [llama_cpp_error(error)]

@@ -47,6 +47,7 @@ class ChatFormat(OpenAIFormat):
         self.param_names = _param_names(body)
         self._lead = _last_of_assistant(body) if body.echo else ""
         self._is_named = isinstance(body.tool_choice, NamedToolChoice)
+        self._must_call = self._is_named or body.tool_choice in ("required", "any")
         has_format = service.tokenizer.chat_formats.reasoning is not None
         self._has_reasoning = has_format and body.include_reasoning is not False
 
@@ -103,9 +104,8 @@ class ChatFormat(OpenAIFormat):
             "choices": choices,
             "usage": self._usage.usage(),
             "prompt_logprobs": self._prompt_logprobs(prompt),
+            "prompt_token_ids": self._prompts[0] if self._body.return_token_ids else None,
         }
-        if self._body.return_token_ids:
-            whole["prompt_token_ids"] = self._prompts[0]
         return whole
 
     def _choice(self, completion: Completion) -> ChatChoice:
@@ -118,17 +118,19 @@ class ChatFormat(OpenAIFormat):
         }
         if completion.parts is not None:
             _add_parts(message, completion.parts, has_reasoning=self._has_reasoning)
+        if self._must_call:  # as with vLLM, which tells so of an answer that was cut before its first call
+            message["content"] = message["content"] or ""
+            message.setdefault("tool_calls", [])
         choice: ChatChoice = {
             "index": completion.index,
             "message": message,
             "logprobs": None,
             "finish_reason": _finish_reason(completion.finish, self._is_named),
             **self._end_fields(completion.finish),  # type: ignore[typeddict-item]
+            "token_ids": completion.token_ids if self._body.return_token_ids else None,
         }
         if self._body.logprobs:
             choice["logprobs"] = self._logprobs(completion.token_ids, completion.logprobs)
-        if self._body.return_token_ids:
-            choice["token_ids"] = completion.token_ids
         if self._body.return_prompt_token_ids:
             choice["prompt_token_ids"] = self._prompts[0]
         return choice

@@ -346,7 +346,7 @@ class ChatChoice(TypedDict):
     stop_reason: str | int | None
     matched_stop: str | int | None
     beam_score: NotRequired[float]  # with use_beam_search
-    token_ids: NotRequired[list[int]]
+    token_ids: list[int] | None
     prompt_token_ids: NotRequired[list[int]]  # with return_prompt_token_ids
     timings: NotRequired[TimingsObject]  # where there are several
 
@@ -366,7 +366,7 @@ class ChunkChoice(TypedDict):
 
 class _ChatAnswer(AnswerObject):
     prompt_logprobs: NotRequired[PromptLogprobs | None]
-    prompt_token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int] | None]
 
 
 class ChatObject(_ChatAnswer):

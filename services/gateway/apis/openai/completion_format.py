@@ -87,6 +87,8 @@ class CompletionFormat(OpenAIFormat):
             "finish_reason": completion.finish.reason.value,
             **self._end_fields(completion.finish),  # type: ignore[typeddict-item]
             "prompt_logprobs": None,
+            "token_ids": None,
+            "prompt_token_ids": None,
         }
         if self._body.logprobs is not None:
             choice["logprobs"] = self._legacy_logprobs(index, completion.token_ids, completion.logprobs, prompt)

@@ -75,8 +75,8 @@ class CompletionChoice(TypedDict):
     matched_stop: NotRequired[str | int | None]
     beam_score: NotRequired[float]  # with use_beam_search
     prompt_logprobs: NotRequired[PromptLogprobs | None]
-    token_ids: NotRequired[list[int]]
-    prompt_token_ids: NotRequired[list[int]]
+    token_ids: NotRequired[list[int] | None]
+    prompt_token_ids: NotRequired[list[int] | None]
     timings: NotRequired[TimingsObject]  # where there are several answers
 
 

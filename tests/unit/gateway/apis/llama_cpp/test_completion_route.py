@@ -9,6 +9,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from services.common.token_logprobs import LogprobRows
+from services.gateway.link.journal_entry import JournalEntry
 from tests.support.clients.gateway_calls import EOS, ids
 from tests.support.clients.http_gateway import CHATS, COMPLETIONS, answers_to, say, with_client
 from tests.support.running_gateway import RunningGateway
@@ -185,7 +187,20 @@ def test_a_stream_ends_with_the_object_that_has_stop(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_probabilities_are_those_of_completions(tmp_path: Path, is_stream: bool) -> None:
+def test_probabilities_are_those_of_completions(
+    tmp_path: Path, is_stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = JournalEntry.take_new_tokens
+
+    def take_all(entry: JournalEntry) -> Any:
+        """Takes nothing before the last token has come, so that all are in one chunk."""
+        if entry.finish_reason is not None:
+            return take(entry)
+        entry._is_in_updates = False
+        return [], LogprobRows(), None
+
+    monkeypatch.setattr(JournalEntry, "take_new_tokens", take_all)
+
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         text, num_tokens = " one two", len(ids(" one two"))
         body = {"prompt": [5, 6, 7], "n_predict": num_tokens, "n_probs": 2, "stream": is_stream}
@@ -199,6 +214,12 @@ def test_probabilities_are_those_of_completions(tmp_path: Path, is_stream: bool)
         assert [each["id"] for each in given] == ids(text)
         assert b"".join(bytes(each["bytes"]) for each in given).decode() == text
         assert [len(each["top_logprobs"]) for each in given] == [2] * num_tokens
+        if is_stream:  # as there, an event has one token, however many came together
+            *pieces, _ = found
+            assert [each["tokens"] for each in pieces] == [[token_id] for token_id in ids(text)]
+            assert [each["tokens_predicted"] for each in pieces] == list(range(1, num_tokens + 1))
+            assert all(len(each["completion_probabilities"]) == 1 for each in pieces)
+            assert "".join(each["content"] for each in pieces) == text
 
     with_client(tmp_path, FakeDense(say(" one two")), test)
 

@@ -70,6 +70,8 @@ def test_a_completion_has_openais_format(tmp_path: Path) -> None:
                     "stop_reason": None,
                     "matched_stop": None,
                     "prompt_logprobs": None,
+                    "token_ids": None,
+                    "prompt_token_ids": None,
                 }
             ],
             "usage": {
@@ -142,7 +144,8 @@ def test_content_parts_form_one_message(tmp_path: Path) -> None:
         for content in ("Tell me more", parts):
             messages = [{"role": "developer", "content": "Be brief"}, {"role": "user", "content": content}]
             response = await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
-            assert response.json()["prompt_logprobs"] is None
+            assert response.json()["prompt_logprobs"] is response.json()["prompt_token_ids"] is None
+            assert response.json()["choices"][0]["token_ids"] is None
             message = response.json()["choices"][0]["message"]
             reasoning = {"reasoning": None, "reasoning_content": None}
             assert message == {"role": "assistant", "content": " one", "refusal": None, **reasoning}

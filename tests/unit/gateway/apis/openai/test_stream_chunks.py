@@ -152,7 +152,9 @@ def test_return_token_ids_includes_those_of_the_prompt_once(path: str, tmp_path:
             mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
             assert mine[0]["prompt_token_ids"] == expected
             assert all("prompt_token_ids" not in choice for choice in mine[1:])
-    assert "prompt_token_ids" not in str(post(tmp_path, path, token_ids, n=2))
+    [whole] = post(tmp_path, path, token_ids, n=2)
+    assert all(holder["prompt_token_ids"] is None for holder in ([whole] if is_chat else whole["choices"]))
+    assert "prompt_token_ids" not in str(post(tmp_path, path, token_ids, n=2, stream=True))
 
 
 def test_every_choice_has_the_token_ids_of_its_prompt(tmp_path: Path) -> None:
