@@ -39,7 +39,11 @@ def read_parsing(
     parsing = tokenizer.chat_formats.parsing(
         chat.tools, prompt_end, last.content if chat.continue_final_message else None
     )
-    return parsing and replace(parsing, has_grammar=not chat.tools.is_demanded and _excludes_calls(given))
+    return parsing and replace(
+        parsing,
+        has_grammar=not chat.tools.is_demanded and _excludes_calls(given),
+        keeps_reasoning=chat.keeps_reasoning,
+    )
 
 
 def answer_ends(parsing: Parsing | None, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -54,6 +54,7 @@ class Chat:
     max_reasoning_tokens: int | None = None  # of the answer; None: no limit
     template: str | None = None  # the client's own template; None: the model's
     vectors: Sequence[ChatVectors] = ()  # for which placeholders stand in the messages
+    keeps_reasoning: bool = False  # in the content of the answer
 
     @property
     def has_pictures(self) -> bool:

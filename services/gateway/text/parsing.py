@@ -29,6 +29,7 @@ class Parsing:
     beginning: Beginning | None  # None: reasoning is not separated
     harmony: HarmonyBeginning | None = None  # the answer is in Harmony, which has reasoning and calls of its own
     has_grammar: bool = False  # whether the request gives the answer a grammar, which it has unless it is calls
+    keeps_reasoning: bool = False  # as content, with its markers
 
     def make_parser(self) -> AnswerParser:
         """The parser of one answer."""
@@ -43,7 +44,8 @@ class Parsing:
 
     def _reasoning(self, call_marker: str | None) -> ThinkTags:
         """`call_marker`: None if a grammar holds for calls, since it begins only behind the reasoning."""
-        return ThinkTags(self.beginning or Beginning.CONTENT, call_marker)
+        beginning = Beginning.CONTENT if self.keeps_reasoning or self.beginning is None else self.beginning
+        return ThinkTags(beginning, call_marker)
 
     @property
     def token_markers(self) -> Sequence[str]:

@@ -46,6 +46,9 @@ def read_chat(chat: gateway_pb2.Chat, formats: ChatFormats) -> Chat:
     if formats.is_harmony and (effort := template_kwargs.get("reasoning_effort", "medium")) not in REASONING_EFFORTS:
         known = ", ".join(REASONING_EFFORTS)
         raise InvalidRequest(f"reasoning_effort is {quote(str(effort))}, this model knows {known}", "reasoning_effort")
+    if chat.keeps_reasoning and formats.is_harmony:
+        reason = "cannot be false with this model: what it writes in Harmony is no text without being told apart"
+        raise InvalidRequest(f"separate_reasoning {reason}", "separate_reasoning")
     num_bytes = len(chat.chat_template.encode())
     if num_bytes > MAX_TEMPLATE_BYTES:
         raise InvalidRequest(
@@ -61,6 +64,7 @@ def read_chat(chat: gateway_pb2.Chat, formats: ChatFormats) -> Chat:
         max_reasoning_tokens,
         chat.chat_template or None,
         vectors,
+        chat.keeps_reasoning,
     )
 
 

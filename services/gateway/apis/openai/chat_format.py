@@ -48,6 +48,7 @@ class ChatFormat(OpenAIFormat):
         self._lead = _last_of_assistant(body) if body.echo else ""
         self._is_named = isinstance(body.tool_choice, NamedToolChoice)
         self._must_call = self._is_named or body.tool_choice in ("required", "any")
+        self._held_reasoning: dict[int, list[str]] = {}  # of streams, by index
         has_format = service.tokenizer.chat_formats.reasoning is not None
         self._has_reasoning = has_format and body.include_reasoning is not False
 
@@ -68,7 +69,10 @@ class ChatFormat(OpenAIFormat):
     def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[ChatChunkObject | bytes]:
         if self._is_plain and chunk.text and not chunk.deltas and chunk.finish is None and chunk.prompt is None:
             return (self._text_objects.event(chunk.index, chunk.text),)
-        delta = _delta_object(chunk.all_deltas(), has_reasoning=self._has_reasoning)
+        deltas = chunk.all_deltas()
+        if self._body.stream_reasoning is False:
+            deltas = self._with_whole_reasoning(chunk.index, deltas, is_last=chunk.finish is not None)
+        delta = _delta_object(deltas, has_reasoning=self._has_reasoning)
         choice = _piece(chunk.index, delta)
         if self._body.logprobs and chunk.token_ids:
             choice["logprobs"] = self._logprobs(chunk.token_ids, chunk.logprobs or ())
@@ -91,6 +95,19 @@ class ChatFormat(OpenAIFormat):
         if prompt_logprobs is not None:
             objects[0]["prompt_logprobs"] = prompt_logprobs
         return objects
+
+    def _with_whole_reasoning(
+        self, index: int, deltas: Sequence[AnswerDelta], *, is_last: bool
+    ) -> Sequence[AnswerDelta]:
+        """Holds reasoning back until something else follows it, or nothing."""
+        held = self._held_reasoning.setdefault(index, [])
+        held += [each.text for each in deltas if isinstance(each, ReasoningDelta)]
+        others = [each for each in deltas if not isinstance(each, ReasoningDelta)]
+        if not held or not (others or is_last):
+            return others
+        whole = ReasoningDelta("".join(held))
+        held.clear()
+        return [whole, *others]
 
     def whole(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> ChatObject:
         [(completions, prompt)] = answers

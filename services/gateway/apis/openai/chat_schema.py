@@ -235,6 +235,12 @@ class ChatRequest(OpenAIFields, NamedFields):
     thinking_token_budget: CountOrAll | None = Field(
         None, description="Another name of max_reasoning_tokens, as in vLLM; -1: no limit"
     )
+    separate_reasoning: bool | None = Field(
+        None, description="false: leave the reasoning in the content, with its markers, as with SGLang"
+    )
+    stream_reasoning: bool | None = Field(
+        None, description="false: send the reasoning of a stream in one piece when it is whole, as with SGLang"
+    )
     include_reasoning: bool | None = Field(None, description="false: leave the reasoning out of the answer")
     add_generation_prompt: AddGenerationPrompt = None
     continue_final_message: ContinueFinalMessage = None

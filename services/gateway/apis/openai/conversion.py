@@ -88,6 +88,7 @@ def chat_message(body: ChatRequest, request_id: str, limits: ModelLimits) -> gat
     message.return_progress = body.has_progress
     message.chat.tool_choice = choice_text(body.tool_choice)
     message.chat.reasoning_effort = body.reasoning_effort or ""
+    message.chat.keeps_reasoning = body.separate_reasoning is False
     budget = body.thinking_token_budget if body.max_reasoning_tokens is None else body.max_reasoning_tokens
     if budget not in (None, ALL):
         message.chat.max_reasoning_tokens = budget

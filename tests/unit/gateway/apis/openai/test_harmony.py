@@ -137,6 +137,8 @@ def test_the_effort_of_reasoning(tmp_path: Path) -> None:
         with pytest.raises(openai.BadRequestError, match="'none', this model knows low") as refused:
             await api.responses.create(model="model", input="Hi", reasoning={"effort": "none"})
         assert refused.value.param == "reasoning.effort"
+        with pytest.raises(openai.BadRequestError, match="separate_reasoning cannot be false with this model"):
+            await create(api, extra_body={"separate_reasoning": False})
         with pytest.raises(openai.BadRequestError, match="max_reasoning_tokens is 7, but several tokens"):
             await create(api, extra_body={"max_reasoning_tokens": 7})
 

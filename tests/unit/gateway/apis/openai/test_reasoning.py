@@ -49,6 +49,37 @@ def test_reasoning_stands_beside_the_content(tmp_path: Path) -> None:
     with_chat_model(tmp_path, "qwen3", [ANSWER], test)
 
 
+def test_reasoning_may_stay_in_the_content_as_with_sglang(tmp_path: Path) -> None:
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        asked: Any = {"extra_body": {"separate_reasoning": False}}
+        for more in ({}, {"tools": [WEATHER]}):
+            [choice] = (await create(api, **asked, **more)).choices
+            assert choice.message.content == ANSWER and choice.message.model_extra == NO_REASONING
+            chunks = [each.choices[0].delta async for each in await create(api, stream=True, **asked, **more)]
+            assert "".join(each.content or "" for each in chunks) == ANSWER
+            assert not any(each.model_extra.get("reasoning_content") for each in chunks)
+        [choice] = (await create(api, extra_body={"separate_reasoning": True})).choices
+        assert choice.message.reasoning_content == THOUGHT
+
+    with_chat_model(tmp_path, "qwen3", [ANSWER], test)
+
+
+@pytest.mark.parametrize("text", [ANSWER, f"<think>{THOUGHT}"])
+def test_reasoning_may_come_in_one_piece(tmp_path: Path, text: str) -> None:
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        for is_streamed in (True, False):
+            asked = {"stream_reasoning": is_streamed}
+            choices = [each.choices[0] async for each in await create(api, stream=True, n=2, extra_body=asked)]
+            for index in range(2):
+                deltas = [each.delta for each in choices if each.index == index]
+                pieces = [each.reasoning_content for each in deltas if each.reasoning_content]
+                assert "".join(pieces) == THOUGHT and (len(pieces) > 1) == is_streamed
+                content = "".join(each.content or "" for each in deltas)
+                assert content == ("Four. Stop here." if text == ANSWER else "")
+
+    with_chat_model(tmp_path, "qwen3", [text], test)
+
+
 @pytest.mark.parametrize("text", [ANSWER, "Four."])
 @pytest.mark.parametrize("model", ["qwen3", "hermes"])
 def test_reasoning_content_can_be_read_from_every_message_and_delta(tmp_path: Path, model: str, text: str) -> None:
