@@ -20,13 +20,12 @@ from services.dense_worker.features.adapters.adapter_feature import AdapterFeatu
 from services.dense_worker.features.adapters.adapter_loader import make_loader
 from services.dense_worker.features.beams.add_beams import prepare_beams
 from services.dense_worker.features.feature import Feature
-from services.dense_worker.features.fork_policy import ForkPolicy
+from services.dense_worker.features.fork_policy import ForkPolicy, ParallelAnswers
 from services.dense_worker.features.grammar.grammar_feature import GrammarFeature
 from services.dense_worker.features.grammar.grammars import Grammars
 from services.dense_worker.features.hidden_states.hidden_states_feature import HiddenStatesFeature
 from services.dense_worker.features.images.images_feature import ImagesFeature
 from services.dense_worker.features.images.prepare_images import PreparedImages, why_no_pictures
-from services.dense_worker.features.parallel.parallel_answers import ParallelAnswers
 from services.dense_worker.features.pooling.pooling_feature import PoolingFeature
 from services.dense_worker.features.pooling.pooling_head import (
     PoolingHead,

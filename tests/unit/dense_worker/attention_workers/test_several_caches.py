@@ -20,7 +20,7 @@ from services.dense_worker.engine.placement import Placement
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import InFlight, PublishedPlan, Session
-from services.dense_worker.features.parallel.parallel_answers import ParallelAnswers
+from services.dense_worker.features.fork_policy import ParallelAnswers
 from services.step import PlanAccepted, RaggedTokens, SequenceOpened, StepResult
 from tests.support.dense.scheduler_cluster import (
     BLOCK_SIZE,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from services.dense_worker.features.fork_policy import ForkPolicy
+from services.dense_worker.features.fork_policy import ForkPolicy, ParallelAnswers
 from services.dense_worker.features.installed import make_fork_policy
-from services.dense_worker.features.parallel.parallel_answers import ParallelAnswers
 
 
 def test_prompts_are_forked_unless_the_model_has_recurrent_layers() -> None:

@@ -17,8 +17,7 @@ from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import PublishedPlan
-from services.dense_worker.features.fork_policy import ForkPolicy
-from services.dense_worker.features.parallel.parallel_answers import ParallelAnswers
+from services.dense_worker.features.fork_policy import ForkPolicy, ParallelAnswers
 from services.step import StepPlan
 from tests.support.dense.eager_drafting import EagerDrafting
 from tests.support.dense.scheduler_cluster import BLOCK_SIZE, STOP_TOKEN, WINDOWS, Cluster, expected_output
