@@ -301,6 +301,7 @@ class GrammarMatcher:
                 if not matcher._matcher.consume_token(token_id):  # 2 µs: other threads would not be faster
                     matcher._limit_recovery(begin_s)
                 matcher._note((token_id,))
+            matcher._token_s = 0.0
             times.append(clock())
         took_s = time.thread_time() - begin_s
         if took_s > QUICK_S:

@@ -266,8 +266,14 @@ class Scheduler:
 
         Called once for each step, after it has been launched and before it is collected.
         """
-        session = self.session  # forks come first, before the sequence from which they are can end
-        most = 0 if session.to_fork else self.limits.max_num_seqs - len(session.running)
+        session, num_running = self.session, len(self.session.running)
+        most = self.limits.max_num_seqs - num_running
+        if self._drafting.begins_to_look(num_running, most):
+            for sequence in [each for each in session.running if each.slot is not None]:
+                if self._drafting.looks_at(sequence):
+                    session.leave_row(sequence)
+        if session.to_fork:  # forks come first, before the sequence from which they are can end
+            most = 0
         return self._drafting.waits_for(step.running, session.others, len(session.rows), most)
 
     def schedule(self, lane: int = 0) -> PublishedPlan | None:
@@ -411,7 +417,7 @@ class Scheduler:
             sampled += [(sequence.seq_id, token_id) for token_id in token_ids]
             if not has_row:
                 sequence.num_computed_tokens += len(token_ids) - 1  # the accepted drafts
-                if self._has_rows and sequence.is_plain:
+                if self._has_rows and sequence.is_plain and not self._drafting.looks_at(sequence):
                     self.session.enter_row(sequence)
         return SequenceOutput(sequence, token_ids, None)
 
@@ -562,8 +568,7 @@ class Scheduler:
         self._moves = Moves(session, self._admission, self._residency)
         parts = (session, self._waiting, limits, self._drafting, self._forks, self._residency)
         self._planners = [StepPlanner(*parts, lane) for lane in range(len(session.lanes))]
-        # Whether plain sequences have rows: not where each is looked at in each step.
-        self._has_rows = not self._drafting.looks_at_each and session.sliding_window.window is None
+        self._has_rows = session.sliding_window.window is None
 
     def _note_new_caches(self, sequence: Sequence) -> None:
         if self.session.has_new_caches:

@@ -195,7 +195,7 @@ class Sequence:
     def is_plain(self) -> bool:
         """Whether a step that decodes it gets one token from it, and has nothing else to report or to do for it."""
         reports = self.spec.num_logprobs is not None or any([each.reports for each in self.features])
-        return self.policy is None and not reports and self.forced_by is None
+        return self.policy is None and not reports
 
     def append(self, token_ids: SequenceOf[int], is_complete: bool = False) -> FinishReason | None:
         """Appends sampled tokens up to the one that ends it, if there is such a one: then returns why.

@@ -68,7 +68,8 @@ class SequenceFeature:
     # Whether draft tokens of it can be verified.
     allows_drafts: bool = True
     # Whether it knows some next tokens for certain: `forced_token_ids`. Then these are its only draft tokens, which it
-    # also has in a server without speculation, and the scheduler plans it by itself.
+    # also has in a server without speculation. The scheduler plans it by itself where these may pay, and while it takes
+    # turns because of its `host_s`.
     forces_tokens: bool = False
 
     # Rows that the KV cache keeps for it besides those of its tokens.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
 
 from services.dense_worker.engine.plan_builder import PlanBuilder
 from services.dense_worker.engine.sequence import Sequence as EngineSequence
@@ -17,7 +16,8 @@ from services.dense_worker.runner.model_runner import RunningStep
 class EagerDrafting(Drafting, ABC):
     """Every step waits for the one before, and every sequence gets as many drafts as there is room for."""
 
-    looks_at_each: ClassVar[bool] = True
+    def looks_at(self, sequence: EngineSequence) -> bool:
+        return True
 
     def waits_for(
         self, step: RunningStep, running: Sequence[EngineSequence], num_rows: int, max_num_drafts: int

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -27,10 +27,19 @@ if TYPE_CHECKING:
 class Drafting:
     """No step has drafts. Subclasses have some. An `EngineObserver`."""
 
-    looks_at_each: ClassVar[bool] = False  # whether all sequences are planned one by one, also those without drafts
-
     def __init__(self) -> None:
         self.counts = DraftCounts()  # of what steps have verified
+
+    def looks_at(self, sequence: Sequence) -> bool:
+        """Whether a sequence may get drafts now, so that it is planned by itself."""
+        return False
+
+    def begins_to_look(self, num_running: int, max_num_drafts: int) -> bool:
+        """Whether `looks_at` says yes from now on of sequences of which it said no.
+
+        Asked before `waits_for`. num_running: number of running sequences; max_num_drafts: that there is room for
+        """
+        return False
 
     def waits_for(
         self, step: RunningStep, running: SequenceOf[Sequence], num_rows: int, max_num_drafts: int

@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from services.dense_worker.engine.observer import StepStats
 from services.dense_worker.engine.plan_builder import PlanBuilder
@@ -48,8 +48,6 @@ MIN_GAIN = 1.1  # a token must take so many times less time with drafts: estimat
 class MeasuredDrafting(Drafting):
     """Steps have the drafts that make tokens come sooner, by what steps have cost. Runs on the engine thread."""
 
-    looks_at_each: ClassVar[bool] = True
-
     def __init__(self, drafter: Drafter, num_drafts: int, costs: StepCosts) -> None:
         """num_drafts: most drafts of a sequence in a step, if they are not forced"""
         super().__init__()
@@ -67,6 +65,10 @@ class MeasuredDrafting(Drafting):
         self._was_busy = False  # whether sequences were running when the last step ended
         self._request: DraftRequest | None = None  # of the step under way, if something is drafted after it
         self._requested_for: SequenceOf[Sequence] = ()  # the sequences that ran when it was made
+
+    def looks_at(self, sequence: Sequence) -> bool:
+        """Also those that have no drafts."""
+        return True
 
     def waits_for(
         self, step: RunningStep, running: SequenceOf[Sequence], num_rows: int, max_num_drafts: int
@@ -258,11 +260,19 @@ class ForcedDrafting(MeasuredDrafting):
     While no form runs, nothing is measured.
     """
 
-    looks_at_each: ClassVar[bool] = False
-
     def __init__(self, costs: StepCosts) -> None:
         super().__init__(Drafter(), 0, costs)
-        self._has_forms = False  # whether a form runs
+        self._has_forms = False  # whether a form runs that is looked at
+        self._has_room = True  # for so many drafts that they may pay
+
+    def looks_at(self, sequence: Sequence) -> bool:
+        """Forms, where drafts may pay."""
+        return self._has_room and sequence.forced_by is not None
+
+    def begins_to_look(self, num_running: int, max_num_drafts: int) -> bool:
+        """Whether there is room again. A draft saves half a step of its sequence at most: one token of two."""
+        had_room, self._has_room = self._has_room, num_running - max_num_drafts / 2 < num_running / MIN_GAIN
+        return self._has_room and not had_room
 
     def waits_for(
         self, step: RunningStep, running: SequenceOf[Sequence], num_rows: int, max_num_drafts: int

@@ -236,10 +236,11 @@ class Costly(SequenceFeature):
     """As a grammar whose masks take long."""
 
     forces_tokens = True  # though it knows none
+    takes_s = 2 * MAX_HOST_S
 
     @property
     def host_s(self) -> float:
-        return 2 * MAX_HOST_S
+        return self.takes_s
 
 
 def test_prompts_that_end_together_take_turns_if_their_first_tokens_take_long_of_the_host() -> None:
@@ -256,3 +257,26 @@ def test_prompts_that_end_together_take_turns_if_their_first_tokens_take_long_of
     assert max(counts) == 1 and sum(counts) == 2 * len(costly)
     assert {8, 9, 10, 11} <= {each.seq_id for each in cluster.plans[1].entries}, "the others wait for none of them"
     assert {each.sequence.seq_id for each in cluster.outputs if each.finish_reason is not None} == set(range(12))
+
+
+def test_streams_take_turns_from_when_their_tokens_take_long_of_the_host_until_they_do_no_more() -> None:
+    cluster = Cluster(max_num_seqs=6, max_num_batched_tokens=64, num_blocks=64)
+    sequences, costly = [make_sequence(seq_id, 3, 30) for seq_id in range(6)], [Costly() for _ in range(3)]
+    for sequence, feature in zip(sequences, costly, strict=False):
+        feature.takes_s = 0.0
+        sequence.features = (feature,)
+    for sequence in sequences:
+        cluster.scheduler.add(sequence)
+    num_entries = list[int]()
+    for takes_s in (0.0, MAX_HOST_S / 2, MAX_HOST_S / 4, 0.0):
+        for feature in costly:
+            feature.takes_s = takes_s
+        for _ in range(6):
+            cluster.step()
+        plan = cluster.plans[-1]
+        assert {3, 4, 5} <= {each.seq_id for each in plan.entries}, "the others wait for none of them"
+        num_entries.append(len(plan.entries))
+    assert num_entries == [6, 5, 6, 6], "two of the three take as long as may be"
+    assert all(each.slot is not None for each in sequences)
+    cluster.run_until_idle()
+    assert [each.output_token_ids for each in sequences] == [expected_output(each) for each in sequences]

@@ -109,6 +109,29 @@ def test_streams_without_a_form_keep_their_rows_beside_those_with_one() -> None:
     assert [each.output_token_ids for each in (plain, formed)] == [expected_output(plain), expected_output(formed)]
 
 
+def test_forms_are_planned_like_plain_streams_while_there_is_no_room_for_drafts_that_may_pay() -> None:
+    drafting = make_drafting()
+    cluster = TimedCluster(drafting, *COSTS["gpu"], max_num_seqs=8)
+    sequences = [make_sequence(seq_id, 4, 20 if seq_id > 6 else 60) for seq_id in range(1, 9)]
+    for sequence in sequences:
+        Form(sequence, 4)
+        cluster.scheduler.add(sequence)
+    has_row = list[bool]()
+    while cluster.scheduler.num_running != 6:
+        cluster.step()
+        has_row.append(all(each.slot is not None for each in sequences))
+    assert has_row[5:-1] and all(has_row[5:-1]), "from their second token on"
+    assert not drafting.counts.num_drafts
+    cluster.scheduler.add(make_sequence(9, 4, 60))  # it has no form
+    for _ in range(5):
+        cluster.step()
+    assert all(each.slot is not None for each in sequences[:6]), "there is room for one draft again"
+    cluster.scheduler.cancel(9)
+    cluster.run_until_idle()
+    assert [each.output_token_ids for each in sequences] == [expected_output(each) for each in sequences]
+    assert drafting.counts.num_drafts > 0, "two for six streams, which may pay"
+
+
 @settings(max_examples=examples(40), deadline=None)
 @given(
     requests,
@@ -129,7 +152,8 @@ def test_every_sequence_gets_its_tokens(
     """With preemptions, new attachments and cancelled sequences, where drafts always pay."""
     budget = max(budget, max_num_seqs)
     drafting = ForcedDrafting(FreeSteps(max_num_seqs, budget))
-    cluster = TimedCluster(drafting, 0.1, 0.1, num_blocks=num_blocks)
+    sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "num_blocks": num_blocks}
+    cluster = TimedCluster(drafting, 0.1, 0.1, **sizes)
     sequences: list[Sequence] = []
     num_steps = 0
     for seq_id, (prompt_len, max_tokens, can_stop, gap, cancel_after) in enumerate(arrivals, start=1):

@@ -54,8 +54,8 @@ class TimedCluster(Cluster):
 
     def __init__(self, drafting: MeasuredDrafting | None, late_s: float, token_s: float, **sizes: int) -> None:
         """A step costs 1 s, `token_s` for each further token, and `late_s` if it is not planned ahead."""
-        sizes = {"num_blocks": 320} | sizes
-        super().__init__(max_num_seqs=32, max_num_batched_tokens=64, drafting=drafting, **sizes)
+        sizes = {"num_blocks": 320, "max_num_seqs": 32, "max_num_batched_tokens": 64} | sizes
+        super().__init__(drafting=drafting, **sizes)
         self.time_s = 0.0
         self.counts = DraftCounts() if drafting is None else drafting.counts
         self._late_s, self._token_s = late_s, token_s
