@@ -10,14 +10,16 @@ of keys in `gateway.adapter_admins`, and of callers without a key are shared by 
 
 A change reaches all gateways or none. The one that is asked makes it, and holds the lock of `GatewayPeers` meanwhile:
 it has all peers read the adapter, records it, has all of them serve it, and then does so itself. If one of them fails
-meanwhile, all serve again what they did before. A peer that starts listens before it reads the records, so it misses
-nothing.
+meanwhile, all serve again what they did before. If it dies itself, the next one to hold the lock, at the latest the
+process in its place, has all of them serve what is recorded. A peer that starts listens before it reads the records, so
+it misses nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 from collections import Counter
 from collections.abc import Collection, Coroutine, Iterable
@@ -129,6 +131,9 @@ class Adapters:
                 except (TwostrokeError, OSError) as error:
                     reason = str(error)
                     log.warning("an adapter that a client had loaded is not served", adapter=name, reason=reason)
+            if self._peers.has_unfinished_change:
+                async with self._peers.changing() as unfinished:
+                    await self._finish(unfinished)
         self._changed_at_start = None
 
     async def load(self, caller: Caller, name: str, path: str, *, replaces: bool = False) -> Adapter:
@@ -143,7 +148,7 @@ class Adapters:
             raise InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.", missing)
         owner = self._owner_for(caller)
         self._check_name(owner, name, replaces)
-        return await self._in_turn(caller, self._load(owner, name, directory, path, replaces))
+        return await self._in_turn(caller, owner, name, self._load(owner, name, directory, path, replaces))
 
     async def unload(self, caller: Caller, name: str) -> None:
         """Forgets an adapter; requests that have it go on. Goes on if it is cancelled.
@@ -155,7 +160,7 @@ class Adapters:
         if not name:
             raise InvalidRequest("'lora_name' must be provided.", "lora_name")
         self._check_loaded(caller, name)
-        await self._in_turn(caller, self._unload(caller, name))
+        await self._in_turn(caller, self._owner_for(caller), name, self._unload(caller, name))
 
     async def stage(self, message: gateway_peers_pb2.PeerAdapter) -> None:
         """Reads an adapter for a peer. Raises what `load` raises."""
@@ -220,8 +225,8 @@ class Adapters:
             )
         raise NotFound(f"The lora adapter {quote(name)} cannot be found.", "lora_name")
 
-    async def _in_turn(self, caller: Caller, change: Coroutine[Any, Any, T]) -> T:
-        """Makes a change when it is this caller's turn. Clients take turns, and so do the gateways."""
+    async def _in_turn(self, caller: Caller, owner: str, name: str, change: Coroutine[Any, Any, T]) -> T:
+        """Makes a change of an adapter when it is this caller's turn. Clients take turns, and so do the gateways."""
         client = caller.number
         try:
             if len(self._changes) >= MAX_CHANGES:
@@ -232,7 +237,7 @@ class Adapters:
             change.close()
             raise
         self._changes_of[client] += 1
-        task = asyncio.create_task(self._wait_and_make(client, change))
+        task = asyncio.create_task(self._wait_and_make(client, json.dumps([owner, name]), change))
         self._changes.add(task)
         task.add_done_callback(lambda task: self._note_done(task, client))
         return await asyncio.shield(task)  # a thread cannot be cancelled: also without a client it has its turn
@@ -245,18 +250,35 @@ class Adapters:
         if not task.cancelled():
             task.exception()  # its client may have gone away
 
-    async def _wait_and_make(self, client: Client, change: Coroutine[Any, Any, T]) -> T:
+    async def _wait_and_make(self, client: Client, what: str, change: Coroutine[Any, Any, T]) -> T:
         async with contextlib.AsyncExitStack() as turn:
             try:
                 async with asyncio.timeout(MAX_WAIT_S):
                     await turn.enter_async_context(self._turns.turn(client))
-                    await turn.enter_async_context(self._peers.changing())
+                    unfinished = await turn.enter_async_context(self._peers.changing(what))
+                await self._finish(unfinished)
             except BaseException as error:
                 change.close()
                 if isinstance(error, TimeoutError):
                     raise QueueTimeout(f"other adapters were being loaded for {MAX_WAIT_S:g} s, the limit") from None
                 raise
             return await change
+
+    async def _finish(self, unfinished: Iterable[str]) -> None:
+        """Has all gateways serve what is recorded of the adapters that others were changing when they died."""
+        for owner, name in map(json.loads, unfinished):
+            try:
+                path = await asyncio.to_thread(self._recorded_path, owner, name)
+                if path is None:
+                    await self._forget_everywhere(owner, name)
+                    continue
+                found = await asyncio.to_thread(find_below, self._changeable_directory(), str(path))
+                adapter = await self._read(name, found)
+                message = gateway_peers_pb2.PeerAdapter(owner=owner, name=name, path=str(path), hash=adapter.hash)
+                await self._peers.serve_adapter(message)
+                self._put(owner, adapter)
+            except (TwostrokeError, OSError) as error:
+                log.warning("gateways may differ: a change was not finished", adapter=name, reason=str(error))
 
     async def _load(self, owner: str, name: str, directory: Path, path: str, replaces: bool) -> Adapter:
         self._check_name(owner, name, replaces)  # another call may have loaded it meanwhile
@@ -299,9 +321,11 @@ class Adapters:
         self._check_loaded(caller, name)
         owner = self._owner_for(caller)
         await self._record(owner, name, None)
+        await self._forget_everywhere(owner, name)
+
+    async def _forget_everywhere(self, owner: str, name: str) -> None:
         await self._peers.forget_adapter(owner, name)
-        self._list.remove(owner, name)
-        log.info("adapter unloaded", adapter=name, owner=owner)
+        self.forget(owner, name)
 
     async def _record(self, owner: str, name: str, path: Path | None) -> None:
         """None: removes the record. If that fails, the adapter is served, or not, until the next start only."""

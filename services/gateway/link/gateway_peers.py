@@ -28,6 +28,7 @@ log = structlog.get_logger()
 TIMEOUT_S = 2.0
 ADAPTER_TIMEOUT_S = 60.0  # a peer reads the files of an adapter
 LOCK_RETRY_S = 0.02
+MAX_UNFINISHED_BYTES = 2**20
 
 T = TypeVar("T")
 
@@ -97,17 +98,32 @@ class GatewayPeers:
         if failed := _failed(_of_living(outcomes)):
             raise PeerError(f"adapter {name!r} is not forgotten in {failed}: unload it again")
 
+    @property
+    def has_unfinished_change(self) -> bool:
+        """Whether a process is in `changing` now, or has ended there."""
+        return self._change_lock is not None and self._change_lock.exists() and self._change_lock.stat().st_size > 0
+
     @contextlib.asynccontextmanager
-    async def changing(self) -> AsyncIterator[None]:
-        """A context that only one process is in; waits for it. A process that ends, however it does, leaves it."""
+    async def changing(self, what: str = "") -> AsyncIterator[list[str]]:
+        """A context that only one process is in; waits for it. A process that ends, however it does, leaves it.
+
+        Yields what such processes were changing, which is to be finished first. `what` is changed here: a line of text.
+        """
         if self._change_lock is None:
-            yield
+            yield []
             return
         file = os.open(self._change_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             while not _lock(file):  # noqa: ASYNC110  another process holds it
                 await asyncio.sleep(LOCK_RETRY_S)
-            yield
+            unfinished = os.pread(file, MAX_UNFINISHED_BYTES, 0).decode()
+            os.pwrite(file, f"{what}\n".encode(), len(unfinished.encode()))
+            try:
+                yield list(filter(None, unfinished.split("\n")))
+            except Exception:  # but not the end of this process
+                os.ftruncate(file, 0)
+                raise
+            os.ftruncate(file, 0)
         finally:
             os.close(file)
 

@@ -269,10 +269,6 @@ def test_an_adapter_that_one_gateway_cannot_serve_is_served_by_none(
             raise InvalidRequest("its files are gone")
         await serve(self, request)
 
-    async def served(gateways: Gateways) -> list[list[tuple[str, str]]]:
-        infos = [await each.stub.ModelInfo(gateway_pb2.ModelInfoRequest()) for each in gateways]
-        return [[(each.name, Path(each.path).name) for each in info.adapters] for info in infos]
-
     async def test(gateways: Gateways, workers: list[FakeDense]) -> None:
         body = {"lora_name": "x", "lora_path": "b", "load_inplace": True}
         expected = []
@@ -331,6 +327,55 @@ def test_while_a_gateway_is_down_nothing_is_loaded_and_when_it_starts_it_has_eve
                 assert [[(each.name, Path(each.path).name) for each in info.adapters] for info in infos] == [
                     [("x", "a")]
                 ] * 2
+
+    run(body())
+
+
+async def served(gateways: Gateways) -> list[list[tuple[str, str]]]:
+    """Names and directories of the adapters of each gateway."""
+    infos = [await each.stub.ModelInfo(gateway_pb2.ModelInfoRequest()) for each in gateways]
+    return [[(each.name, Path(each.path).name) for each in info.adapters] for info in infos]
+
+
+@pytest.mark.parametrize("finisher", ["the next process in its place", "a peer with the next change"])
+@pytest.mark.parametrize("change", ["load", "replace", "unload"])
+def test_a_change_whose_process_dies_before_its_peers_know_is_finished(
+    tmp_path: Path, adapters: Path, monkeypatch: pytest.MonkeyPatch, change: str, finisher: str
+) -> None:
+    has_died = asyncio.Event()
+
+    async def die(*_: object) -> None:
+        has_died.set()
+        raise asyncio.CancelledError
+
+    async def body() -> None:
+        options, expected = {"lora_directory": adapters}, [] if change == "unload" else [("x", "b")]
+        async with contextlib.AsyncExitStack() as stack:
+            peers = [
+                await stack.enter_async_context(gateway_of(tmp_path, index, 3, endless(), **options))
+                for index in (1, 2)
+            ]
+            async with gateway_of(tmp_path, 0, 3, endless(), **options) as first:
+                if change != "load":
+                    assert (await post(first, LOAD, {"lora_name": "x", "lora_path": "a"}, {})).status_code == 200
+                before = await served(peers)
+                monkeypatch.setattr(GatewayPeers, "serve_adapter", die)
+                monkeypatch.setattr(GatewayPeers, "forget_adapter", die)
+                if change == "unload":
+                    call = first.stub.UnloadAdapter(gateway_pb2.UnloadAdapterRequest(name="x"))
+                else:
+                    call = first.stub.LoadAdapter(gateway_pb2.LoadAdapterRequest(name="x", path="b", replaces=True))
+                await has_died.wait()
+                call.cancel()
+                monkeypatch.undo()
+                assert await served(peers) == before != [expected] * 2, "they have not been told"
+                if finisher == "a peer with the next change":
+                    await peers[0].stub.LoadAdapter(gateway_pb2.LoadAdapterRequest(name="y", path="a"))
+                    expected.append(("y", "a"))
+                    assert await served([first, *peers]) == [expected] * 3
+                    return
+            async with gateway_of(tmp_path, 0, 3, endless(), **options) as again:
+                assert await served([again, *peers]) == [expected] * 3
 
     run(body())
 
