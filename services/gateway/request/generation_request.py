@@ -292,6 +292,12 @@ async def _read_prompt(
         raise InvalidRequest("truncate_prompt_tokens cannot be used with pictures", "truncate_prompt_tokens")
     if pictures and vectors.table is not None:
         raise InvalidRequest("pictures cannot be used with vectors in one prompt", "messages")
+    if message.truncate_prompt_tokens > limits.max_model_len:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens is {message.truncate_prompt_tokens}, max_model_len is {limits.max_model_len}. "
+            "Please request a smaller truncation size.",
+            "truncate_prompt_tokens",
+        )
     num_kept, num_in_front = len(given), len(vectors.front_ids)
     if message.HasField("truncate_prompt_tokens") and source is None:
         num_kept = min(num_kept, num_kept_tokens(message, limits.max_model_len - num_in_front))

@@ -220,6 +220,7 @@ class ChatRequest(OpenAIFields, NamedFields):
         "prompt": (),
         "suffix": ("",),
         "mm_processor_kwargs": ({},),
+        "parse_tool_calls": (True,),  # llama.cpp's
     }
 
     messages: Messages
@@ -237,6 +238,9 @@ class ChatRequest(OpenAIFields, NamedFields):
     )
     separate_reasoning: bool | None = Field(
         None, description="false: leave the reasoning in the content, with its markers, as with SGLang"
+    )
+    reasoning_format: Literal["auto", "deepseek", "none"] | None = Field(
+        None, description="llama.cpp's; none is separate_reasoning false, and auto and deepseek the default"
     )
     stream_reasoning: bool | None = Field(
         None, description="false: send the reasoning of a stream in one piece when it is whole, as with SGLang"
@@ -270,6 +274,11 @@ class ChatRequest(OpenAIFields, NamedFields):
         """
         is_short = len(self.messages) <= MAX_KEPT_MESSAGES
         return self if is_short else self.model_copy(update={"messages": self.messages[-1:]})
+
+    @property
+    def keeps_reasoning(self) -> bool:
+        """Whether reasoning stays in the content."""
+        return self.separate_reasoning is False or self.reasoning_format == "none"
 
     @property
     def has_progress(self) -> bool:

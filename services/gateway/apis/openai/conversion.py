@@ -15,11 +15,13 @@ from services.gateway.apis.shared.to_message import (
     ALL,
     add_beams,
     add_echo,
+    add_extra_key,
     add_logit_bias,
     add_structured_output,
     json_text,
     messages_of,
     sampling_message,
+    thinking_variables,
 )
 from services.gateway.request.generation_request import check_token_ids
 from services.gateway.request.model_limits import LocalModel, ModelLimits
@@ -88,7 +90,10 @@ def chat_message(body: ChatRequest, request_id: str, limits: ModelLimits) -> gat
     message.return_progress = body.has_progress
     message.chat.tool_choice = choice_text(body.tool_choice)
     message.chat.reasoning_effort = body.reasoning_effort or ""
-    message.chat.keeps_reasoning = body.separate_reasoning is False
+    if body.reasoning_effort == "none":
+        variables = thinking_variables(False) | (body.chat_template_kwargs or {})
+        message.chat.chat_template_kwargs = json_text(variables)
+    message.chat.keeps_reasoning = body.keeps_reasoning
     budget = body.thinking_token_budget if body.max_reasoning_tokens is None else body.max_reasoning_tokens
     if budget not in (None, ALL):
         message.chat.max_reasoning_tokens = budget
@@ -237,6 +242,7 @@ def _common_message(
     if body.model is not None:
         message.model = body.model
     add_logit_bias(message, body.logit_bias)
+    add_extra_key(message, body.extra_key)
     message.sampling.logprob_token_ids.extend(body.logprob_token_ids or ())
     if body.prompt_logprobs is not None:
         message.prompt_logprobs = limits.vocab_size if body.prompt_logprobs == ALL else body.prompt_logprobs

@@ -57,6 +57,7 @@ class OpenAIFields(SamplingFields, AnswerFields, UsageFields, BeamFields, Struct
         None, description="llama.cpp's name of max_tokens; -1: to the end of the context"
     )
     logit_bias: LogitBias = None
+    extra_key: str | None = Field(None, description="SGLang's second part of cache_salt")
     prompt_logprobs: CountOrAll | None = Field(
         None,
         description="Give the log-probability of each prompt token, and of this many most likely tokens, at most 20; "

@@ -53,6 +53,7 @@ class RenderedCompletion(CompletionRequest):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **CompletionRequest.unsupported,
         "decoder_prompt": (),
+        "extra_key": (),
         "echo": (False,),
         "prompt_embeds": ([],),
         "suffix": ("",),
@@ -65,6 +66,7 @@ class RenderedChat(ChatRequest):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **ChatRequest.unsupported,
         "echo": (False,),
+        "extra_key": (),
         "max_reasoning_tokens": (),
         "parallel_tool_calls": (True,),
         "thinking_token_budget": (-1,),

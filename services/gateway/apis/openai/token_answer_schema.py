@@ -30,6 +30,7 @@ class TokenSampling(OpenAIFields):
         "timings_per_token": (False,),
         "echo": (False,),
         "suffix": ("",),
+        "extra_key": (),
         # they belong into the body
         "model": (),
         "stream": (),

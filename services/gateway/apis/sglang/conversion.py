@@ -7,6 +7,7 @@ from services.gateway.apis.shared.feature_fields import add_features
 from services.gateway.apis.shared.to_message import (
     add_beams,
     add_echo,
+    add_extra_key,
     add_logit_bias,
     add_structured_output,
     check_copied,
@@ -47,8 +48,7 @@ def _common_message(
     if body.priority is not None:
         common.priority = body.priority
     common.cache_salt = body.cache_salt or ""
-    if body.extra_key:  # only requests with both the same share prefixes: "ab" and "c" are not "a" and "bc"
-        common.cache_salt = f"{len(common.cache_salt)}:{common.cache_salt}{body.extra_key}"
+    add_extra_key(common, body.extra_key)
     if adapter is not None:
         common.model = adapter
     add_logit_bias(common, params.logit_bias)

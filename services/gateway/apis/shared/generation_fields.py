@@ -97,9 +97,12 @@ class NamedFields(RequestModel):
     request_id: Annotated[str, pydantic.AfterValidator(_check_request_id)] | None = Field(
         None, description="The request's name, unless the header x-request-id gives it one"
     )
+    rid: Annotated[str, pydantic.AfterValidator(_check_request_id)] | None = Field(
+        None, description="SGLang's name of request_id, which wins"
+    )
 
     def name_request(self, request: Request) -> None:
-        name_by_body(request.scope, self.request_id)
+        name_by_body(request.scope, self.rid if self.request_id is None else self.request_id)
 
 
 class IgnoredFields(RequestModel):

@@ -79,6 +79,12 @@ def sampling_message(
     return message
 
 
+def add_extra_key(message: gateway_pb2.GenerateRequest, extra_key: str | None) -> None:
+    """Only requests with the same salt and SGLang's `extra_key` share prefixes: "ab" and "c" are not "a" and "bc"."""
+    if extra_key:
+        message.cache_salt = f"{len(message.cache_salt)}:{message.cache_salt}{extra_key}"
+
+
 def add_structured_output(message: gateway_pb2.GenerateRequest, body: StructuredOutputFields) -> None:
     """Adds how the answers are structured."""
     if (structure := structured_output_of(body)) is not None:

@@ -229,7 +229,12 @@ def test_all_chats_take_variables_of_the_template(tmp_path: Path) -> None:
                     assert answer.status_code == 200, answer.text
             wins = {"thinking": {"type": "enabled"}, **off}
             assert (await client.post("/v1/messages", json=bodies["/v1/messages"] | wins)).status_code == 200
+            chat = bodies["/v1/chat/completions"] | {"reasoning_effort": "none"}
+            for given in (chat, chat | {"chat_template_kwargs": {"enable_thinking": True}}):
+                assert (await client.post("/v1/chat/completions", json=given)).status_code == 200
 
     dense = with_chat_model(tmp_path, "qwen3", ["Hello."], test)
-    *pairs, last = [prompt_text(submit).endswith("<think>\n\n</think>\n\n") for submit in dense.submits]
+    are_closed = [prompt_text(submit).endswith("<think>\n\n</think>\n\n") for submit in dense.submits]
+    *pairs, last, without_effort, but_thinking = are_closed
     assert pairs == [False, True] * len(bodies) and last
+    assert without_effort and not but_thinking, "as with vLLM"

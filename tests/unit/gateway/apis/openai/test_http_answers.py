@@ -32,6 +32,8 @@ def test_a_body_may_name_its_request_and_the_header_wins(tmp_path: Path) -> None
                 assert response.json()[field] == prefix + name, response.text
                 assert response.headers.get_list("x-request-id") == [name]
                 assert dense.submits[-1].spec.request_id == name
+            by_sglang = await client.post(path, json=body | {"rid": "sglang"})
+            assert by_sglang.json()[field] == prefix + "sglang" == prefix + by_sglang.headers["x-request-id"]
             for wrong in ("", "a b", "Łódź", "a\nb", "x" * 116):
                 message = f": has {len(wrong.encode())} bytes, must be 1 to 115 printable ASCII"
                 check_error(await client.post(path, json=body | {"request_id": wrong}), 400, "request_id", message)

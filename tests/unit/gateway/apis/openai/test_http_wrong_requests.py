@@ -81,7 +81,7 @@ WRONG_BODIES: list[tuple[str, Any, str | None, tuple[str, ...]]] = [
      "allowed_token_ids", ("exclude all", "min_tokens")),
     (COMPLETIONS, PROMPT | {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", ("-1 or at least 1",)),
     (COMPLETIONS, PROMPT | {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", ("-2",)),
-    (COMPLETIONS, {"prompt": [5] * 3000, "truncate_prompt_tokens": 2500}, "prompt", ("2048",)),
+    (COMPLETIONS, PROMPT | {"truncate_prompt_tokens": 2049}, "truncate_prompt_tokens", ("is 2049", "is 2048. Please")),
     (COMPLETIONS, PROMPT | {"truncate_prompt_tokens": -1, "max_tokens": 2048}, "max_tokens", ("2048",)),
     (COMPLETIONS, PROMPT | {"priority": 101}, "priority", ("101", "100")),
     (COMPLETIONS, PROMPT | {"user": "a\nb"}, "user", ()),

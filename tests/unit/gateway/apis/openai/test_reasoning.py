@@ -52,6 +52,8 @@ def test_reasoning_stands_beside_the_content(tmp_path: Path) -> None:
 def test_reasoning_may_stay_in_the_content_as_with_sglang(tmp_path: Path) -> None:
     async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
         asked: Any = {"extra_body": {"separate_reasoning": False}}
+        [choice] = (await create(api, extra_body={"reasoning_format": "none"})).choices
+        assert choice.message.content == ANSWER, "as with llama.cpp"
         for more in ({}, {"tools": [WEATHER]}):
             [choice] = (await create(api, **asked, **more)).choices
             assert choice.message.content == ANSWER and choice.message.model_extra == NO_REASONING

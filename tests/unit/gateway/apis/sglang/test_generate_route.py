@@ -282,8 +282,10 @@ def test_prompts_are_shared_only_with_the_same_salt_and_key(tmp_path: Path) -> N
             params = {"max_new_tokens": 1}
             body = {"text": PROMPT, "cache_salt": salt, "extra_key": key, "sampling_params": params}
             assert (await client.post(URL, json=body)).status_code == 200
+        options = {"cache_salt": "ab", "extra_key": "c", "max_tokens": 1}
+        assert (await client.post(COMPLETIONS, json={"prompt": PROMPT} | options)).status_code == 200
         salts = [submit.spec.cache_salt for submit in dense.submits]
-        assert len(set(salts)) == 4 and salts[0] == salts[4]
+        assert len(set(salts)) == 4 and salts[0] == salts[4] == salts[5]
 
     dense = FakeDense(lambda submit: ids("a"))
     with_client(tmp_path, dense, test)
