@@ -16,8 +16,7 @@ from services.dense_worker.kernels.linear.quantized.activations import (
     rounded_by_groups,
     to_codes,
 )
-from services.dense_worker.kernels.linear.quantized.layer import FLOATS, QuantizedLayer, converted
-from services.dense_worker.kernels.linear.quantized.scales import checked_scales
+from services.dense_worker.kernels.linear.quantized.layer import FLOATS, QuantizedLayer, checked_scales, converted
 from services.dense_worker.parameters import Axes, Loaded, Parameter, Source, StoredTensor, share_of_rows
 
 

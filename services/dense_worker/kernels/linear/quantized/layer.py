@@ -9,7 +9,7 @@ import torch
 
 from services.common.errors import ModelError
 from services.dense_worker.kernels.linear.linear import Projection
-from services.dense_worker.parameters import Conversion, Parameter, Source, StoredTensor
+from services.dense_worker.parameters import Conversion, Loaded, Parameter, Source, StoredTensor
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -57,3 +57,19 @@ def check_divides(size: int, what: str, value: int, name: str) -> None:
     """Raises ModelError if `value` of the layer `name` is no multiple of `size`."""
     if value % size:
         raise ModelError(f"{name} has {what} {value}, expected a multiple of {size}, the size of a group")
+
+
+def checked_scales(loaded: Loaded, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The scales in `dtype`. Raises ModelError, naming tensor, place and value, unless all are finite and above 0.
+
+    A bad one would make wrong numbers, or NaN, without an error.
+    """
+    scales = loaded.tensor.to(dtype)
+    bad = ~(torch.isfinite(scales) & (scales > 0))
+    if bad.any():
+        index = tuple(bad.nonzero()[0].tolist())
+        raise ModelError(
+            f"{loaded.name} holds the scale {scales[index].item()} at {list(index)} "
+            f"({loaded.tensor[index].item()} as stored), expected finite numbers above 0"
+        )
+    return scales

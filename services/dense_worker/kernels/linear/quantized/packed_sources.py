@@ -10,10 +10,20 @@ import torch
 from services.common.errors import ModelError
 from services.common.quantization.schemes import GroupedIntScheme, Packing
 from services.dense_worker.kernels.linear.linear import Projection
-from services.dense_worker.kernels.linear.quantized.grouped_int_weight import GroupedIntWeight
-from services.dense_worker.kernels.linear.quantized.layer import FLOATS, QuantizedLayer, check_divides, converted
-from services.dense_worker.kernels.linear.quantized.packing import WORD_BITS, pack, unpack, unpack_awq
-from services.dense_worker.kernels.linear.quantized.scales import checked_scales
+from services.dense_worker.kernels.linear.quantized.grouped_int_weight import (
+    WORD_BITS,
+    GroupedIntWeight,
+    pack,
+    unpack,
+    unpack_awq,
+)
+from services.dense_worker.kernels.linear.quantized.layer import (
+    FLOATS,
+    QuantizedLayer,
+    check_divides,
+    checked_scales,
+    converted,
+)
 from services.dense_worker.parameters import Axes, Loaded, Source, StoredTensor
 
 

@@ -20,8 +20,7 @@ from services.dense_worker.kernels.linear.quantized.activations import (
     to_codes,
     token_scale,
 )
-from services.dense_worker.kernels.linear.quantized.layer import FLOATS, QuantizedLayer, converted
-from services.dense_worker.kernels.linear.quantized.scales import checked_scales
+from services.dense_worker.kernels.linear.quantized.layer import FLOATS, QuantizedLayer, checked_scales, converted
 from services.dense_worker.parameters import Axes, Loaded, Parameter, Source, StoredTensor, share_of_rows
 
 _STORED = {Element.FP8: "F8_E4M3", Element.INT8: "I8"}

@@ -13,9 +13,9 @@ from hypothesis.extra import numpy as hnp
 from services.common.errors import ModelError
 from services.common.quantization.schemes import Element
 from services.dense_worker.kernels.linear.quantized.activations import rounded, rounded_by_groups, to_codes, token_scale
+from services.dense_worker.kernels.linear.quantized.grouped_int_weight import pack, unpack, unpack_awq
+from services.dense_worker.kernels.linear.quantized.layer import checked_scales
 from services.dense_worker.kernels.linear.quantized.mxfp4_weight import Mxfp4Weight
-from services.dense_worker.kernels.linear.quantized.packing import pack, unpack, unpack_awq
-from services.dense_worker.kernels.linear.quantized.scales import checked_scales
 from services.dense_worker.parameters import Loaded, Parameter
 from tests.support.quantized.formulas import AWQ_ORDER, E4M3, in_words, input_by_group, input_by_token
 
