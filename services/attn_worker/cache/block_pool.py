@@ -71,7 +71,12 @@ class BlockPool:
     def allocate(self, num_blocks: int) -> list[int]:
         """Takes `num_blocks` blocks, each with ref count 1 and no hash. Raises CapacityError if there are too few."""
         self.check_room(num_blocks)
-        return [self._take() for _ in range(num_blocks)]
+        blank, ref_counts, taken = self._blank, self._ref_counts, list[int]()
+        for _ in range(num_blocks):
+            block_id = blank.pop() if blank else self._evict()
+            ref_counts[block_id] = 1
+            taken.append(block_id)
+        return taken
 
     def check_room(self, num_blocks: int) -> None:
         """Raises CapacityError if `num_blocks` blocks cannot be allocated."""
@@ -146,13 +151,9 @@ class BlockPool:
         assert all(block in self._digest_of for block in self._evictable)
         assert not any(block in self._digest_of for block in self._blank)
 
-    def _take(self) -> int:
-        if self._blank:
-            block_id = self._blank.pop()
-        else:
-            block_id, _ = self._evictable.popitem(last=False)
-            self._forget(block_id)
-        self._ref_counts[block_id] = 1
+    def _evict(self) -> int:
+        block_id, _ = self._evictable.popitem(last=False)
+        self._forget(block_id)
         return block_id
 
     def _forget(self, block_id: int) -> None:

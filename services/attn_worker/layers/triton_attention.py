@@ -240,6 +240,8 @@ class TritonAttention:
             return DECODE_ONLY
         if self._later_rows(step) is not None:
             return None
+        if num_tokens.min() > max(1, self._max_short_chunk):  # as a prompt that comes alone
+            return self._shape_of_prompts(num_rows, len(num_tokens), 0, step.context_lens.max())
         is_split, is_decode = self._is_split(step), num_tokens == 1
         num_prompts = len(num_tokens) - np.count_nonzero(is_split | is_decode)
         if not num_prompts:
@@ -249,10 +251,17 @@ class TritonAttention:
             fitting = (each for each in self._short_shapes if longest <= each.chunk)
             return next((each for each in fitting if len(num_tokens) <= self._max_captured_seqs(each.chunk)), None)
         num_decode_rows = np.count_nonzero(is_decode)
-        has_split = num_prompts + num_decode_rows < len(num_tokens)
-        if num_rows > MAX_CAPTURED_PROMPT_ROWS or num_prompts > _MAX_CAPTURED_PROMPTS or has_split:
+        if num_prompts + num_decode_rows < len(num_tokens):  # some are split
             return None
-        is_long = np.count_nonzero(step.context_lens[~is_decode] > SHORT_CONTEXT) > 0
+        return self._shape_of_prompts(num_rows, num_prompts, num_decode_rows, step.context_lens[~is_decode].max())
+
+    def _shape_of_prompts(
+        self, num_rows: int, num_prompts: int, num_decode_rows: int, max_context_len: int
+    ) -> StepShape | None:
+        """That of a step of so many rows, in which no context is split. max_context_len: of its prompts"""
+        if num_rows > MAX_CAPTURED_PROMPT_ROWS or num_prompts > _MAX_CAPTURED_PROMPTS:
+            return None
+        is_long = max_context_len > SHORT_CONTEXT
         fitting = (each for each in self._prompt_shapes if num_decode_rows <= each.num_decode_rows)
         return next((each for each in fitting if is_long <= each.has_long_contexts), None)
 
@@ -371,9 +380,12 @@ class TritonAttention:
             self._write_decode(decodes, decode_items, num_decode_rows)
         is_prompt = step.num_tokens > 1
         for (part, starts), (host_slots, on_device), by_size in zip(by_group, slots, items, strict=True):
-            host_slots[:num_tokens] = np.where(is_prompt.repeat(step.num_tokens), part.slot_mapping, -1)
+            chunks = _chunk_rows(part, starts)
+            host_slots[:num_tokens] = part.slot_mapping
             host_slots[num_tokens:] = -1
-            chunks = _chunk_rows(part, starts).select(is_prompt)
+            if num_decode_rows:
+                host_slots[:num_tokens][~is_prompt.repeat(step.num_tokens)] = -1
+                chunks = chunks.select(is_prompt)
             for size, (host, _) in by_size.items():
                 used = prefill_items(chunks, size)
                 host[: len(used)] = used
