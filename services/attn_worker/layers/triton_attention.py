@@ -28,7 +28,6 @@ from services.attn_worker.layers.mha.triton_decode import (
     DecodeWorkspace,
     choose_decode_tiles,
     decode_attention,
-    programs_of_pieces,
 )
 from services.attn_worker.layers.mha.triton_prefill import (
     SHORT_CONTEXT,
@@ -63,7 +62,6 @@ from services.common.errors import CapacityError, ConfigError
 from services.common.kv_cache.scales import KVScales
 from services.common.model_config import RopeConfig
 
-_PROGRAMS_PER_SM = 2  # short chunks are split until this many programs run; fewer leave bandwidth unused
 # At least, in a piece of a short chunk's context; smaller pieces cost more in merging than they gain.
 _KEYS_PER_QUERY, _KEYS_OF_PIECE = 4, 128
 _MAX_LONGER_CHUNKS = 8  # in a captured step
@@ -77,7 +75,6 @@ class LayerKernels:
     """The kernels that run in every layer: functions with the same parameters for every kind of attention."""
 
     choose_decode_tiles: Callable[..., DecodeTiles]
-    programs_of_pieces: Callable[[torch.dtype, int, float], int]
     choose_prefill_tiles: Callable[..., PrefillTiles]
     decode: Callable[..., None]  # rows of sequences with one token: appends and attends
     append: Callable[..., None]  # the other rows
@@ -88,7 +85,6 @@ class LayerKernels:
 
 PLAIN_KERNELS = LayerKernels(
     choose_decode_tiles,
-    programs_of_pieces,
     choose_prefill_tiles,
     decode_attention,
     append_prefill,
@@ -97,7 +93,6 @@ PLAIN_KERNELS = LayerKernels(
 )
 LATENT_KERNELS = LayerKernels(
     choose_latent_decode_tiles,
-    lambda cache_dtype, group, programs_per_sm: _PROGRAMS_PER_SM,
     choose_latent_prefill_tiles,
     decode_latent,
     append_latent,
@@ -175,10 +170,7 @@ class TritonAttention:
             self._kernels, programs_per_item = LATENT_KERNELS, decode_load(config.num_heads, dtype)
             angles_config = replace(config, head_dim=config.rope.rotary_dim)
         self._programs_per_item = programs_per_item
-        widest = max(spec.dtypes, key=lambda dtype: dtype.itemsize)
-        self._widest_kernel = widest, config.num_heads // fewest_kv_heads
-        self._max_num_pieces = max(map(self._most_pieces, range(1, max_num_seqs + 1)))
-        self._num_chunk_pieces = max(1, _PROGRAMS_PER_SM * self._num_sms // fewest_kv_heads)
+        self._fewest_kv_heads = fewest_kv_heads
         self._kernel_kinds = [
             _KernelKind(spec.dtype_of(layer), *spec.kv_shape(layer)) for layer in range(spec.num_layers)
         ]
@@ -197,12 +189,15 @@ class TritonAttention:
             self._shortest_split_context = max(map(shortest_split_context, groups))
             has_long_contexts = max_model_len >= self._shortest_split_context
             self._max_short_chunk = MAX_SHORT_CHUNK if has_long_contexts else self._max_few_rows_chunk
-        # Those of graphs, by their decode rows and by their longest chunks.
+        # By decode rows, and by the longest chunks of graphs.
         self._tiles_of_rows = dict[int, dict[_KernelKind, DecodeTiles]]()
         self._tiles_of_chunks = dict[int, dict[_KernelKind, ChunkTiles]]()
+        self._max_num_pieces = max(map(self._most_pieces, range(1, max_num_seqs + 1)))
         # Graphs for tiles of few rows, and for tiles of many.
         short = sorted({self._max_few_rows_chunk, self._max_short_chunk} - {0})
         self._short_shapes = [StepShape(each) for each in short]
+        pieces = [self._num_chunk_pieces(self._choose_chunk_tiles(each)) for each in short]
+        self._max_chunk_pieces = max(pieces, default=0)
         lengths = (SHORT_CONTEXT, SHORT_CONTEXT + 1)
         self._tiles_of_prompts = [self._choose_prefill_tiles(each) for each in lengths]  # short contexts first
         self._prompt_shapes = self._shapes_of_prompts()
@@ -403,8 +398,7 @@ class TritonAttention:
         padded: int,
     ) -> None:
         """The inputs of the decode kernel for up to `padded` rows; `decodes` are those of each group."""
-        self._decode_tiles = self._tiles_of_rows.get(padded) or self._choose_decode_tiles(padded)
-        self._tiles_of_rows[padded] = self._decode_tiles
+        self._decode_tiles = self._choose_decode_tiles(padded)
         piece_tile = max(tiles.block_n for tiles in self._decode_tiles.values())
         num_pieces = self._num_pieces(padded)
         for kind, (host, _) in items.items():
@@ -421,7 +415,7 @@ class TritonAttention:
         items = {}
         for size in dict.fromkeys(each.num_tokens for each in tiles.values()):
             num_blocks = min(padded, padded // size + min(padded, self._max_captured_seqs(chunk)))
-            shape = (num_blocks + self._num_chunk_pieces, NUM_FIELDS)
+            shape = (num_blocks + self._num_chunk_pieces(tiles), NUM_FIELDS)
             items |= {(kind, size): upload.reserve(shape) for kind in self._distinct_item_kinds}
         slots = [upload.reserve((padded,)) for _ in parts]
         host_rows, rows = upload.reserve((padded,))
@@ -540,7 +534,9 @@ class TritonAttention:
 
     def _choose_decode_tiles(self, num_seqs: int) -> dict[_KernelKind, DecodeTiles]:
         """Depends on `num_seqs` alone, as what a graph launches must."""
-        return {
+        if (known := self._tiles_of_rows.get(num_seqs)) is not None:
+            return known
+        tiles = self._tiles_of_rows[num_seqs] = {
             kind: self._kernels.choose_decode_tiles(
                 self._dtype,
                 kind.cache_dtype,
@@ -550,6 +546,7 @@ class TritonAttention:
             )
             for kind in self._distinct_kernel_kinds
         }
+        return tiles
 
     def _choose_prefill_tiles(self, max_context_len: int, num_rows: int = 0) -> dict[_KernelKind, PrefillTiles]:
         """`num_rows`: of the step, if it may be too large for a graph."""
@@ -575,8 +572,7 @@ class TritonAttention:
         return most if num_seqs >= most else max(most - num_seqs + 1, most // 2)
 
     def _most_pieces(self, num_seqs: int) -> int:
-        programs_per_sm = num_seqs * self._programs_per_item / self._num_sms
-        num_programs = self._kernels.programs_of_pieces(*self._widest_kernel, programs_per_sm)
+        num_programs = min(tiles.num_programs for tiles in self._choose_decode_tiles(num_seqs).values())
         return max(1, num_programs * self._num_sms // self._programs_per_item)
 
     def _write_prefill(
@@ -609,7 +605,11 @@ class TritonAttention:
     ) -> np.ndarray:
         piece_tile = max(each.block_n for each in tiles.values())
         min_piece = max(_KEYS_OF_PIECE, _KEYS_PER_QUERY * max(each.num_rows for each in tiles.values()))
-        return chunk_items(chunks[kind.group], kind.window, size, self._num_chunk_pieces, min_piece, piece_tile)
+        return chunk_items(chunks[kind.group], kind.window, size, self._num_chunk_pieces(tiles), min_piece, piece_tile)
+
+    def _num_chunk_pieces(self, tiles: dict[_KernelKind, ChunkTiles]) -> int:
+        num_programs = min(each.num_programs for each in tiles.values())
+        return max(1, num_programs * self._num_sms // self._fewest_kv_heads)
 
     def _choose_chunk_tiles(self, max_num_tokens: int) -> dict[_KernelKind, ChunkTiles]:
         return {
@@ -627,7 +627,7 @@ class TritonAttention:
         """The most int32 elements that a step sends to the device. max_num_items: of decode rows, for each kind"""
         num_groups, num_tokens = self._spec.num_groups, self._max_num_tokens
         num_item_kinds, num_kernel_kinds = len(self._distinct_item_kinds), len(self._distinct_kernel_kinds)
-        num_chunk_items = num_tokens + self._num_chunk_pieces if self._max_short_chunk else 0
+        num_chunk_items = num_tokens + self._max_chunk_pieces if self._max_short_chunk else 0
         return (
             num_item_kinds * max_num_items * NUM_FIELDS
             + num_groups * self._max_num_seqs * -(-max_model_len // self._block_size)  # block tables
@@ -640,7 +640,7 @@ class TritonAttention:
     def _make_chunk_workspace(self, most_kv_heads: int, device: torch.device) -> DecodeWorkspace | None:
         if not self._max_short_chunk:
             return None
-        num_items = self._num_chunk_pieces  # that are split, see `chunk_items`
+        num_items = self._max_chunk_pieces  # that are split, see `chunk_items`
         rows, sizes = [], []
         for kind, tiles in self._choose_chunk_tiles(self._max_short_chunk).items():
             rows.append(kind.num_kv_heads * tiles.num_rows)

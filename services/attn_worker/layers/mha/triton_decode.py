@@ -34,20 +34,19 @@ from services.attn_worker.layers.mha.triton_scores import ScoreOptions, adjust_s
 from services.attn_worker.layers.mha.work_items import NUM_FIELDS
 
 _DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
-ONE_WARP_FROM = 8  # programs per SM; with fewer, one warp each leaves too many of the SM's units idle
-FEW_BELOW = 1  # program per SM: contexts are split into pieces of few tiles, and merging them takes a part of the time
-ALL_AT_ONCE_BELOW = 3  # over a cache of 16 bits all programs of four warps run at once
-# Up to two programs an SM are too many to be split for three. With four stages only two fit, and no SM gets three while
-# another has one.
-TWO_EACH_FROM = 1.5
-# The same, for one query head per kv head, where whole contexts are split; with more, splitting gains nothing.
-SPLIT_FROM, SPLIT_BELOW = 4, 24
+# Whole programs per SM, those of unsplit contexts, by which tiles and pieces are chosen:
+ONE_WARP_FROM = 8  # over 8 bits; with fewer, one warp each leaves too many of the SM's units idle
+ONE_WARP_FROM_ALONE = 4  # the same with one query head per kv head, where whole contexts are split
+SPLIT_BELOW = 24  # of those; with more, splitting gains nothing
+FEW_BELOW = 1  # over 16 bits: contexts are split into pieces of few tiles, and merging them takes a part of the time
+ALL_AT_ONCE_BELOW = 3  # over 16 bits all programs of four warps run at once, and so do twice as many of two warps
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
     """Sizes of the kernel's loop: `block_n` keys per tile, `num_stages` tiles in flight.
 
+    `num_programs`: per SM, into which the contexts of a step are split, if whole ones are fewer.
     `is_for_few`: the kernel is compiled for few sequences, whose time is that of accesses that wait for one another.
     `is_for_many`: it has the loop of `triton_decode_many.py`, if blocks are large enough. Four such programs share an
     SM, and hold three tiles each when the flag is set.
@@ -56,6 +55,7 @@ class DecodeTiles:
     block_n: int
     num_warps: int
     num_stages: int
+    num_programs: int = 2
     is_for_few: bool = False
     is_for_many: bool = False
 
@@ -74,52 +74,71 @@ def choose_decode_tiles(
 ) -> DecodeTiles:
     """Chooses small tiles, so that several programs share an SM; measured in bench/results/attention.md.
 
-    Few sequences leave SMs free, and get larger tiles. With a cache of 8 bits programs of a single warp are faster, as
-    no warp waits for another, if they are many. Tiles for heads of more than 256 dimensions have not been measured, nor
-    the loop for many sequences with several heads per kv head or other sizes of heads.
+    `programs_per_sm`: those of whole contexts. Few sequences leave SMs free, and get larger tiles. With a cache of 8
+    bits programs of a single warp are faster, as no warp waits for another, if they are many. Tiles for heads of more
+    than 256 dimensions have not been measured, nor the loop for many sequences with several heads per kv head or other
+    sizes of heads.
     """
+    is_exact = cache_dtype.itemsize > 1
+    num_programs = _programs_of_many(is_exact, group, programs_per_sm)
     if head_dim > 256:
-        return DecodeTiles(block_n=16 if dtype == torch.float32 else 32, num_warps=8, num_stages=2)
+        return DecodeTiles(16 if dtype == torch.float32 else 32, 8, 2, num_programs)
     if dtype == torch.float32:
-        return DecodeTiles(block_n=16, num_warps=4, num_stages=2)
-    one_warp_from = SPLIT_FROM if group == 1 else ONE_WARP_FROM
-    if cache_dtype.itemsize == 1 and group <= 16 and programs_per_sm >= one_warp_from:
-        if cache_dtype == torch.int8:
-            return DecodeTiles(block_n=32, num_warps=1, num_stages=3)
-        return DecodeTiles(block_n=16, num_warps=1, num_stages=4)
-    few_below = _few_below(cache_dtype, group)
-    if head_dim <= 128 and group <= 16 and cache_dtype != torch.int8 and programs_per_sm < few_below:
-        num_stages = 4 if group > 1 and TWO_EACH_FROM < programs_per_sm <= 2 else 3
-        num_warps = 2 if cache_dtype.itemsize == 1 else 4
-        return DecodeTiles(block_n=64, num_warps=num_warps, num_stages=num_stages, is_for_few=True)
-    if group == 1 and head_dim == 128 and cache_dtype.itemsize > 1:
-        return DecodeTiles(block_n=PAIR, num_warps=1, num_stages=4, is_for_many=True)
-    if group == 1 and head_dim < 128 and cache_dtype.itemsize > 1 and programs_per_sm < ALL_AT_ONCE_BELOW:
-        return DecodeTiles(block_n=32, num_warps=4, num_stages=3, is_for_few=True)
+        return DecodeTiles(16, 4, 2, num_programs)
+    one_warp_from = ONE_WARP_FROM_ALONE if group == 1 else ONE_WARP_FROM
+    if not is_exact and group <= 16 and programs_per_sm >= one_warp_from:
+        return DecodeTiles(32, 1, 3, num_programs) if cache_dtype == torch.int8 else DecodeTiles(16, 1, 4, num_programs)
+    if head_dim <= 128 and group <= 16 and cache_dtype != torch.int8:
+        choose = _tiles_of_few if is_exact else _fp8_tiles_of_few
+        if (tiles := choose(group, programs_per_sm)) is not None:
+            return tiles
+    if group == 1 and head_dim == 128 and is_exact:
+        return DecodeTiles(PAIR, 1, 4, num_programs, is_for_many=True)
+    if group == 1 and head_dim < 128 and is_exact and programs_per_sm < ALL_AT_ONCE_BELOW:
+        return DecodeTiles(32, 4, 3, num_programs, is_for_few=True)
     num_warps = 2 if group <= 16 else 4 if group <= 32 else 8  # larger groups need more registers
-    return DecodeTiles(block_n=32, num_warps=num_warps, num_stages=3)
+    return DecodeTiles(32, num_warps, 3, num_programs)
 
 
-def programs_of_pieces(cache_dtype: torch.dtype, group: int, programs_per_sm: float) -> int:
-    """Into how many programs per SM contexts are split; `programs_per_sm` have whole ones.
+def _programs_of_many(is_exact: bool, group: int, programs_per_sm: float) -> int:
+    """Into how many programs per SM contexts are split if they are not few.
 
     Over a cache of 8 bits an SM runs up to 14 programs, and many short ones leave it idle for less time in the end.
-    Over 16 bits few sequences have as many programs as run at once: with fewer, some SMs would get more than others.
-    Only the longest of many contexts are split, so that no program ends long after the others. With several heads per
-    kv head a program reads less, and so many pieces cost more than they gain.
+    Over 16 bits only the longest of many contexts are split, so that no program ends long after the others. With
+    several heads per kv head a program reads less, and so many pieces cost more than they gain.
     """
-    if cache_dtype.itemsize > 1 and group <= 4 and programs_per_sm < _few_below(cache_dtype, group):
-        return 3
-    if group > 1 or (cache_dtype.itemsize == 1 and programs_per_sm >= SPLIT_BELOW):
+    if group > 1:
         return 2
-    if cache_dtype.itemsize > 1:
-        return 4
-    return 8 if programs_per_sm < SPLIT_FROM else 40
+    if is_exact:
+        return 2 if programs_per_sm < FEW_BELOW else 4
+    if programs_per_sm < ONE_WARP_FROM_ALONE:
+        return 8
+    return 40 if programs_per_sm < SPLIT_BELOW else 2
 
 
-def _few_below(cache_dtype: torch.dtype, group: int) -> int:
-    """Programs per SM from which tiles are no longer those for few sequences."""
-    return ALL_AT_ONCE_BELOW if group > 1 and cache_dtype.itemsize > 1 else FEW_BELOW
+def _tiles_of_few(group: int, programs_per_sm: float) -> DecodeTiles | None:
+    """Those over a cache of 16 bits; None: the sequences are not few.
+
+    Three such programs fit on an SM, or two with more heads per kv head. Contexts are split into as many, because with
+    fewer some SMs would get three and others one. Where whole contexts are nearly two an SM, they have four stages, of
+    which only two fit.
+    """
+    if programs_per_sm >= (ALL_AT_ONCE_BELOW if group > 1 else FEW_BELOW):
+        return None
+    if group > 1 and 1.5 < programs_per_sm <= 2:
+        return DecodeTiles(64, 4, 4, is_for_few=True)
+    return DecodeTiles(64, 4, 3, num_programs=3 if group <= 4 else 2, is_for_few=True)
+
+
+def _fp8_tiles_of_few(group: int, programs_per_sm: float) -> DecodeTiles | None:
+    """The same over FP8: six programs of two warps fit on an SM, and four if they have four stages."""
+    if programs_per_sm <= 1 / 8:
+        return DecodeTiles(64, 4, 3, num_programs=3, is_for_few=True)
+    if programs_per_sm <= 3:
+        return DecodeTiles(64, 2, 3, num_programs=6, is_for_few=True)
+    if programs_per_sm <= 4:
+        return DecodeTiles(64, 2, 4, is_for_few=True)
+    return DecodeTiles(64, 2, 3, is_for_few=True) if programs_per_sm <= 6 else None
 
 
 def decode_attention(

@@ -34,13 +34,17 @@ _MERGED_ELEMENTS = 2048  # of partial outputs that a warp holds at a time
 
 @dataclass(frozen=True, slots=True)
 class ChunkTiles:
-    """Sizes of the kernel's loop: `num_rows` queries, of `num_tokens` tokens, by `block_n` keys."""
+    """Sizes of the kernel's loop: `num_rows` queries, of `num_tokens` tokens, by `block_n` keys.
+
+    `num_programs`: per SM, into which the contexts of a step are split.
+    """
 
     num_rows: int
     num_tokens: int
     block_n: int
     num_warps: int
     num_stages: int
+    num_programs: int = 2
 
 
 def most_tokens_of_few_rows(group: int) -> int:
@@ -71,7 +75,9 @@ def choose_chunk_tiles(
     block_n = 32 if (num_rows == _FEW_ROWS and not is_exact) or head_dim > 128 else 64
     if not is_exact:
         return ChunkTiles(num_rows, num_tokens, block_n, num_warps, num_stages=2 if num_rows == _FEW_ROWS else 1)
-    return ChunkTiles(num_rows, num_tokens, block_n, num_warps, num_stages=3)
+    # As many as fit, as for few sequences of one token each.
+    num_programs = 3 if num_rows == _FEW_ROWS and group <= 4 and head_dim <= 128 else 2
+    return ChunkTiles(num_rows, num_tokens, block_n, num_warps, num_stages=3, num_programs=num_programs)
 
 
 def attend_short_chunks(
