@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,6 +17,8 @@ log = structlog.get_logger()
 
 DIRECTORY = ".twostroke"  # below gateway.lora_directory
 SUFFIX = ".json"
+NEW_PREFIX = "new-"  # of a file before its rename
+MAX_WRITE_S = 60.0  # a new file that is older belongs to nobody
 MAX_RECORD_BYTES = 16_384
 
 
@@ -30,7 +34,8 @@ class AdapterRecords:
     def write(self, owner: str, name: str, path: Path) -> None:
         """owner: the name of the API key that it belongs to, or empty; path: relative to the directory of adapters."""
         self._directory.mkdir(exist_ok=True)
-        number, temporary = tempfile.mkstemp(dir=self._directory)
+        self._remove_abandoned()
+        number, temporary = tempfile.mkstemp(prefix=NEW_PREFIX, dir=self._directory)
         try:
             with open(number, "w", encoding="utf-8") as file:
                 json.dump({"owner": owner, "name": name, "path": str(path)}, file)
@@ -61,6 +66,13 @@ class AdapterRecords:
                 log.warning("a record of an adapter is damaged", file=str(file), reason=str(error))
             else:
                 yield found
+
+    def _remove_abandoned(self) -> None:
+        """Removes what processes have left that were killed within `write`."""
+        for file in self._directory.glob(f"{NEW_PREFIX}*"):
+            with contextlib.suppress(FileNotFoundError):  # it has just been renamed
+                if time.time() - file.stat().st_mtime > MAX_WRITE_S:
+                    file.unlink()
 
     def _file(self, owner: str, name: str) -> Path:
         prefix = f"{_hash(owner)}-" if owner else ""

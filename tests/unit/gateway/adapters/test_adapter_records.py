@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -136,3 +137,23 @@ def test_a_record_is_replaced_whole(directory: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(KeyboardInterrupt):
         records.write("", "x", Path("b"))
     assert records.read() == [("", "x", "a")] and len(list((directory / DIRECTORY).iterdir())) == 1
+
+
+def test_what_a_process_has_left_that_was_killed_while_it_wrote_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    records = AdapterRecords(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        patch.setattr(os, "unlink", lambda _: None)  # it has no time to tidy up
+        with pytest.raises(KeyboardInterrupt):
+            records.write("", "x", Path("a"))
+    [left] = (tmp_path / DIRECTORY).iterdir()
+    records.write("", "y", Path("b"))
+    assert left.exists(), "another process may be about to rename it"
+    os.utime(left, (0, 0))
+    records.write("", "y", Path("b"))
+    assert not left.exists() and records.read() == [("", "y", "b")]
