@@ -208,7 +208,8 @@ class GrammarMatcher:
         """While its mask is being found, llguidance's matcher can be used for nothing else."""
         if (ahead := self._ahead) is None:
             return
-        ahead.wait()
+        if not ahead.is_over:
+            ahead.wait()
         if ahead.has_failed and self.error is None and self._matcher.is_error():  # it is not at its end
             begin_s = time.thread_time()
             if ahead.recovery_s > CREDIT_S:
@@ -390,12 +391,13 @@ class _MasksAhead:
     def __init__(self, matchers: list[GrammarMatcher], threads: MaskThreads) -> None:
         import numpy as np
 
-        self.has_failed = False  # whether any mask could not be found
+        self.is_over = False  # whether somebody has waited until they were found
+        self.has_failed = False  # whether any could not be found
         self.recovery_s = 0.0  # that new lexers took, for those whose lexer had too many states
         self.masks: np.ndarray | None = np.empty((len(matchers), matchers[0].num_words), dtype=np.uint32)
         self._matchers = matchers
         has_begun = threading.Event()
-        self._found: Future[None] | None = threads.ahead.submit(self._find, self.masks, has_begun)
+        self._found: Future[None] = threads.ahead.submit(self._find, self.masks, has_begun)
         has_begun.wait(HANDOVER_S)
 
     def _find(self, masks: np.ndarray, has_begun: threading.Event) -> None:
@@ -404,7 +406,7 @@ class _MasksAhead:
         _find_masks(rows, masks, is_ahead=True)
         self.has_failed = any([row.state.is_error() for row in rows])
         greatest = masks.max(axis=1)
-        self._allows_one = ((masks != 0).sum(axis=1) == 1) & (greatest & (greatest - 1) == 0)
+        self._allows_one = ((masks != 0).sum(axis=1, dtype="int16") == 1) & (greatest & (greatest - 1) == 0)
 
     @cached_property
     def rows(self) -> dict[int, int]:
@@ -429,12 +431,11 @@ class _MasksAhead:
 
     @property
     def is_found(self) -> bool:
-        return self._found is None or self._found.done()
+        return self._found.done()
 
     def wait(self) -> None:
-        if self._found is not None:
-            self._found.result()
-            self._found = None
+        self._found.result()
+        self.is_over = True
 
 
 def _without_found(rows: list[_Row], masks: np.ndarray) -> list[_Row]:
@@ -502,12 +503,12 @@ def _find_masks(rows: list[_Row], masks: np.ndarray, *, is_ahead: bool = False) 
 
 def _find_alone(masks: np.ndarray, rows: list[_Row], limit_s: float = math.inf) -> list[_Row]:
     """One call for each mask, which is charged for its own time. Returns the rows that are left after `limit_s`."""
-    total_s = 0.0
+    total_s, address, size = 0.0, masks.ctypes.data, masks.strides[0]
     for number, (index, matcher, state) in enumerate(rows):
         if total_s > limit_s:
             return rows[number:]
         begin = time.thread_time()
-        state.unsafe_compute_mask_ptr(masks.ctypes.data + index * masks.strides[0], masks.strides[0])
+        state.unsafe_compute_mask_ptr(address + index * size, size)
         took_s = time.thread_time() - begin
         total_s += took_s
         matcher._charge(took_s)

@@ -52,7 +52,7 @@ class GrammarMask(LogitsEditor):
     def apply(self, logits: torch.Tensor, rows: EditedRows) -> None:
         """Sets all tokens but those that may come next to -inf."""
         grammars = [self._grammars[slot] for slot in rows.slots.tolist()]
-        num_words = max(-(-self._vocab_size // 32), *(each.num_words for each in grammars))
+        num_words = max(-(-self._vocab_size // 32), grammars[0].num_words)  # they belong to one model
         take = torch.empty if self._stages is None else self._stages.take
         packed = take(len(grammars) * (num_words + 1), dtype=torch.int32)
         masks, indexes = packed[: -len(grammars)].view(-1, num_words), packed[-len(grammars) :]
