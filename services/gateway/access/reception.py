@@ -60,6 +60,13 @@ def traceparent_of(context: grpc.aio.ServicerContext) -> str:
     return next((str(value) for name, value in metadata if name == "traceparent"), "")
 
 
+def held_by_answer(context: grpc.aio.ServicerContext, budget: MemoryBudget) -> HeldMemory:
+    """What holds the memory of the answer to the current call, until that has been sent."""
+    held = HeldMemory(budget, current_caller().number)
+    context.add_done_callback(lambda _: held.release())
+    return held
+
+
 class Reception(grpc.aio.ServerInterceptor):
     """The interceptor between `GrpcServer`'s own, which turns errors into statuses, and the handlers."""
 

@@ -143,28 +143,26 @@ class Triton:
             )
         request.check()
         async with contextlib.AsyncExitStack() as stack:
+            held = HeldMemory(self.service.memory, caller.number)
+            stack.callback(held.release)
             with self._counted(request):
                 if request.model is PREPROCESSING:
-                    outputs = await preprocess(self.service, request.rows, caller, stack)
+                    outputs = await preprocess(self.service, request.rows, caller, held)
                 elif request.model is POSTPROCESSING:
-                    outputs = await postprocess(self.service, request.rows, caller, stack)
+                    outputs = await postprocess(self.service, request.rows, caller, held)
                 elif request.model is EMBEDDING:
-                    outputs = await embed(self.vectors, request.rows, caller, stack)
+                    outputs = await embed(self.vectors, request.rows, caller, held)
                 else:
                     generations, answers = await stack.enter_async_context(self._generating(request, caller))
                     completions = await generations.completions()
                     pieces = [each for found, _ in completions for each in found]
                     if is_large(pieces, [prompt for _, prompt in completions]):
                         await self.service.heavy_work.turn()
-                    outputs = await self._joined(answers, answers.columns(completions), caller, stack)
+                    outputs = await self._joined(answers, answers.columns(completions), held)
             yield _requested(request, outputs)
 
-    async def _joined(
-        self, answers: Answers, columns: Sequence[Column], caller: Caller, opened: contextlib.AsyncExitStack
-    ) -> list[Tensor]:
-        """The outputs of all answers; their memory is counted until `opened` is closed."""
-        held = HeldMemory(self.service.memory, caller.number)
-        opened.callback(held.release)
+    async def _joined(self, answers: Answers, columns: Sequence[Column], held: HeldMemory) -> list[Tensor]:
+        """The outputs of all answers, whose memory `held` holds."""
         num_bytes = sum(each.num_joined_bytes for each in columns)
         if num_bytes > MAX_INLINE_BYTES:
             advice = "ask for rows of like lengths, or for fewer at once"

@@ -13,14 +13,14 @@ from google.protobuf.json_format import ParseDict
 
 from services.common.errors import DeadlineExceeded, TwostrokeError, UnknownModel
 from services.gateway.access.access import Caller
-from services.gateway.access.reception import StreamedRequest, current_caller, traceparent_of
+from services.gateway.access.reception import StreamedRequest, current_caller, held_by_answer, traceparent_of
 from services.gateway.access.slow_reader import SlowReaders, WatchedCall
 from services.gateway.apis.triton.inference import InferRequest, Triton, server_metadata
 from services.gateway.apis.triton.messages import decode_infer_request, encode_response
 from services.gateway.apis.triton.models import find_model
 from services.gateway.apis.triton.tensors import Tensor
 from services.gateway.core.chunks import MAX_INLINE_VALUES
-from services.gateway.resources.memory_budget import HeldMemory, hold_body
+from services.gateway.resources.memory_budget import hold_body
 from services.pb import triton_pb2, triton_pb2_grpc
 
 log = structlog.get_logger()
@@ -99,9 +99,7 @@ class TritonServicer(triton_pb2_grpc.GRPCInferenceServiceServicer):
             return encode_response(request.model.name, request.id, ())
         async with self._triton.infer(request, caller) as outputs:
             response = await self._encode(request, outputs)
-        held = HeldMemory(self._triton.service.memory, caller.number)
-        held.add(response.ByteSize())
-        context.add_done_callback(lambda _: held.release())
+        held_by_answer(context, self._triton.service.memory).add(response.ByteSize())
         return response
 
     async def ModelStreamInfer(

@@ -4,7 +4,6 @@ a vector).
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,13 +25,11 @@ WORDS = {"bad_words": "BAD_WORDS_IDS", "stop_words": "STOP_WORDS_IDS"}
 
 
 async def preprocess(
-    service: RequestService, rows: Sequence[Row], caller: Caller, opened: contextlib.AsyncExitStack
+    service: RequestService, rows: Sequence[Row], caller: Caller, held: HeldMemory
 ) -> list[Tensor]:
-    """Token ids of texts and their pictures, padded to equal lengths, and the lists of words as token ids; the memory
-    of the former is counted until `opened` is closed.
+    """Token ids of texts and their pictures, padded to equal lengths, and the lists of words as token ids. `held` holds
+    the memory of the former.
     """
-    held = HeldMemory(service.memory, caller.number)
-    opened.callback(held.release)
     messages = [await _tokenize_message(row, service) for row in rows]
     token_ids = await service.tokenize(messages, caller, held)
     eos_token_id = service.eos_token_ids[0] if service.eos_token_ids else 0
@@ -65,11 +62,9 @@ async def preprocess(
 
 
 async def postprocess(
-    service: RequestService, rows: Sequence[Row], caller: Caller, opened: contextlib.AsyncExitStack
+    service: RequestService, rows: Sequence[Row], caller: Caller, held: HeldMemory
 ) -> list[Tensor]:
-    """The text of each list of token ids; its memory is counted until `opened` is closed."""
-    held = HeldMemory(service.memory, caller.number)
-    opened.callback(held.release)
+    """The text of each list of token ids, whose memory `held` holds."""
     texts = []
     num_lists = len(rows) * len(rows[0]["TOKENS_BATCH"])
     if num_lists > service.section.max_answers:
@@ -98,12 +93,8 @@ async def postprocess(
     return outputs
 
 
-async def embed(
-    vectors: Vectors, rows: Sequence[Row], caller: Caller, opened: contextlib.AsyncExitStack
-) -> list[Tensor]:
-    """The vector of each text or list of token ids; its memory is counted until `opened` is closed."""
-    held = HeldMemory(vectors.service.memory, caller.number)
-    opened.callback(held.release)
+async def embed(vectors: Vectors, rows: Sequence[Row], caller: Caller, held: HeldMemory) -> list[Tensor]:
+    """The vector of each text or list of token ids, whose memory `held` holds."""
     normalizes = vectors.embeds.normalizes
     name = "input_ids" if "input_ids" in rows[0] else "text_input"
     if name not in rows[0] or (name == "input_ids" and "text_input" in rows[0]):

@@ -12,7 +12,7 @@ import grpc
 from services.common.errors import InvalidRequest
 from services.common.token_logprobs import LogprobRows, TokenLogprobs, encode_logprobs
 from services.gateway import __version__
-from services.gateway.access.reception import current_caller, traceparent_of
+from services.gateway.access.reception import current_caller, held_by_answer, traceparent_of
 from services.gateway.access.slow_reader import SlowReaders
 from services.gateway.apis.twostroke.vector_calls import VectorCalls
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt, is_large
@@ -22,7 +22,6 @@ from services.gateway.features.installed import REPORTS
 from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.link.journal_entry import FinishReason
 from services.gateway.request.generation_request import check_can_stream
-from services.gateway.resources.memory_budget import HeldMemory
 from services.gateway.resume.grpc_calls import STREAM, WHOLE, GrpcResumption, Way
 from services.gateway.resume.recording import Recording
 from services.gateway.resume.resumption import Resumption
@@ -130,8 +129,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     ) -> gateway_pb2.TokenizeResponse:
         """Turns texts and chats into token ids; needs no dense worker."""
         caller = current_caller()
-        held = HeldMemory(self._service.memory, caller.number)
-        context.add_done_callback(lambda _: held.release())
+        held = held_by_answer(context, self._service.memory)
         [token_ids] = await self._service.tokenize([request], caller, held, BYTES_PER_TOKEN_TEXT)
         tokens = await self._service.tokenizer.write_tokens(token_ids)
         return gateway_pb2.TokenizeResponse(token_ids=token_ids, tokens=tokens)
@@ -140,13 +138,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> gateway_pb2.DetokenizeResponse:
         """Turns token ids into text."""
-        caller = current_caller()
-        held = HeldMemory(self._service.memory, caller.number)
-        try:
-            [text] = await self._service.detokenize([request.token_ids], request.skip_special_tokens, caller, held)
-            return gateway_pb2.DetokenizeResponse(text=text)
-        finally:
-            held.release()
+        held, skips = held_by_answer(context, self._service.memory), request.skip_special_tokens
+        [text] = await self._service.detokenize([request.token_ids], skips, current_caller(), held)
+        return gateway_pb2.DetokenizeResponse(text=text)
 
     async def Abort(
         self, request: gateway_pb2.AbortRequest, context: grpc.aio.ServicerContext

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import grpc
 
 from services.common.errors import InvalidRequest
-from services.gateway.access.reception import current_caller, traceparent_of
-from services.gateway.resources.memory_budget import HeldMemory
+from services.gateway.access.reception import current_caller, held_by_answer, traceparent_of
 from services.gateway.vectors.scores import probabilities, score_pairs
 from services.gateway.vectors.vectors import InputOptions, PooledInput, VectorInput, Vectors, shaped
 from services.pb import gateway_pb2
@@ -63,9 +62,7 @@ class VectorCalls:
         field: str,
         num_given: int,
     ) -> list[PooledInput]:
-        caller = current_caller()
-        held = HeldMemory(self._vectors.service.memory, caller.number)
-        context.add_done_callback(lambda _: held.release())  # when the response has been sent
+        held = held_by_answer(context, self._vectors.service.memory)
         asked = InputOptions(
             model=options.model,
             request_id=options.request_id,
@@ -74,7 +71,7 @@ class VectorCalls:
             priority=options.priority if options.HasField("priority") else None,
             max_tokens=options.truncate_tokens if options.HasField("truncate_tokens") else None,
         )
-        return await self._vectors.pool(inputs, asked, caller, held, field, num_given)
+        return await self._vectors.pool(inputs, asked, current_caller(), held, field, num_given)
 
 
 def _read_input(name: str, message: gateway_pb2.EmbedInput) -> VectorInput:
