@@ -13,8 +13,8 @@ from services.common.errors import InvalidRequest
 from services.common.sampling_params import ReasoningLimit
 from services.common.structured_output import Constraint, StructuredOutput
 from services.gateway.text.chat_template import Chat
-from services.gateway.text.harmony.markers import ANSWER_ENDS, CHANNEL, MESSAGE, START
-from services.gateway.text.harmony.markers import END as MESSAGE_END
+from services.gateway.text.harmony import ANSWER_ENDS, CHANNEL, MESSAGE, START
+from services.gateway.text.harmony import END as MESSAGE_END
 from services.gateway.text.harmony.parser import Beginning as HarmonyBeginning
 from services.gateway.text.parsing import Parsing
 from services.gateway.text.reasoning.think_tags import BEGIN, END, Beginning

@@ -23,7 +23,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from services.common.errors import InvalidRequest
 from services.gateway.text.chat_message import PROBE, Message, has_later_system_message, without_later_system_messages
 from services.gateway.text.chat_vectors import ChatVectors
-from services.gateway.text.harmony.markers import is_harmony_template
+from services.gateway.text.harmony import is_harmony_template
 from services.gateway.text.harmony.messages import harmony_fields
 from services.gateway.text.tools.tool import NO_TOOLS, ToolChoice, Tools
 

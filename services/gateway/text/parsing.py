@@ -11,7 +11,7 @@ from typing import Any
 
 from services.common.errors import ConfigError, InvalidRequest
 from services.gateway.text.answer_parser import AnswerParser, TaggedAnswer
-from services.gateway.text.harmony.markers import HARMONY, MARKERS, START
+from services.gateway.text.harmony import HARMONY, MARKERS, START
 from services.gateway.text.harmony.parser import Beginning as HarmonyBeginning
 from services.gateway.text.harmony.parser import HarmonyParser
 from services.gateway.text.reasoning.formats import ReasoningFormat, choose_reasoning_format

@@ -13,7 +13,7 @@ from services.gateway.resources.heavy_work import MAX_INLINE_BYTES
 from services.gateway.text.chat_message import Message, MessageCall
 from services.gateway.text.chat_template import Chat
 from services.gateway.text.chat_vectors import ChatVectors, content_of
-from services.gateway.text.harmony.markers import REASONING_EFFORTS
+from services.gateway.text.harmony import REASONING_EFFORTS
 from services.gateway.text.parsing import ChatFormats
 from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.text.tools.tool import NAME, depth_of, read_tools

@@ -26,7 +26,7 @@ from services.gateway.text.client_templates.client_templates import ClientTempla
 from services.gateway.text.control_tokens import ControlTokens, new_nonce
 from services.gateway.text.detokenizer import token_bytes
 from services.gateway.text.fill_in_middle import FillInMiddle
-from services.gateway.text.harmony.markers import MARKERS
+from services.gateway.text.harmony import MARKERS
 from services.gateway.text.parsing import ChatFormats
 from services.gateway.text.picture_text import PictureText
 from services.grammar.hf_tokenizer import load_hf_tokenizer

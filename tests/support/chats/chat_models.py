@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from services.common.config import EMBEDDED_MODEL
-from services.gateway.text.harmony.markers import MARKERS
+from services.gateway.text.harmony import MARKERS
 from services.pb import dense_pb2
 from tests.support.clients.http_clients import async_client
 from tests.support.running_gateway import RunningGateway, run, running_gateway, until

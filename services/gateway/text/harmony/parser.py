@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from services.gateway.text.deltas import Delta, ReasoningDelta
-from services.gateway.text.harmony.markers import CHANNEL, CONSTRAIN, MESSAGE, START
+from services.gateway.text.harmony import CHANNEL, CONSTRAIN, MESSAGE, START
 from services.gateway.text.tools.call_writer import CallWriter
 from services.gateway.text.tools.json_call import JsonArguments, MalformedCall
 from services.gateway.text.tools.tool import NAME

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.gateway.text.harmony.markers import HARMONY, is_harmony_template
+from services.gateway.text.harmony import HARMONY, is_harmony_template
 from services.gateway.text.reasoning.think_tags import BEGIN, END, Beginning
 
 AUTO, NONE = "auto", "none"

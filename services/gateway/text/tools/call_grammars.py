@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.errors import InvalidRequest
-from services.gateway.text.harmony.markers import CHANNEL, CONSTRAIN, MESSAGE
+from services.gateway.text.harmony import CHANNEL, CONSTRAIN, MESSAGE
 from services.gateway.text.tools.parameter_forms import (
     ANY_PYTHON_ARGUMENTS,
     ANY_TAGGED_ARGUMENTS,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from services.gateway.resources.repeatable import draw_bits
 from services.gateway.text.deltas import Parser
-from services.gateway.text.harmony.markers import HARMONY, MARKERS, is_harmony_template
+from services.gateway.text.harmony import HARMONY, MARKERS, is_harmony_template
 from services.gateway.text.tools.call_grammars import CALL_GRAMMARS, CallGrammar
 from services.gateway.text.tools.call_writer import new_call_id
 from services.gateway.text.tools.hermes import HermesParser

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from services.common.errors import ConfigError
-from services.gateway.text.harmony.markers import MARKERS
+from services.gateway.text.harmony import MARKERS
 from services.gateway.text.parsing import ChatFormats
 from services.gateway.text.tokenizer import Tokenizer
 from tests.support.chats.chat_models import (

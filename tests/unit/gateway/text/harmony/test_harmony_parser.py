@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.gateway.text.answer_parts import AnswerParts, ReasoningPart, TextPart, ToolCall
 from services.gateway.text.deltas import CallArguments, CallBegin, CallEnd, ContentDelta, Delta, ReasoningDelta
-from services.gateway.text.harmony.markers import MARKERS
+from services.gateway.text.harmony import MARKERS
 from services.gateway.text.harmony.parser import MAX_HEADER_CHARACTERS, Beginning, HarmonyParser
 from tests.support.examples import examples
 
