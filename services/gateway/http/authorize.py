@@ -12,6 +12,7 @@ from services.gateway.access.access import Access
 from services.gateway.access.client_address import FORWARDED_FOR
 from services.gateway.http.connection import Connection
 from services.gateway.http.errors import error_response
+from services.gateway.http.headers import header_values
 from services.gateway.resources.heavy_work import work_for
 from services.gateway.resources.memory_budget import BYTES_PER_BODY_BYTE, HeldMemory, MemoryBudget, hold_body
 
@@ -51,7 +52,7 @@ class Authorize:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] not in OPEN_PATHS or (scope["path"] == "/" and scope["method"] == "POST"):
-            forwarded = [value.decode("latin-1") for name, value in scope["headers"] if name == _FORWARDED_FOR]
+            forwarded = [each.decode("latin-1") for each in header_values(scope["headers"], _FORWARDED_FOR)]
             peer, _ = scope.get("client") or (None, None)
             address = self._access.client_addresses.find(peer, forwarded)
             try:

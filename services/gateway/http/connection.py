@@ -1,7 +1,8 @@
-"""Cancels work when its client disconnects, so that no step runs for a request that nobody waits for.
+"""What a request has of its connection: whether the client is still there, and what writes without waiting for it.
 
-While the body of a request waits for memory nothing of its connection is read, so that its end is not seen there:
-`Hangups` watches it instead. All of this runs in the event loop.
+Work is cancelled when its client disconnects, so that no step runs for a request that nobody waits for. While the body
+of a request waits for memory nothing of its connection is read, so that its end is not seen there: `Hangups` watches it
+instead. All of this runs in the event loop.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import structlog
+from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 log = structlog.get_logger()
 
@@ -121,3 +124,31 @@ class Connection:
             raise ClientDisconnect from None
         finally:
             self._on_lost = None
+
+
+class BodyWriter:
+    """Writes pieces of a streamed body as ASGI's `send` would, for callers that are no coroutine. One per answer."""
+
+    __slots__ = ("_cycle", "_flow", "_write")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._flow, self._write = cycle, cycle.flow, cycle.transport.write
+
+    def can_write(self) -> bool:
+        """Whether the client reads what it is sent, in chunks; if not, only `send` knows what to do."""
+        cycle = self._cycle
+        return not (self._flow.write_paused or cycle.disconnected) and cycle.chunked_encoding is True
+
+    def write(self, piece: bytes) -> None:
+        """Writes a piece that is not empty as a chunk (RFC 9112, section 7.1); the answer has begun and not ended."""
+        self._write(b"%x\r\n%b\r\n" % (len(piece), piece))
+
+    def text_writer(self, before: bytes, after: bytes) -> Callable[[str], None]:
+        """A function that writes a text as JSON between these bytes, as `write` does. It runs for every token."""
+        write_bytes, num_bytes = self._write, len(before) + len(after)
+
+        def write_text(text: str) -> None:
+            piece = to_json(text)
+            write_bytes(b"%x\r\n%b%b%b\r\n" % (num_bytes + len(piece), before, piece, after))
+
+        return write_text

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.gateway.http.request_id import REQUEST_ID_HEADER
+from services.gateway.http.headers import REQUEST_ID_HEADER, header_values
 
 ANY = "*"
 EXPOSED_HEADERS = (REQUEST_ID_HEADER, "retry-after")  # in addition to those that every script may read
@@ -43,11 +43,9 @@ class CrossOrigin:
 
 def allowed_origin(headers: Collection[tuple[bytes, bytes]], origins: Collection[str]) -> str | None:
     """The request's origin if it may read answers, else None."""
-    for name, value in headers:
-        if name == b"origin":
-            origin = value.decode("latin-1")
-            return origin if ANY in origins or origin in origins else None
-    return None
+    given = header_values(headers, b"origin")
+    origin = given[0].decode("latin-1") if given else None
+    return origin if ANY in origins or origin in origins else None
 
 
 def answer_headers(headers: Collection[tuple[bytes, bytes]], origins: Collection[str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.config import GatewaySection
 from services.common.errors import InvalidRequest, PermissionDenied
 from services.gateway.http.errors import Dialect, error_response
-from services.gateway.http.request_id import REQUEST_ID_HEADER, new_request_id, read_request_id
+from services.gateway.http.headers import REQUEST_ID_HEADER, header_values, new_request_id, read_request_id
 from services.rpc.tls import is_exposed
 
 log = structlog.get_logger()
@@ -102,7 +102,7 @@ class Envelope:
 
 def media_type_of(scope: Scope) -> str:
     """The type of a body, in lower case and without parameters; empty if the request names none."""
-    types = [value for name, value in scope["headers"] if name == b"content-type"]
+    types = header_values(scope["headers"], b"content-type")
     return types[0].decode("latin-1").partition(";")[0].strip().lower() if types else ""
 
 
@@ -112,7 +112,7 @@ def _has_upload(scope: Scope) -> bool:
 
 def _refuse_length(scope: Scope, limit: _Limit) -> HTTPException | None:
     """The error for a body whose content-length is above the limit; the body is not read."""
-    lengths = [value for name, value in scope["headers"] if name == b"content-length"]
+    lengths = header_values(scope["headers"], b"content-length")
     if lengths and int(lengths[0]) > limit.num_bytes:  # the parser allows only digits and one such header
         return _too_large(f"{int(lengths[0])}", limit)
     return None
@@ -208,4 +208,4 @@ def _name_of(host: str) -> str:
 
 
 def _values(headers: Collection[tuple[bytes, bytes]], wanted: bytes) -> list[str]:
-    return [value.decode("latin-1") for name, value in headers if name == wanted]
+    return [value.decode("latin-1") for value in header_values(headers, wanted)]

@@ -21,11 +21,10 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from services.common.config import GatewaySection
 from services.common.fairness.kept_room import may_wait, refusal
 from services.gateway.access.client_address import ClientAddresses
-from services.gateway.http.body_writer import BodyWriter
-from services.gateway.http.connection import Connection, Hangups
+from services.gateway.http.connection import BodyWriter, Connection, Hangups
 from services.gateway.http.cross_origin import answer_headers
 from services.gateway.http.errors import error_body
-from services.gateway.http.request_id import REQUEST_ID_HEADER, new_request_id
+from services.gateway.http.headers import REQUEST_ID_HEADER, new_request_id
 
 log = structlog.get_logger()
 

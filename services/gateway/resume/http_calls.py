@@ -20,6 +20,7 @@ from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.shorten import quote
 from services.gateway.http.connection import while_connected
 from services.gateway.http.errors import describe, dialect_of, error_response
+from services.gateway.http.headers import header_values
 from services.gateway.resources.memory_budget import HeldMemory, hold_body
 from services.gateway.resume.recording import AnswerReader, Received, Recording
 from services.gateway.resume.resumption import Call, Resumption
@@ -179,11 +180,11 @@ class _Sink:
 
 
 def _is_resumable(scope: Scope) -> bool:
-    return any(name in (KEY_HEADER, LAST_EVENT_HEADER) for name, _ in scope["headers"])
+    return any(header_values(scope["headers"], each) for each in (KEY_HEADER, LAST_EVENT_HEADER))
 
 
 def _read_key(scope: Scope) -> str:
-    keys = [value for name, value in scope["headers"] if name == KEY_HEADER]
+    keys = header_values(scope["headers"], KEY_HEADER)
     if len(keys) != 1:
         need = "Last-Event-ID needs it" if not keys else "must be given once"
         raise InvalidRequest(f"Idempotency-Key is given {len(keys)} times: {need}", "Idempotency-Key")
@@ -198,7 +199,7 @@ def _read_key(scope: Scope) -> str:
 
 def _read_last_event(scope: Scope) -> Received | None:
     """What the client has, by the id of its last event; None if it has nothing."""
-    given = [value for name, value in scope["headers"] if name == LAST_EVENT_HEADER]
+    given = header_values(scope["headers"], LAST_EVENT_HEADER)
     if not given:
         return None
     match = _EVENT_ID.fullmatch(given[-1])

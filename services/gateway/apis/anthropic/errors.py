@@ -9,7 +9,7 @@ from starlette.types import Scope
 from typing_extensions import TypedDict
 
 from services.gateway.http.errors import TYPES, Dialect, describe, error_responses
-from services.gateway.http.request_id import ANTHROPIC_HEADER
+from services.gateway.http.headers import ANTHROPIC_HEADER, header_values
 
 KINDS = {
     **TYPES,
@@ -57,7 +57,7 @@ def is_anthropic(scope: Scope) -> bool:
     """Whether the request expects answers in Anthropic's form. Both vendors have the path /v1/models."""
     path = scope["path"]
     if path.startswith("/v1/models"):
-        return any(name == b"anthropic-version" for name, _ in scope["headers"])
+        return bool(header_values(scope["headers"], b"anthropic-version"))
     return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 

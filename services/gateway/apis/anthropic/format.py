@@ -12,7 +12,7 @@ from services.gateway.apis.anthropic.schema import CountTokensRequest, MessagesR
 from services.gateway.apis.shared.answer import Format
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.core.request_service import RequestService
-from services.gateway.http.request_id import REQUEST_ID_HEADER
+from services.gateway.http.headers import REQUEST_ID_HEADER
 from services.gateway.link.journal_entry import FinishReason
 
 PARAM_NAMES = {

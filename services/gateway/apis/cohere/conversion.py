@@ -18,7 +18,7 @@ from services.gateway.apis.cohere.schema import (
 from services.gateway.apis.shared.generation_fields import SamplingFields
 from services.gateway.apis.shared.structured_output import json_structure
 from services.gateway.apis.shared.to_message import json_text, sampling_message, thinking_variables
-from services.gateway.http.request_id import REQUEST_ID_HEADER
+from services.gateway.http.headers import REQUEST_ID_HEADER
 from services.gateway.request.sampling_defaults import SamplingDefaults
 from services.pb import gateway_pb2
 

@@ -21,7 +21,7 @@ from services.gateway.apis.openai.tool_schema import AnswerToolCall, NamedToolCh
 from services.gateway.apis.shared.logprobs import chat_logprobs
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.core.request_service import RequestService
-from services.gateway.http.request_id import REQUEST_ID_HEADER
+from services.gateway.http.headers import REQUEST_ID_HEADER
 from services.gateway.link.journal_entry import FinishReason
 from services.gateway.text.answer_parts import AnswerParts, ToolCall
 from services.gateway.text.deltas import CallArguments, CallBegin, ContentDelta, ReasoningDelta

@@ -16,7 +16,7 @@ from services.gateway.apis.openai.format import OpenAIFormat
 from services.gateway.apis.openai.logprobs import LegacyLogprobsBuilder
 from services.gateway.core.chunks import Chunk, Completion, Prompt
 from services.gateway.core.request_service import RequestService
-from services.gateway.http.request_id import REQUEST_ID_HEADER
+from services.gateway.http.headers import REQUEST_ID_HEADER
 
 
 class CompletionFormat(OpenAIFormat):

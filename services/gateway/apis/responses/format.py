@@ -17,7 +17,7 @@ from services.gateway.apis.shared.to_message import sampling_options
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import describe
-from services.gateway.http.request_id import REQUEST_ID_HEADER
+from services.gateway.http.headers import REQUEST_ID_HEADER
 from services.gateway.link.journal_entry import FinishReason
 from services.gateway.resources.repeatable import created_at
 from services.gateway.text.deltas import Delta

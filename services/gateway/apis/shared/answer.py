@@ -18,8 +18,7 @@ from services.gateway.apis.shared.generations import Generations
 from services.gateway.apis.shared.json_pieces import json_at_once, json_pieces
 from services.gateway.core.chunks import MAX_INLINE_VALUES, Chunk, Completion, Prompt, is_large
 from services.gateway.core.request_service import RequestService
-from services.gateway.http.body_writer import BodyWriter
-from services.gateway.http.connection import while_connected
+from services.gateway.http.connection import BodyWriter, while_connected
 from services.gateway.http.errors import describe
 from services.gateway.http.field_names import client_field_names
 from services.gateway.link.stepwise import check_one_prompt

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.http.body_writer import BodyWriter
+from services.gateway.http.connection import BodyWriter
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))

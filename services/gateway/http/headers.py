@@ -1,12 +1,13 @@
-"""x-request-id: the client's id, or a new one. It is on every answer and names the request in all logs.
+"""The headers of requests. One is x-request-id: the client's id, or a new one, which names the request in all logs.
 
-As with vLLM, a body may have it as `request_id`; the header wins.
+It is on every answer. As with vLLM, a body may have it as `request_id`; the header wins.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Iterable
 
 from starlette.types import Scope
 
@@ -17,6 +18,11 @@ ANTHROPIC_HEADER = "request-id"  # a second name, where Anthropic's client looks
 MAX_CHARACTERS = 100  # a request with several prompts appends a number, and the gateway's limit is 128
 MAX_CHARACTERS_OF_BODY = 115  # it may have been made of a header's, as chatcmpl-ID-NUMBER
 _PRINTABLE = re.compile(rb"[\x21-\x7e]+")
+
+
+def header_values(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> list[bytes]:
+    """All values of a header in their order. `name`: in lower case, as ASGI has them."""
+    return [value for key, value in headers if key == name]
 
 
 def new_request_id() -> str:
@@ -50,5 +56,4 @@ def fault_in(request_id: bytes, most: int) -> str | None:
 
 
 def _in_headers(scope: Scope) -> list[bytes]:
-    name = REQUEST_ID_HEADER.encode()
-    return [value for key, value in scope["headers"] if key == name]
+    return header_values(scope["headers"], REQUEST_ID_HEADER.encode())
