@@ -130,6 +130,14 @@ class Vectors:
         return self.one_each
 
     @property
+    def classes(self) -> PoolingConfig:
+        """How the model makes the values of labels of each input. Raises `InvalidRequest` if it is no classifier."""
+        pooling = self.one_each
+        if not pooling.is_classifier:
+            raise InvalidRequest("this model is no classifier: it makes embeddings", "model")
+        return pooling
+
+    @property
     def one_each(self) -> PoolingConfig:
         """How the model makes one vector of each input. Raises `InvalidRequest` if it makes one of each token."""
         if self.pooling.has_each_token:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import AliasChoices, Field
@@ -14,9 +13,9 @@ from typing_extensions import TypedDict
 from services.gateway.apis.llama_cpp.errors import ERROR_RESPONSES
 from services.gateway.apis.shared.inputs import Input, InputFields, input_list
 from services.gateway.apis.shared.json_pieces import list_pieces
-from services.gateway.apis.shared.pooled_answer import PooledAnswer, number_pieces
+from services.gateway.apis.shared.pooled_answer import PooledAnswer, vector_json
 from services.gateway.apis.shared.routes import json_router
-from services.gateway.vectors.vectors import PooledInput, Vectors, shaped
+from services.gateway.vectors.vectors import PooledInput, Vectors
 
 EUCLID = 2  # llama.cpp's number of the norm
 
@@ -54,16 +53,14 @@ def llama_cpp_vector_routes(vectors: Vectors) -> APIRouter:
         normalizes = embeds.normalizes if body.embd_normalize is None else body.embd_normalize == EUCLID
 
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
-            return list_pieces(
-                _plain_pieces(index, shaped(each.values, None, normalizes)) for index, each in enumerate(pooled)
-            )
+            return list_pieces(_plain_pieces(index, each, normalizes) for index, each in enumerate(pooled))
 
         return PooledAnswer(vectors, input_list(body.input), body.options(request), write)
 
     return router
 
 
-def _plain_pieces(index: int, values: np.ndarray) -> Iterator[bytes]:
+def _plain_pieces(index: int, pooled: PooledInput, normalizes: bool) -> Iterator[bytes]:
     yield b'{"index":%d,"embedding":[' % index
-    yield from number_pieces(values.tolist())
+    yield from vector_json(pooled, None, normalizes)
     yield b"]}"

@@ -17,10 +17,10 @@ from services.gateway.apis.ollama.errors import ERROR_RESPONSES
 from services.gateway.apis.shared.generation_fields import IGNORED
 from services.gateway.apis.shared.inputs import Texts, input_list
 from services.gateway.apis.shared.json_pieces import list_pieces
-from services.gateway.apis.shared.pooled_answer import PooledAnswer, number_pieces
+from services.gateway.apis.shared.pooled_answer import PooledAnswer, vector_json
 from services.gateway.apis.shared.request_model import RequestModel
 from services.gateway.apis.shared.routes import json_router
-from services.gateway.vectors.vectors import InputOptions, PooledInput, VectorInput, Vectors, shaped
+from services.gateway.vectors.vectors import InputOptions, PooledInput, VectorInput, Vectors
 
 
 class OllamaInputFields(RequestModel):
@@ -90,9 +90,7 @@ def ollama_vector_routes(vectors: Vectors) -> APIRouter:
 
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
             yield b'{"model":%b,"embeddings":' % to_json(body.model)
-            yield from list_pieces(
-                number_pieces(shaped(each.values, body.dimensions or None, True).tolist()) for each in pooled
-            )
+            yield from list_pieces(vector_json(each, body.dimensions or None, True) for each in pooled)
             duration = max(1, round(1e9 * (time.monotonic() - begun_at)))
             num_tokens = sum(each.num_tokens for each in pooled)
             end = {"total_duration": duration, "load_duration": 1, "prompt_eval_count": num_tokens}
@@ -108,7 +106,7 @@ def ollama_vector_routes(vectors: Vectors) -> APIRouter:
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
             [each] = pooled
             yield b'{"embedding":'
-            yield from number_pieces(shaped(each.values, None, normalizes).tolist())
+            yield from vector_json(each, None, normalizes)
             yield b"}"
 
         given = [VectorInput("prompt", body.prompt)]

@@ -16,7 +16,7 @@ from services.gateway.http.connection import while_connected
 from services.gateway.resources.heavy_work import HeavyWork
 from services.gateway.resources.memory_budget import HeldMemory
 from services.gateway.resources.repeatable import current_run
-from services.gateway.vectors.vectors import InputOptions, PooledInput, VectorInput, Vectors
+from services.gateway.vectors.vectors import InputOptions, PooledInput, VectorInput, Vectors, shaped
 
 MAX_INLINE_VALUES = 4096  # numbers that the event loop writes at once: about a millisecond
 PIECE_VALUES = 1024
@@ -95,6 +95,11 @@ def usage_of(pooled: Sequence[PooledInput]) -> dict[str, int]:
     """An `InputUsage`."""
     num_tokens = sum(each.num_tokens for each in pooled)
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+
+
+def vector_json(pooled: PooledInput, dimensions: int | None, normalizes: bool) -> Iterator[bytes]:
+    """A JSON list of the vector of an input; see `shaped`."""
+    return number_pieces(shaped(pooled.values, dimensions, normalizes).tolist())
 
 
 def number_pieces(values: Sequence[float]) -> Iterator[bytes]:

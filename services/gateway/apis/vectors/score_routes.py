@@ -123,9 +123,7 @@ def score_routes(vectors: Vectors) -> APIRouter:
     async def classify(body: ClassifyRequest, request: Request) -> Response:
         """The probabilities of the labels of each input."""
         options = body.options(request)
-        pooling = vectors.one_each
-        if not pooling.is_classifier:
-            raise InvalidRequest("this model is no classifier: it makes embeddings", "model")
+        pooling = vectors.classes
         shows_raw = _shows_raw(body.use_activation, vectors)
 
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:

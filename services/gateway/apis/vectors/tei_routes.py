@@ -24,13 +24,13 @@ from services.gateway import __version__
 from services.gateway.apis.shared.answer import PiecewiseAnswer
 from services.gateway.apis.shared.inputs import Input, Texts, input_list
 from services.gateway.apis.shared.json_pieces import list_pieces, text_pieces
-from services.gateway.apis.shared.pooled_answer import PooledAnswer, number_pieces
+from services.gateway.apis.shared.pooled_answer import PooledAnswer, number_pieces, vector_json
 from services.gateway.apis.shared.request_model import RequestModel, TokenLists, at_most
 from services.gateway.apis.shared.routes import json_router
 from services.gateway.resources.heavy_work import MAX_INLINE_BYTES
 from services.gateway.vectors.scores import probabilities, score_pairs
 from services.gateway.vectors.sparse import sparse_vector
-from services.gateway.vectors.vectors import InputOptions, PooledInput, VectorInput, Vectors, shaped
+from services.gateway.vectors.vectors import InputOptions, PooledInput, VectorInput, Vectors
 
 
 class TruncationFields(RequestModel):
@@ -187,9 +187,7 @@ def tei_routes(vectors: Vectors) -> APIRouter:
         normalizes = body.normalize is not False
 
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
-            return list_pieces(
-                number_pieces(shaped(each.values, body.dimensions, normalizes).tolist()) for each in pooled
-            )
+            return list_pieces(vector_json(each, body.dimensions, normalizes) for each in pooled)
 
         return PooledAnswer(vectors, inputs, body.options(request), write, "inputs")
 
@@ -244,9 +242,7 @@ def tei_routes(vectors: Vectors) -> APIRouter:
     @router.post("/predict", responses={200: {"model": list[Prediction] | list[list[Prediction]]}})
     async def predict(body: PredictRequest, request: Request) -> Response:
         """The labels of each input with their probabilities, the likeliest first."""
-        pooling = vectors.one_each
-        if not pooling.is_classifier:
-            raise InvalidRequest("this model is no classifier: it makes embeddings", "model")
+        pooling = vectors.classes
 
         def labels_of(values: np.ndarray) -> bytes:
             scores = (values if body.raw_scores else probabilities(values, pooling)).tolist()
