@@ -21,7 +21,7 @@ async def llama_cpp_messages(
     """One message per prompt. Raises `InvalidRequest`."""
     model, most, adds = limits.model, limits.max_prompt_len, body.add_special_tokens
     prompts = [await without_texts_between(each, model, most, "prompt", adds) for each in body.prompts_given]
-    messages = messages_of(_common_message(body.resolved, limits), prompts, request_id, limits.max_prompt_len)
+    messages = messages_of(_common_message(body.resolved, limits), prompts, request_id, limits)
     bias, banned = await _read_biases(body, model.tokenizer, limits.vocab_size)
     for message in messages:
         if isinstance(body, InfillBody):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from services.common.errors import InvalidRequest
 from services.gateway.apis.openai.chat_schema import ChatMessageObject, ChatRequest
 from services.gateway.apis.openai.completion_schema import CompletionRequest
@@ -25,7 +23,6 @@ from services.gateway.apis.shared.to_message import (
 )
 from services.gateway.request.generation_request import check_token_ids
 from services.gateway.request.model_limits import LocalModel, ModelLimits
-from services.gateway.request.prompt_embeds_reader import PromptEmbedsReader
 from services.gateway.request.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from services.gateway.text.chat_vectors import MAX_PLACES
 from services.gateway.text.tools.tool import FUNCTION_PREFIX
@@ -34,13 +31,14 @@ from services.pb import gateway_pb2
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat may use the rest of the context
 
 
-def completion_messages(
-    body: CompletionRequest, request_id: str, limits: ModelLimits, embeds: Sequence[gateway_pb2.PromptEmbeds] = ()
+async def completion_messages(
+    body: CompletionRequest, request_id: str, limits: ModelLimits
 ) -> list[gateway_pb2.GenerateRequest]:
     """One message per prompt, those of embeddings first; the ids of several prompts are numbered.
 
-    Raises `InvalidRequest` for more log-probabilities than an echoed prompt can have.
+    Raises `InvalidRequest`, among others for more log-probabilities than an echoed prompt can have.
     """
+    embeds = await _read_prompt_embeds(body, limits)
     common = _common_message(body, limits, defaults_for(body, limits.model))
     max_tokens = body.n_predict if body.max_tokens is None else body.max_tokens
     if max_tokens is None:
@@ -58,7 +56,7 @@ def completion_messages(
         common.logprobs = _count(body.logprobs, body, limits)
     if body.echo:
         add_echo(common)
-    return messages_of(common, [*embeds, *body.prompts], request_id, limits.max_prompt_len)
+    return messages_of(common, [*embeds, *body.prompts], request_id, limits)
 
 
 def token_answer_message(
@@ -78,7 +76,7 @@ def token_answer_message(
         common.max_tokens = max_tokens
     if given.logprobs is not None:
         common.logprobs = _count(given.logprobs, given, limits)
-    [message] = messages_of(common, [body.token_ids], request_id, limits.max_prompt_len)
+    [message] = messages_of(common, [body.token_ids], request_id, limits)
     return message
 
 
@@ -108,32 +106,12 @@ def chat_message(body: ChatRequest, request_id: str, limits: ModelLimits) -> gat
     return message
 
 
-async def read_prompt_embeds(
-    body: CompletionRequest, reader: PromptEmbedsReader | None, max_model_len: int
-) -> list[gateway_pb2.PromptEmbeds]:
-    """The prompts of vectors. `reader`: None if clients may send none. Raises `InvalidRequest`."""
-    texts = body.embeds
-    if not texts:
-        return []
-    if reader is None:
-        raise InvalidRequest("prompt_embeds is off here: gateway.enable_prompt_embeds is not set", "prompt_embeds")
-    for field in ("echo", "prompt_logprobs"):
-        if getattr(body, field) not in (None, False):
-            raise InvalidRequest(f"{field} cannot be used with prompt_embeds, which are no tokens", field)
-    is_list = isinstance(body.prompt_embeds, list)
-    return [
-        await reader.decode(text, f"prompt_embeds[{i}]" if is_list else "prompt_embeds", max_model_len)
-        for i, text in enumerate(texts)
-    ]
-
-
-async def read_chat_embeds(
-    body: ChatRequest, message: gateway_pb2.GenerateRequest, reader: PromptEmbedsReader | None, max_model_len: int
-) -> None:
+async def read_chat_embeds(body: ChatRequest, message: gateway_pb2.GenerateRequest, limits: ModelLimits) -> None:
     """Adds the vectors in the messages of `body` to the table of its `message`.
 
-    `reader`: None if clients may send none. Raises `InvalidRequest`.
+    Raises `InvalidRequest`, also if clients may send none.
     """
+    reader = limits.model.prompt_embeds
     if reader is None:
         refuse_embeds(body, "gateway.enable_prompt_embeds is not set")
         return
@@ -144,7 +122,7 @@ async def read_chat_embeds(
         )
     tables = []
     for i, position, data in parts:
-        table = await reader.decode(data, f"messages[{i}]", max_model_len)
+        table = await reader.decode(data, f"messages[{i}]", limits.max_model_len)
         if tables and table.dtype != tables[0].dtype:
             raise InvalidRequest(
                 f"messages[{i}] has prompt_embeds of {table.dtype}, those before it are of {tables[0].dtype}: all must "
@@ -226,6 +204,23 @@ def choice_text(choice: str | NamedToolChoice | None) -> str:
     if isinstance(choice, NamedToolChoice):
         return FUNCTION_PREFIX + choice.function.name
     return "required" if choice == "any" else choice or ""  # the former is Mistral's word
+
+
+async def _read_prompt_embeds(body: CompletionRequest, limits: ModelLimits) -> list[gateway_pb2.PromptEmbeds]:
+    """The prompts of vectors. Raises `InvalidRequest`, also if clients may send none."""
+    texts, reader = body.embeds, limits.model.prompt_embeds
+    if not texts:
+        return []
+    if reader is None:
+        raise InvalidRequest("prompt_embeds is off here: gateway.enable_prompt_embeds is not set", "prompt_embeds")
+    for field in ("echo", "prompt_logprobs"):
+        if getattr(body, field) not in (None, False):
+            raise InvalidRequest(f"{field} cannot be used with prompt_embeds, which are no tokens", field)
+    is_list = isinstance(body.prompt_embeds, list)
+    return [
+        await reader.decode(text, f"prompt_embeds[{i}]" if is_list else "prompt_embeds", limits.max_model_len)
+        for i, text in enumerate(texts)
+    ]
 
 
 def _count(num_logprobs: int, body: OpenAIFields, limits: ModelLimits) -> int:

@@ -14,7 +14,6 @@ from services.gateway.apis.openai.conversion import (
     chat_message,
     completion_messages,
     read_chat_embeds,
-    read_prompt_embeds,
     token_answer_message,
 )
 from services.gateway.apis.openai.measured_format import measured
@@ -51,10 +50,9 @@ def completion_routes(service: RequestService) -> APIRouter:
             are_cut=body.truncate_prompt_tokens is not None,
             num_embeds=len(body.embeds),
         )
-        embeds = await read_prompt_embeds(body, service.prompt_embeds, limits.max_model_len)
         return Answer(
             service,
-            completion_messages(body, request_id, limits, embeds),
+            await completion_messages(body, request_id, limits),
             measured(CompletionFormat(service, body, request_id), body, has_metrics=service.section.request_metrics),
             is_stream=bool(body.stream),
             repeats_prompt=bool(body.echo and body.logprobs is not None and (body.n or 1) > 1),
@@ -70,7 +68,7 @@ def completion_routes(service: RequestService) -> APIRouter:
         request_id: str = request.state.request_id
         limits = service.limits
         message = chat_message(body, request_id, limits)
-        await read_chat_embeds(body, message, service.prompt_embeds, limits.max_model_len)
+        await read_chat_embeds(body, message, limits)
         kept = body.without_messages()
         return Answer(
             service,
@@ -93,7 +91,7 @@ def completion_routes(service: RequestService) -> APIRouter:
         _check_options(messages[0])  # before there are as many copies as chats
         messages += [chat_message(each, f"{request_id}-{i}", limits) for i, each in enumerate(chats[1:], 1)]
         for each, message in zip(chats, messages, strict=True):
-            await read_chat_embeds(each, message, service.prompt_embeds, limits.max_model_len)
+            await read_chat_embeds(each, message, limits)
         kept = chats[0].without_messages()
         return Answer(
             service,

@@ -29,7 +29,7 @@ def generate_messages(
         if (common := made.get(key)) is None:
             common = made[key] = _common_message(body, params, key[1])
             check_copied(common, len(body.prompts))
-        [message] = messages_of(common, [prompt], body.name_of(index, request_id), limits.max_prompt_len)
+        [message] = messages_of(common, [prompt], body.name_of(index, request_id), limits)
         message.sampling.logprob_token_ids.extend(body.named_tokens(index))
         messages.append(message)
     return messages

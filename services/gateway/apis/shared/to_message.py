@@ -13,6 +13,7 @@ from services.gateway.apis.shared.generation_fields import BeamFields, SamplingF
 from services.gateway.apis.shared.request_model import RequestModel
 from services.gateway.apis.shared.structured_output import StructuredOutputFields, structured_output_of
 from services.gateway.features.prompt_logprobs import MAX_PROMPT_LOGPROBS
+from services.gateway.request.model_limits import ModelLimits
 from services.gateway.request.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from services.pb import gateway_pb2, sampling_pb2
 
@@ -136,7 +137,7 @@ def messages_of(
     common: gateway_pb2.GenerateRequest,
     prompts: Sequence[str | Sequence[int] | gateway_pb2.PromptEmbeds],
     request_id: str,
-    max_model_len: int,
+    limits: ModelLimits,
 ) -> list[gateway_pb2.GenerateRequest]:
     """One message per prompt; the ids of several prompts are numbered. Raises `InvalidRequest` for large options."""
     check_copied(common, len(prompts))
@@ -151,7 +152,8 @@ def messages_of(
             message.prompt_embeds.CopyFrom(prompt)
         else:
             if common.HasField("truncate_prompt_tokens"):  # copy no more tokens than can be kept
-                prompt = prompt[:max_model_len] if common.keep_first_tokens else prompt[-max_model_len:]
+                most = limits.max_prompt_len
+                prompt = prompt[:most] if common.keep_first_tokens else prompt[-most:]
             message.prompt_token_ids.ids.extend(prompt)
         messages.append(message)
     return messages

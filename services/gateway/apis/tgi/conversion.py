@@ -51,7 +51,7 @@ def tgi_messages(body: TgiRequest, request_id: str, limits: ModelLimits) -> list
     if given.decoder_input_details:
         message.prompt_logprobs = 0
     message.echo = bool(given.return_full_text)
-    return messages_of(message, [body.inputs], request_id, limits.max_prompt_len)
+    return messages_of(message, [body.inputs], request_id, limits)
 
 
 def _form(grammar: GrammarObject) -> StructuredOutputs:

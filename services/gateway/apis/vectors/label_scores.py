@@ -160,5 +160,5 @@ async def label_scores(
         with client_field_names(PARAM_NAMES):
             check_prompts([prompt], limits, are_cut=False)
         request_id = request.state.request_id if num_items == 1 else f"{request.state.request_id}-{i}"
-        messages += messages_of(common, [prompt], request_id, limits.max_prompt_len)
+        messages += messages_of(common, [prompt], request_id, limits)
     return Answer(service, messages, answer_format, is_stream=False)
