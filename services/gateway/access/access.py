@@ -18,6 +18,7 @@ import grpc
 import structlog
 
 from services.common.errors import ConfigError, PeerError, PermissionDenied, Unauthenticated
+from services.common.fairness.client_turns import Client
 from services.common.shared_counts import Counts
 from services.gateway.access.api_keys import ApiKey, hash_key, read_api_keys
 from services.gateway.access.client_address import FORWARDED_FOR, ClientAddresses, number_of
@@ -44,8 +45,8 @@ class Caller:
         return "" if self.key is None else self.key.name
 
     @property
-    def number(self) -> tuple[int, int]:
-        """Names the client among those of all keys."""
+    def client_id(self) -> Client:
+        """Names the client among those of all keys, as `SequenceSpec.client_id` does."""
         return self.tenant, self.client
 
     @property

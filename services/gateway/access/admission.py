@@ -95,8 +95,8 @@ class Admission:
         unknown count as one client that may use all of it. What a client has itself is what it has in this process.
         """
         num_waiting = self._journal.waiting.total + self._preparing.total
-        num_own, num_own_tokens = self._journal.waiting_of(caller.number)
-        num_own += self._preparing_of[caller.number]
+        num_own, num_own_tokens = self._journal.waiting_of(caller.client_id)
+        num_own += self._preparing_of[caller.client_id]
         if num_waiting + num_answers > self._max_num_waiting:
             raise CapacityError(
                 f"{num_waiting} answers are waiting to start, {num_answers} more would exceed the limit of "
@@ -136,9 +136,9 @@ class Admission:
 
     def _count_preparing(self, caller: Caller, count: int) -> None:
         self._preparing.add(count)
-        self._preparing_of[caller.number] += count
-        if not self._preparing_of[caller.number]:
-            del self._preparing_of[caller.number]
+        self._preparing_of[caller.client_id] += count
+        if not self._preparing_of[caller.client_id]:
+            del self._preparing_of[caller.client_id]
 
     def note_closed(self) -> None:
         """Counts that a ticket's request has ended."""

@@ -62,7 +62,7 @@ def traceparent_of(context: grpc.aio.ServicerContext) -> str:
 
 def held_by_answer(context: grpc.aio.ServicerContext, budget: MemoryBudget) -> HeldMemory:
     """What holds the memory of the answer to the current call, until that has been sent."""
-    held = HeldMemory(budget, current_caller().number)
+    held = HeldMemory(budget, current_caller().client_id)
     context.add_done_callback(lambda _: held.release())
     return held
 
@@ -181,15 +181,15 @@ class Reception(grpc.aio.ServerInterceptor):
         """Finds the caller, for whom the current task works from now on. Raises `Unauthenticated`."""
         caller = self._access.identify_call(context)
         _caller.set(caller)
-        work_for(caller.number)
-        return caller.number
+        work_for(caller.client_id)
+        return caller.client_id
 
     async def _receive_later(self, context: grpc.aio.ServicerContext) -> Any:
         """A further message of a stream, or `EOF`. Beyond `MAX_OPEN_STREAMS` a stream ends."""
         limit = asyncio.timeout(None)
         try:
             async with limit:
-                with self._open_streams.one_more(_caller.get().number, limit):
+                with self._open_streams.one_more(_caller.get().client_id, limit):
                     return await context.read()
         except TimeoutError:
             raise CapacityError(f"{MAX_OPEN_STREAMS} streams wait for requests, the limit") from None
@@ -223,7 +223,7 @@ class Reception(grpc.aio.ServerInterceptor):
         try:
             async with limit:
                 caller = _caller.get(None)
-                with self._receiving.one_more(None if caller is None else caller.number, limit):
+                with self._receiving.one_more(None if caller is None else caller.client_id, limit):
                     message = await context.read()
         except TimeoutError:
             if limit.when() != deadline:

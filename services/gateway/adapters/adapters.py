@@ -227,7 +227,7 @@ class Adapters:
 
     async def _in_turn(self, caller: Caller, owner: str, name: str, change: Coroutine[Any, Any, T]) -> T:
         """Makes a change of an adapter when it is this caller's turn. Clients take turns, and so do the gateways."""
-        client = caller.number
+        client = caller.client_id
         try:
             if len(self._changes) >= MAX_CHANGES:
                 raise CapacityError(f"{MAX_CHANGES} loads of adapters wait, which is the limit")

@@ -182,7 +182,7 @@ class RequestService:
         try:
             num_answers = min(num_answers_of(message), self.section.max_answers)  # it is not checked yet
             ticket = self._admission.open(caller, num_answers, is_part=part.is_counted)
-            held = HeldMemory(self.memory, caller.number)
+            held = HeldMemory(self.memory, caller.client_id)
             ticket.at_close(held.release)
             async with nullcontext() if part.is_being_read else self.reading([message], caller):
                 request = await self._read(message, caller, part, ticket, held)
@@ -229,7 +229,7 @@ class RequestService:
         structure = request.spec.sampling.structured_output
         if structure is not None:
             compiled = await self._compile(structure, request)
-            ticket.at_close(await self._held_forms.hold(compiled, caller.number))
+            ticket.at_close(await self._held_forms.hold(compiled, caller.client_id))
             sampling = replace(request.spec.sampling, structured_output=compiled)
             request = replace(request, spec=replace(request.spec, sampling=sampling))
         if request.max_num_held_logprobs:
@@ -260,7 +260,7 @@ class RequestService:
         if self.pictures is None or not num_pictures(message):
             return nullcontext()
         has_gpu = self._dense.has_model and self._dense.model.has_gpu
-        return self.pictures.reading(message, caller.number, held, worker_resizes=has_gpu)
+        return self.pictures.reading(message, caller.client_id, held, worker_resizes=has_gpu)
 
     async def _reserve(self, request: GenerationRequest, held: HeldMemory, num_messages: int) -> None:
         """Reserves the memory of its features, which count together where they are of one kind."""
@@ -322,7 +322,7 @@ class RequestService:
             check_counts(message, self.pictures)
             if self._dense.has_model:
                 check_size(message, self.limits)
-            held = HeldMemory(self.memory, caller.number)
+            held = HeldMemory(self.memory, caller.client_id)
             try:
                 async with self._reading_pictures(message, caller, held) as reading:
                     beside = len(message.pictures) if self.pictures is not None and self.pictures.have_tokens else 0

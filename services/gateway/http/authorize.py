@@ -60,10 +60,10 @@ class Authorize:
             except Unauthenticated as error:
                 await error_response(error, scope)(scope, receive, send)
                 return
-            work_for(caller.number)
+            work_for(caller.client_id)
             connection: Connection | None = scope["state"].get("connection")  # in tests there may be none
             waiting = nullcontext if connection is None else connection.reads_nothing
-            held = scope["state"]["held"] = HeldMemory(self._memory, caller.number, waiting)
+            held = scope["state"]["held"] = HeldMemory(self._memory, caller.client_id, waiting)
             hold_body(held)
             try:
                 await self._app(scope, _counted(receive, held), send)

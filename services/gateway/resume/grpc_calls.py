@@ -81,7 +81,7 @@ class GrpcResumption:
             finally:
                 generation.close()
 
-        held = HeldMemory(self._memory, current_caller().number)
+        held = HeldMemory(self._memory, current_caller().client_id)
         fingerprint, data = None, b""
         if request is not None:
             fingerprint, data = fingerprint_of(request), request.SerializeToString()

@@ -229,7 +229,7 @@ class Vectors:
     ) -> None:
         """Takes inputs until none is left. While it waits for a turn it holds nothing of the one before."""
         for index, each in waiting:
-            async with turns.turn(caller.number):
+            async with turns.turn(caller.client_id):
                 has_parts = options.request_id and len(results) > 1  # without a name each gets one of its own
                 request_id = f"{options.request_id}-{index}" if has_parts else options.request_id
                 results[index] = await self._read_one(each, options, request_id, caller, starting)

@@ -115,7 +115,7 @@ async def _read(reader: SoundReader, data: bytes, request: Request, held: HeldMe
 
     async def read() -> None:
         nonlocal sound
-        sound = await reader.read(data, request.state.caller.number, held)
+        sound = await reader.read(data, request.state.caller.client_id, held)
 
     await while_connected(request.scope, request.receive, read())
     return sound

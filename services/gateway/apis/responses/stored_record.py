@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 def owner_of(caller: Caller) -> Hashable:
     """Whose responses a client finds: those of its API key, or without keys those of its address."""
-    return caller.number if caller.key is None else caller.name
+    return caller.client_id if caller.key is None else caller.name
 
 
 class ResponseRecord:

@@ -58,7 +58,7 @@ class PooledAnswer(Response):
     async def _answer(self, scope: Scope, send: Send) -> None:
         caller = scope["state"]["caller"]
         service = self._vectors.service
-        held = HeldMemory(service.memory, caller.number)
+        held = HeldMemory(service.memory, caller.client_id)
         try:
             pooled = await self._vectors.pool(
                 self._inputs, self._options, caller, held, self._field, self._num_given

@@ -143,7 +143,7 @@ class Triton:
             )
         request.check()
         async with contextlib.AsyncExitStack() as stack:
-            held = HeldMemory(self.service.memory, caller.number)
+            held = HeldMemory(self.service.memory, caller.client_id)
             stack.callback(held.release)
             with self._counted(request):
                 if request.model is PREPROCESSING:

@@ -153,7 +153,7 @@ def test_what_has_started_or_ended_makes_room_for_the_same_client() -> None:
     queue.journal.close(second)
     queue.enter("10.0.0.1")
     queue.journal.close(first)
-    assert queue.journal.waiting_of(queue.caller("10.0.0.1").number)[0] == LIMIT - LIMIT // KEPT_PARTS
+    assert queue.journal.waiting_of(queue.caller("10.0.0.1").client_id)[0] == LIMIT - LIMIT // KEPT_PARTS
 
 
 def test_requests_being_read_count_for_their_client() -> None:
