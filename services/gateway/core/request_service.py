@@ -137,14 +137,14 @@ class RequestService:
         return ModelLimits(
             self.local_model,
             names,
-            model.vocab_size,
-            model.max_model_len,
-            section.max_prompts,
-            section.max_n,
-            section.max_logprobs,
-            model.max_beam_width,
-            section.strict_max_tokens,
-            section.queue_timeout_s,
+            vocab_size=model.vocab_size,
+            max_model_len=model.max_model_len,
+            max_prompts=section.max_prompts,
+            max_n=section.max_n,
+            max_logprobs=section.max_logprobs,
+            max_beam_width=model.max_beam_width,
+            strict_max_tokens=section.strict_max_tokens,
+            queue_timeout_s=section.queue_timeout_s,
         )
 
     @property
