@@ -69,6 +69,11 @@ class ChatFormats:
     reasoning: ReasoningFormat | None = None
 
     @property
+    def has_reasoning(self) -> bool:
+        """Whether the model reasons in a way that is known."""
+        return self.reasoning is not None
+
+    @property
     def is_harmony(self) -> bool:
         """Whether answers are in Harmony."""
         return self.reasoning is not None and self.reasoning.name == HARMONY

@@ -30,7 +30,7 @@ def messages_routes(service: RequestService) -> APIRouter:
         """Answers a conversation."""
         request_id: str = request.state.request_id
         defaults = service.local_model.sampling_defaults
-        reasons = service.tokenizer.chat_formats.reasoning is not None
+        reasons = service.tokenizer.chat_formats.has_reasoning
         message = anthropic_message(body, request_id, defaults, reasons=reasons)
         await next_turn(request)
         return Answer(service, [message], MessagesFormat(service, body, request_id), is_stream=bool(body.stream))

@@ -15,9 +15,8 @@ from services.gateway.apis.cohere.schema import (
     TextContent,
     ThinkingContent,
 )
-from services.gateway.apis.shared.generation_fields import SamplingFields
 from services.gateway.apis.shared.structured_output import json_structure
-from services.gateway.apis.shared.to_message import json_text, sampling_message, thinking_variables
+from services.gateway.apis.shared.to_message import json_text, message_with, thinking_variables
 from services.gateway.http.headers import REQUEST_ID_HEADER
 from services.gateway.request.sampling_defaults import SamplingDefaults
 from services.pb import gateway_pb2
@@ -40,7 +39,8 @@ def cohere_message(
     body: CohereChatRequest, request_id: str, defaults: SamplingDefaults, *, reasons: bool
 ) -> gateway_pb2.GenerateRequest:
     """The message of a chat. `reasons`: whether the model does."""
-    fields = SamplingFields.model_construct(
+    message = message_with(
+        defaults,
         temperature=body.temperature,
         top_k=body.k,
         top_p=body.p,
@@ -50,7 +50,6 @@ def cohere_message(
         stop=body.stop_sequences,
         priority=body.priority,
     )
-    message = sampling_message(fields, defaults)
     message.request_id = request_id
     message.model = body.model
     message.chat.CopyFrom(_chat_of(body))

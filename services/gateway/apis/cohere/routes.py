@@ -22,7 +22,7 @@ def cohere_chat_routes(service: RequestService) -> APIRouter:
         """Answers a chat as Cohere does."""
         request_id: str = request.state.request_id
         defaults = service.local_model.sampling_defaults
-        reasons = service.tokenizer.chat_formats.reasoning is not None
+        reasons = service.tokenizer.chat_formats.has_reasoning
         message = cohere_message(body, request_id, defaults, reasons=reasons)
         return Answer(service, [message], CohereFormat(service, body, request_id), is_stream=bool(body.stream))
 

@@ -16,9 +16,8 @@ from services.gateway.apis.ollama.schema import (
     OllamaMessage,
     OllamaOptions,
 )
-from services.gateway.apis.shared.generation_fields import SamplingFields
 from services.gateway.apis.shared.structured_output import json_structure
-from services.gateway.apis.shared.to_message import json_text, sampling_message, thinking_variables
+from services.gateway.apis.shared.to_message import json_text, message_with, thinking_variables
 from services.gateway.request.model_names import ModelNames
 from services.pb import gateway_pb2
 
@@ -94,7 +93,7 @@ def _common_message(body: OllamaFields, request_id: str, names: ModelNames) -> g
         fields |= dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"))
     fields["seed"] = None if options.seed == RANDOM_SEED else options.seed
     fields["stop"] = options.stop
-    message = sampling_message(SamplingFields.model_construct(**fields))
+    message = message_with(**fields)
     message.request_id = request_id
     message.model = name_without_tag(body.model, names)
     if options.num_predict is not None and options.num_predict > 0:

@@ -49,8 +49,7 @@ class ChatFormat(OpenAIFormat):
         self._is_named = isinstance(body.tool_choice, NamedToolChoice)
         self._must_call = self._is_named or body.tool_choice in ("required", "any")
         self._held_reasoning: dict[int, list[str]] = {}  # of streams, by index
-        has_format = service.tokenizer.chat_formats.reasoning is not None
-        self._has_reasoning = has_format and body.include_reasoning is not False
+        self._has_reasoning = service.tokenizer.chat_formats.has_reasoning and body.include_reasoning is not False
 
     def opening(self) -> Sequence[ChatChunkObject]:
         """Objects with the role of every answer and, for `echo`, the text that the answer continues."""

@@ -36,7 +36,7 @@ def responses_routes(service: RequestService, store: ResponseStore | None) -> AP
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Answers a conversation."""
         request_id: str = request.state.request_id
-        if body.has_logprobs and (body.tools or service.tokenizer.chat_formats.reasoning is not None):
+        if body.has_logprobs and (body.tools or service.tokenizer.chat_formats.has_reasoning):
             raise InvalidRequest(
                 "log-probabilities are for answers of plain text: not with tools, nor of a model that reasons",
                 "top_logprobs",

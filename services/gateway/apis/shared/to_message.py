@@ -80,6 +80,11 @@ def sampling_message(
     return message
 
 
+def message_with(defaults: SamplingDefaults = NO_DEFAULTS, **options: Any) -> gateway_pb2.GenerateRequest:
+    """The same for options that a dialect has under other names; here they have those of `SamplingFields`."""
+    return sampling_message(SamplingFields.model_construct(**options), defaults)
+
+
 def add_extra_key(message: gateway_pb2.GenerateRequest, extra_key: str | None) -> None:
     """Only requests with the same salt and SGLang's `extra_key` share prefixes: "ab" and "c" are not "a" and "bc"."""
     if extra_key:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from services.gateway.apis.shared.generation_fields import SamplingFields
 from services.gateway.apis.shared.structured_output import StructuredOutputs, of_structured_outputs
-from services.gateway.apis.shared.to_message import messages_of, sampling_message
+from services.gateway.apis.shared.to_message import message_with, messages_of
 from services.gateway.apis.tgi.schema import DEFAULT_TOKENS, GrammarObject, TgiRequest
 from services.gateway.request.model_limits import ModelLimits
 from services.pb import gateway_pb2
@@ -27,7 +26,7 @@ PARAM_NAMES = {
 def tgi_messages(body: TgiRequest, request_id: str, limits: ModelLimits) -> list[gateway_pb2.GenerateRequest]:
     """One message. Raises `InvalidRequest`."""
     given = body.parameters
-    fields = SamplingFields.model_construct(
+    message = message_with(
         n=given.best_of,
         temperature=given.temperature if given.samples else 0.0,
         top_k=given.top_k,
@@ -39,7 +38,6 @@ def tgi_messages(body: TgiRequest, request_id: str, limits: ModelLimits) -> list
         include_stop_str_in_output=True,
         truncate_prompt_tokens=given.truncate,
     )
-    message = sampling_message(fields)
     message.max_tokens = DEFAULT_TOKENS if given.max_new_tokens is None else given.max_new_tokens
     if given.adapter_id is not None:
         message.model = given.adapter_id
