@@ -18,35 +18,6 @@ from services.gateway.resources.heavy_work import HeavyWork
 from services.pb import gateway_pb2
 
 
-class RepeatedPrompts:
-    """Holds back the chunks of each prompt's answers until answer 0 has brought the prompt, and gives it to all.
-
-    The log-probabilities of a prompt are computed once, for answer 0, which may start later than the others.
-    """
-
-    def __init__(self) -> None:
-        self.chunks: deque[tuple[int, Chunk]] = deque()  # ready, with the indexes of their prompts
-        self._prompts: dict[int, Prompt] = {}  # by index
-        self._held = defaultdict[int, list[Chunk]](list)  # by index of the prompt
-        self._begun: set[tuple[int, int]] = set()  # indexes of prompt and answer, of answers that have the prompt
-
-    def add(self, prompt_index: int, chunk: Chunk) -> None:
-        """Adds a chunk; it and those held back become ready if the prompt is known."""
-        held = self._held[prompt_index]
-        held.append(chunk)
-        if chunk.prompt is not None:
-            self._prompts[prompt_index] = chunk.prompt
-        prompt = self._prompts.get(prompt_index)
-        if prompt is None:
-            return
-        for each in held:
-            if (prompt_index, each.index) not in self._begun:
-                self._begun.add((prompt_index, each.index))
-                each.prompt = prompt
-            self.chunks.append((prompt_index, each))
-        held.clear()
-
-
 class Generations:
     """All generations of a request. Always call `close`, also if `start` fails."""
 
@@ -57,7 +28,7 @@ class Generations:
         """
         self.running: list[Generation] = []
         self._heavy_work = heavy_work
-        self._repeated = RepeatedPrompts() if repeats_prompt else None
+        self._repeated = _RepeatedPrompts() if repeats_prompt else None
         self._readers: dict[asyncio.Task[Chunk], int] = {}  # index of the prompt, by the task that reads its next chunk
         self._ready: list[asyncio.Task[Chunk]] = []
 
@@ -195,3 +166,32 @@ def _check_num_answers(messages: Sequence[gateway_pb2.GenerateRequest], section:
     if len(messages) > 1:
         what = f"{len(messages)} prompts with n or best_of make {num_answers} answers"
     raise InvalidRequest(f"{what}, gateway.max_answers is {section.max_answers}", field)
+
+
+class _RepeatedPrompts:
+    """Holds back the chunks of each prompt's answers until answer 0 has brought the prompt, and gives it to all.
+
+    The log-probabilities of a prompt are computed once, for answer 0, which may start later than the others.
+    """
+
+    def __init__(self) -> None:
+        self.chunks: deque[tuple[int, Chunk]] = deque()  # ready, with the indexes of their prompts
+        self._prompts: dict[int, Prompt] = {}  # by index
+        self._held = defaultdict[int, list[Chunk]](list)  # by index of the prompt
+        self._begun: set[tuple[int, int]] = set()  # indexes of prompt and answer, of answers that have the prompt
+
+    def add(self, prompt_index: int, chunk: Chunk) -> None:
+        """Adds a chunk; it and those held back become ready if the prompt is known."""
+        held = self._held[prompt_index]
+        held.append(chunk)
+        if chunk.prompt is not None:
+            self._prompts[prompt_index] = chunk.prompt
+        prompt = self._prompts.get(prompt_index)
+        if prompt is None:
+            return
+        for each in held:
+            if (prompt_index, each.index) not in self._begun:
+                self._begun.add((prompt_index, each.index))
+                each.prompt = prompt
+            self.chunks.append((prompt_index, each))
+        held.clear()
