@@ -27,6 +27,7 @@ from services.gateway.access.weight_updates import WeightUpdates
 from services.gateway.adapters.adapters import Adapters
 from services.gateway.apis.app import DIALECTS, build_app, prepare_routes
 from services.gateway.apis.audio.routes import Speech
+from services.gateway.apis.responses.background import BackgroundResponses
 from services.gateway.apis.triton.inference import Triton
 from services.gateway.apis.triton.servicer import TRITON_SERVICE_NAME, TritonServicer
 from services.gateway.apis.twostroke.servicer import SERVICE_NAME, GatewayServicer
@@ -212,6 +213,8 @@ class Gateway(Service):
         self._registry.register(pool_metrics)
         self._opened.callback(self._registry.unregister, pool_metrics)
         updates = WeightUpdates(section.weights_directory, section.weights_admins, launcher)
+        background = BackgroundResponses(service)
+        self._opened.push_async_callback(background.close)
         app = self._app = build_app(
             service,
             self._measured,
@@ -220,6 +223,7 @@ class Gateway(Service):
             updates,
             self._vectors,
             self._peers,
+            background,
             self._resumption,
             self._speech,
         )

@@ -31,6 +31,7 @@ from services.gateway.apis.ollama.vector_routes import ollama_vector_routes
 from services.gateway.apis.openai.render_routes import render_routes
 from services.gateway.apis.openai.routes import completion_routes
 from services.gateway.apis.openai.token_routes import token_routes
+from services.gateway.apis.responses.background import BackgroundResponses
 from services.gateway.apis.responses.response_store import ResponseStore
 from services.gateway.apis.responses.routes import responses_routes
 from services.gateway.apis.responses.stored_routes import stored_response_routes
@@ -71,6 +72,7 @@ def build_app(
     weight_updates: WeightUpdates,
     vectors: Vectors,
     peers: GatewayPeers,
+    background: BackgroundResponses,
     resumption: Resumption | None = None,
     speech: Speech | None = None,
 ) -> FastAPI:
@@ -101,8 +103,8 @@ def build_app(
         ollama_routes(service),
         cohere_chat_routes(service),
         messages_routes(service),
-        responses_routes(service, store),
-        stored_response_routes(service, store),
+        responses_routes(service, store, background),
+        stored_response_routes(service, store, background),
         vector_routes(vectors),
         llama_cpp_vector_routes(vectors),
         score_routes(vectors),

@@ -61,7 +61,7 @@ class ResponseObject(TypedDict):
     object: Literal["response"]
     created_at: int
     completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     background: Literal[False]
     error: ResponseError | None
     incomplete_details: IncompleteDetails | None

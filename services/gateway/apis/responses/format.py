@@ -58,19 +58,24 @@ class ResponsesFormat(Format):
         self._record = record
         self._head = _head(service, body, request_id, is_stored=record is not None and body.store is not False)
 
+    @property
+    def response_id(self) -> str:
+        """Of the response."""
+        return self._head["id"]
+
     async def begin(self, prompts: Sequence[list[int]]) -> None:
         if self._timings is not None:
             self._timings.begin(prompts)
 
     def opening(self) -> Sequence[Event]:
-        response = self._response("in_progress")
+        response = self.response("in_progress")
         kinds = ("response.created", "response.in_progress")
         return self._numbered([{"type": kind, "response": response} for kind in kinds])
 
     def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Event]:
         events: list[Event] = []
         for progress in prompt_progress(chunk.reports):
-            response = self._response("in_progress")
+            response = self.response("in_progress")
             events.append({"type": "response.in_progress", "response": response, "prompt_progress": progress})
         self._finish = chunk.finish
         events += self._add(chunk.all_deltas(), chunk)
@@ -82,7 +87,7 @@ class ResponsesFormat(Format):
     def closing(self) -> Sequence[Event]:
         status = self._end_status()
         events = self._items.end(is_cut=status == "incomplete")
-        last: Event = {"type": f"response.{status}", "response": self._kept(status)}
+        last: Event = {"type": f"response.{status}", "response": self.kept(status)}
         if self._timings is not None and self._finish is not None:
             last["timings"] = timings(self._finish)
         return self._numbered([*events, last])
@@ -93,7 +98,7 @@ class ResponsesFormat(Format):
         self._add(completion.all_deltas(), completion)
         status = self._end_status()
         self._items.end(is_cut=status == "incomplete")
-        response = self._kept(status)
+        response = self.kept(status)
         if self._timings is not None and completion.finish is not None:
             response = {**response, "timings": timings(completion.finish)}
         return response
@@ -103,7 +108,7 @@ class ResponsesFormat(Format):
         status, body = describe(error)
         code = body["error"]["code"] if status < 500 else None
         self._error = {"code": code or "server_error", "message": body["error"]["message"]}
-        return self._numbered([{"type": "response.failed", "response": self._response("failed")}])
+        return self._numbered([{"type": "response.failed", "response": self.response("failed")}])
 
     def _end_status(self) -> Any:
         assert self._finish is not None
@@ -120,15 +125,16 @@ class ResponsesFormat(Format):
             self._num_events += 1
         return events
 
-    def _kept(self, status: Any) -> ResponseObject:
-        """The response at its end, which is kept where responses are stored."""
-        response = self._response(status)
+    def kept(self, status: Any) -> ResponseObject:
+        """The response as it is now, which is kept where responses are stored."""
+        response = self.response(status)
         if self._record is not None:
             self._record.keep(response)
         return response
 
-    def _response(self, status: Any) -> ResponseObject:
-        is_open = status == "in_progress"
+    def response(self, status: Any) -> ResponseObject:
+        """The response as it is now."""
+        is_open = status in ("queued", "in_progress")
         return {
             **self._head,  # type: ignore[typeddict-item]
             "status": status,
@@ -152,7 +158,7 @@ def _head(service: RequestService, body: ResponsesRequest, request_id: str, *, i
         "id": f"resp_{request_id}",
         "object": "response",
         "created_at": created_at(),
-        "background": False,
+        "background": bool(body.background),
         "frequency_penalty": body.frequency_penalty or 0.0,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,

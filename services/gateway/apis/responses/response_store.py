@@ -21,6 +21,8 @@ class StoredResponse:
     response: bytes  # JSON of the whole object
     input_items: tuple[bytes, ...]  # JSON lists; joined they are the items that the model was given, oldest first
     output_items: bytes  # a JSON list
+    is_open: bool = False  # whether it has not ended
+    is_background: bool = False
 
     @property
     def num_bytes(self) -> int:

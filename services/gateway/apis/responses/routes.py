@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, Response
 
 from services.common.errors import InvalidRequest
 from services.gateway.apis.responses.answer_objects import InputTokens, ResponseObject
+from services.gateway.apis.responses.background import BackgroundResponses
 from services.gateway.apis.responses.conversion import responses_message
 from services.gateway.apis.responses.format import PARAM_NAMES, ResponsesFormat
 from services.gateway.apis.responses.response_store import ResponseStore
@@ -24,7 +25,9 @@ from services.gateway.http.json_route import next_turn
 from services.pb import gateway_pb2
 
 
-def responses_routes(service: RequestService, store: ResponseStore | None) -> APIRouter:
+def responses_routes(
+    service: RequestService, store: ResponseStore | None, background: BackgroundResponses
+) -> APIRouter:
     """The route of one gateway. `store`: keeps answers; None: each request has the whole conversation."""
     router = json_router(service, "Responses")
 
@@ -41,10 +44,16 @@ def responses_routes(service: RequestService, store: ResponseStore | None) -> AP
                 "log-probabilities are for answers of plain text: not with tools, nor of a model that reasons",
                 "top_logprobs",
             )
+        if body.background:
+            _check_background(body, is_stored=store is not None)
         tools = offered_tools(body)
         message, record = await read_message(body, request, tools)
         await next_turn(request)
         answer_format = ResponsesFormat(service, body, request_id, tools, record)
+        if body.background:
+            message.traceparent = request.headers.get("traceparent", "")
+            state = request.state
+            return JSONResponse(await background.start(message, answer_format, state.caller, state.held))
         return Answer(service, [message], answer_format, is_stream=bool(body.stream))
 
     @router.post("/v1/responses/input_tokens", responses={200: {"model": InputTokens}})
@@ -80,3 +89,16 @@ def responses_routes(service: RequestService, store: ResponseStore | None) -> AP
         return make(()), None
 
     return router
+
+
+def _check_background(body: ResponsesRequest, *, is_stored: bool) -> None:
+    """Raises `InvalidRequest` unless the client can ask for the response later."""
+    if body.store is False:
+        raise InvalidRequest("background can only be used when `store` is true", "background")
+    if not is_stored:
+        reason = "this server stores no responses (gateway.store_responses)"
+        raise InvalidRequest(f"background cannot be used here: {reason}", "background")
+    if body.stream:
+        raise InvalidRequest("stream cannot be used with background: stored responses have no events", "stream")
+    if body.has_logprobs:
+        raise InvalidRequest("top_logprobs cannot be used with background: they are not stored", "top_logprobs")

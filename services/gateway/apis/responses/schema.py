@@ -77,7 +77,6 @@ class ResponsesRequest(IgnoredFields):
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **VLLM_RESPONSES,
-        "background": (False,),
         "background_options": (),
         "context_management": ([],),
         "conversation": (),
@@ -124,6 +123,9 @@ class ResponsesRequest(IgnoredFields):
     )
     include: Annotated[list[Label] | None, at_most(MAX_METADATA)] = Field(
         None, description=f"{LOGPROBS}, or values without an effect here"
+    )
+    background: bool | None = Field(
+        None, description="Answer at once, and go on: GET /v1/responses/{id} has the response. Not with stream"
     )
     store: bool | None = Field(
         None, description="false: do not keep the answer. None is kept without gateway.store_responses"

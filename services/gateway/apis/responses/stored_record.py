@@ -44,6 +44,9 @@ class ResponseRecord:
             previous = store.get(owner, body.previous_response_id)
             if previous is None:
                 raise _no_previous(body.previous_response_id)
+            if previous.is_open:
+                name = quote(body.previous_response_id)
+                raise InvalidRequest(f"the response {name} is running: it can be continued when it has ended", FIELD)
             self._conversation = previous.conversation
         self._own_items = _own_items(body, request_id) if self._is_stored else b""
 
@@ -79,10 +82,12 @@ class ResponseRecord:
             return make(earlier)
 
     def keep(self, response: Mapping[str, Any]) -> None:
-        """Keeps a complete response without log-probabilities, unless the request says not to."""
+        """Keeps a response without log-probabilities, unless the request says not to."""
         if self._is_stored:
             whole, output = (to_json(each, fallback=_nothing) for each in (response, response["output"]))
-            stored = StoredResponse(whole, (*self._conversation, self._own_items), output)
+            is_open = response["status"] == "in_progress"
+            inputs = (*self._conversation, self._own_items)
+            stored = StoredResponse(whole, inputs, output, is_open, response["background"])
             self._store.put(self._owner, response["id"], stored)
 
 

@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from services.common.errors import InvalidRequest, NotFound
 from services.common.shorten import quote
 from services.gateway.apis.responses.answer_objects import ResponseObject
+from services.gateway.apis.responses.background import BackgroundResponses
 from services.gateway.apis.responses.response_store import ResponseStore, StoredResponse
 from services.gateway.apis.responses.stored_record import owner_of, read_conversation
 from services.gateway.core.request_service import RequestService
@@ -19,7 +20,9 @@ PATH = "/v1/responses/{response_id}"
 MAX_ITEMS = 100  # of one page, as with OpenAI
 
 
-def stored_response_routes(service: RequestService, store: ResponseStore | None) -> APIRouter:
+def stored_response_routes(
+    service: RequestService, store: ResponseStore | None, background: BackgroundResponses
+) -> APIRouter:
     """The routes of one gateway. `store`: None if it stores nothing; then every answer is a 404."""
     router = APIRouter(tags=["Responses"], responses=ERROR_RESPONSES)
 
@@ -32,10 +35,12 @@ def stored_response_routes(service: RequestService, store: ResponseStore | None)
 
     @router.delete(PATH)
     async def delete_response(response_id: str, request: Request) -> Response:
-        """Forgets a stored response. Responses that continue it remain."""
+        """Forgets a stored response, and ends one that is running. Responses that continue it remain."""
         _find(response_id, request)
         assert store is not None
-        store.delete(owner_of(request.state.caller), response_id)
+        owner = owner_of(request.state.caller)
+        await background.cancel(owner, response_id)
+        store.delete(owner, response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     @router.get(PATH + "/input_items")
@@ -53,11 +58,13 @@ def stored_response_routes(service: RequestService, store: ResponseStore | None)
             request.state.held.settle()
             return JSONResponse(_page(items, limit, order, after))
 
-    @router.post(PATH + "/cancel")
+    @router.post(PATH + "/cancel", responses={200: {"model": ResponseObject}})
     async def cancel_response(response_id: str, request: Request) -> Response:
-        """A 400: only responses in the background could be cancelled, and there are none."""
-        _find(response_id, request)
-        raise InvalidRequest("Cannot cancel a synchronous response. Only one in the background can be", None)
+        """Ends a response in the background. One that has ended stays as it is, as with OpenAI."""
+        if not _find(response_id, request).is_background:
+            raise InvalidRequest("Cannot cancel a synchronous response. Only one in the background can be", None)
+        await background.cancel(owner_of(request.state.caller), response_id)
+        return Response(_find(response_id, request).response, media_type="application/json")
 
     def _find(response_id: str, request: Request) -> StoredResponse:
         service.count_requests(1, request.state.caller)

@@ -16,7 +16,7 @@ from services.gateway.apis.app import build_app, prepare_routes
 def test_routes_that_are_prepared_are_not_prepared_again_for_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = MagicMock()
     parts.section = GatewaySection()
-    app = build_app(parts, parts, parts, parts, parts, parts, parts)
+    app = build_app(parts, parts, parts, parts, parts, parts, parts, parts)
     made = list[Any]()
     build = fastapi.routing._IncludedRouter._build_effective_context
 

@@ -28,7 +28,7 @@ WRONG: list[tuple[dict[str, Any], str | None, tuple[str, ...]]] = [
     ({"previous_response_id": "resp_1"}, "previous_response_id", ("gateway.store_responses",)),
     ({"previous_response_id": "r" * 257}, "previous_response_id", ("256",)),
     ({"conversation": "conv_1"}, "conversation", ("not supported",)),
-    ({"background": True}, "background", ("not supported",)),
+    ({"background": True}, "background", ("gateway.store_responses",)),
     ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", ("'tools'",)),
     ({"prompt": {"id": "pmpt_1"}}, "prompt", ("not supported",)),
     ({"input": []}, "input", ()),

@@ -1,0 +1,123 @@
+"""`background` of /v1/responses with the official client: the request goes on when its client has an answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from services.pb import dense_pb2
+from tests.support.clients.gateway_calls import EOS, ids
+from tests.support.clients.http_clients import async_client
+from tests.support.clients.http_gateway import MODEL
+from tests.support.running_gateway import RunningGateway, until
+from tests.support.workers.fake_dense import FakeDense
+from tests.unit.gateway.access.test_callers import bearer, keys_file
+from tests.unit.gateway.apis.responses.test_responses import with_api
+
+LONG = 5000
+
+
+async def ended(api: openai.AsyncOpenAI, response_id: str) -> Any:
+    for _ in range(1000):
+        response = await api.responses.retrieve(response_id)
+        if response.status not in ("queued", "in_progress"):
+            return response
+        await asyncio.sleep(0.01)
+    raise TimeoutError(f"{response_id} has not ended")
+
+
+def dense_of(token_ids: Sequence[int]) -> FakeDense:
+    def script(submit: dense_pb2.Submit) -> Sequence[int]:
+        return token_ids
+
+    return FakeDense(script, step_s=0.002)
+
+
+def test_a_response_is_found_when_it_has_ended(tmp_path: Path) -> None:
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        same: dict[str, Any] = {"model": MODEL, "input": "Hi", "temperature": 0}
+        plain = await api.responses.create(**same)
+        begun = await api.responses.create(**same, background=True)
+        assert (begun.status, begun.background, begun.output, begun.usage) == ("queued", True, [], None)
+        found = await ended(api, begun.id)
+        assert (found.status, found.output_text, found.usage) == ("completed", plain.output_text, plain.usage)
+        cut = await ended(api, (await api.responses.create(**same, background=True, max_output_tokens=1)).id)
+        assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        following = await api.responses.create(model=MODEL, input="And?", previous_response_id=found.id)
+        assert following.status == "completed"
+        assert (await api.responses.cancel(found.id)).status == "completed", "as with OpenAI"
+        with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
+            await api.responses.cancel(plain.id)
+
+    with_api(tmp_path, dense_of([*ids(" one two"), EOS]), test, store_responses=True)
+
+
+def test_a_running_response_can_be_cancelled_and_deleted(tmp_path: Path) -> None:
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        begin: dict[str, Any] = {"model": MODEL, "input": "Hi", "background": True, "max_output_tokens": 1500}
+        for number, end in enumerate((api.responses.cancel, api.responses.delete), 1):
+            response = await api.responses.create(**begin)
+            await until(lambda: len(dense.running) == 1)
+            assert (await api.responses.retrieve(response.id)).status == "in_progress"
+            with pytest.raises(openai.BadRequestError, match="can be continued when it has ended") as refused:
+                await api.responses.create(model=MODEL, input="And?", previous_response_id=response.id)
+            assert refused.value.param == "previous_response_id"
+            answer = await end(response.id)
+            await until(lambda number=number: len(dense.cancelled_seq_ids) == number)
+            if answer is None:
+                with pytest.raises(openai.NotFoundError):
+                    await api.responses.retrieve(response.id)
+            else:
+                assert answer.status == (await api.responses.retrieve(response.id)).status == "cancelled"
+
+    dense = dense_of(ids(" a") * LONG)
+    with_api(tmp_path, dense, test, store_responses=True)
+
+
+def test_a_refused_request_is_an_error_at_once(tmp_path: Path) -> None:
+    refused: list[tuple[dict[str, Any], str, str]] = [
+        ({"store": False}, "background", "background can only be used when `store` is true"),
+        ({"stream": True}, "stream", "stream cannot be used with background"),
+        ({"top_logprobs": 2}, "top_logprobs", "they are not stored"),
+        ({"temperature": -1}, "temperature", "-1"),
+        ({"input": "a " * 4000}, "input", "maximum context length"),
+    ]
+
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        async with async_client(gateway.http_address) as client:
+            for options, param, words in refused:
+                body = {"input": "Hi", "background": True} | options
+                response = await client.post("/v1/responses", json=body)
+                error = response.json()["error"]
+                assert (response.status_code, error["param"]) == (400, param) and words in error["message"], error
+
+    with_api(tmp_path, dense_of([EOS]), test, store_responses=True)
+
+
+def test_a_server_that_stores_nothing_has_no_background(tmp_path: Path) -> None:
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        with pytest.raises(openai.BadRequestError, match=r"gateway\.store_responses") as refused:
+            await api.responses.create(model=MODEL, input="Hi", background=True)
+        assert refused.value.param == "background"
+
+    with_api(tmp_path, dense_of([EOS]), test)
+
+
+def test_others_neither_see_nor_cancel_it(tmp_path: Path) -> None:
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        ann, bob = ({"extra_headers": {"authorization": bearer(name)}} for name in ("ann", "bob"))
+        mine = await api.responses.create(model=MODEL, input="Hi", background=True, max_output_tokens=1500, **ann)
+        for call in (api.responses.retrieve, api.responses.cancel, api.responses.delete):
+            with pytest.raises(openai.NotFoundError):
+                await call(mine.id, **bob)
+        assert (await api.responses.retrieve(mine.id, **ann)).status == "in_progress"
+        assert (await api.responses.cancel(mine.id, **ann)).status == "cancelled"
+        await api.responses.create(model=MODEL, input="Hi", background=True, **ann)  # runs until the gateway ends
+
+    options = {"store_responses": True, "api_keys_file": keys_file(tmp_path)}
+    with_api(tmp_path, dense_of(ids(" a") * LONG), test, **options)
