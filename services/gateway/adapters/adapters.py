@@ -102,7 +102,8 @@ class Adapters:
 
     def names_for(self, caller: Caller) -> ModelNames:
         """The names of models that a caller's requests may use."""
-        return replace(self.names, adapters=self._list.visible_to(caller.name))
+        adapters = self._list.visible_to(caller.name)
+        return replace(self.names, adapters=adapters) if adapters else self.names
 
     @property
     def shared_names(self) -> Collection[str]:

@@ -6,20 +6,12 @@ The journal does not know them yet. Runs in the event loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Set
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
 
 from services.common.errors import AbortedByCaller
 from services.gateway.request.generation_request import Owner
-
-
-@dataclass(slots=True, eq=False)
-class _Reading:
-    owner: Owner
-    names: frozenset[str]
-    limit: asyncio.Timeout
-    aborted: set[str] = field(default_factory=set)  # some of the names
 
 
 class BeingRead:
@@ -28,35 +20,50 @@ class BeingRead:
     def __init__(self) -> None:
         self._readings: set[_Reading] = set()
 
-    @contextlib.asynccontextmanager
-    async def until_started(self, owner: Owner, names: Iterable[str]) -> AsyncIterator[Set[str]]:
+    def until_started(self, owner: Owner, names: Iterable[str]) -> AbstractAsyncContextManager[Set[str]]:
         """A context in which the owner's requests with these names are read. Raises `AbortedByCaller` if all of them
         are aborted; gives the names of those that are.
         """
-        reading = _Reading(owner, frozenset(names), asyncio.timeout(None))
-        limit = reading.limit
-        self._readings.add(reading)
-        try:
-            async with limit:
-                yield reading.aborted
-            is_aborted = limit.when() is not None  # too late to be interrupted
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            is_aborted = True
-        finally:
-            self._readings.remove(reading)
-        if is_aborted:
-            raise AbortedByCaller("the request was aborted before it ran")
+        return _Reading(self._readings, owner, frozenset(names))
 
     def abort(self, owner: Owner, is_meant: Callable[[str], bool]) -> bool:
         """Ends those of an owner with such a name; returns whether there are any, of which some may be ending."""
-        now, found = asyncio.get_running_loop().time(), False
+        found = False
         for reading in self._readings:
-            if reading.owner != owner or not (meant := set(filter(is_meant, reading.names))):
-                continue
-            found = True
-            reading.aborted |= meant
-            if len(reading.aborted) == len(reading.names) and reading.limit.when() is None:  # not ending already
-                reading.limit.reschedule(now)
+            if reading.owner == owner and (meant := set(filter(is_meant, reading.names))):
+                found = True
+                reading.abort(meant)
         return found
+
+
+class _Reading(AbstractAsyncContextManager[Set[str]]):
+    """Every request has one before anybody may wait for it, so it is no generator with a timeout of asyncio inside."""
+
+    def __init__(self, readings: set[_Reading], owner: Owner, names: frozenset[str]) -> None:
+        self.owner, self.names = owner, names
+        self.aborted: set[str] = set()  # some of the names
+        self._readings = readings  # those that have begun and not ended
+        self._is_ending = False
+
+    def abort(self, names: Set[str]) -> None:
+        self.aborted |= names
+        if len(self.aborted) == len(self.names) and not self._is_ending:
+            self._is_ending = True
+            self._task.cancel()
+
+    async def __aenter__(self) -> Set[str]:
+        task = asyncio.current_task()
+        assert task is not None, "coroutines run in tasks"
+        self._task, self._num_cancelled = task, task.cancelling()  # by others
+        self._readings.add(self)
+        return self.aborted
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._readings.remove(self)
+        if not self._is_ending:
+            return
+        is_cancelled_by_others = self._task.uncancel() > self._num_cancelled
+        if kind is None or (kind is asyncio.CancelledError and not is_cancelled_by_others):
+            raise AbortedByCaller("the request was aborted before it ran") from error

@@ -71,3 +71,45 @@ def test_several_end_together_when_each_has_been_aborted() -> None:
         assert found == [{"x-0", "x-1", "x-2"}]
 
     asyncio.run(asyncio.wait_for(test(), 30))
+
+
+@pytest.mark.parametrize("is_aborted_first", [True, False])
+def test_a_client_that_leaves_while_its_request_is_aborted_has_left(is_aborted_first: bool) -> None:
+    async def test() -> None:
+        being_read = BeingRead()
+
+        async def read() -> None:
+            async with being_read.until_started(ANN, ["x"]):
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(read())
+        await asyncio.sleep(0)
+        for step in (lambda: being_read.abort(ANN, lambda _: True), task.cancel)[:: 1 if is_aborted_first else -1]:
+            step()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert task.cancelled()
+
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+def test_what_is_read_in_spite_of_an_abort_does_not_run() -> None:
+    async def test() -> None:
+        being_read, is_read = BeingRead(), False
+
+        async def read() -> None:
+            nonlocal is_read
+            async with being_read.until_started(ANN, ["x"]):
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    is_read = True
+
+        task = asyncio.create_task(read())
+        await asyncio.sleep(0)
+        assert being_read.abort(ANN, lambda _: True)
+        with pytest.raises(AbortedByCaller):
+            await task
+        assert is_read and not task.cancelling()
+
+    asyncio.run(asyncio.wait_for(test(), 30))
