@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.common.beams.options import BeamSearchOptions, decode_beam_search, encode_beam_search
-from services.common.fairness.client_turns import Client
+from services.common.fairness import Client
 from services.common.sampling_messages import decode_sampling, encode_sampling
 from services.common.sampling_params import SamplingParams
 from services.lora.adapter import Adapter, decode_adapter, encode_adapter

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Generic
 import torch
 
 from services.common.errors import CapacityError, TwostrokeError
-from services.common.fairness.client_turns import Client
+from services.common.fairness import Client
 from services.dense_worker.encoders.encoder import Encoded, EncodedKey, Encoder, EncoderCounts, EncoderRun, Input
 from services.dense_worker.features.sequence_feature import SequenceFeature
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from services.common.fairness.client_turns import Client
+from services.common.fairness import Client
 from services.dense_worker.engine.block_ledger import SequenceCounts
 from services.dense_worker.engine.sequence import Sequence
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from services.common.errors import PeerError
-from services.common.fairness.client_turns import Client
+from services.common.fairness import Client
 from services.common.kv_cache.sliding_window import SlidingWindow
 from services.dense_worker.engine.attachment import AttachedCache, Attachment
 from services.dense_worker.engine.block_ledger import BlockLedger

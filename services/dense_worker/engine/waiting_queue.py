@@ -23,8 +23,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from services.common.errors import CapacityError, QueueTimeout
-from services.common.fairness.client_turns import Client
-from services.common.fairness.kept_room import may_wait, refusal
+from services.common.fairness import Client, may_wait, refusal
 from services.dense_worker.engine.fairness.flows import Flow, FlowGroup
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.features.sequence_feature import ResourceKey

@@ -18,7 +18,7 @@ import grpc
 import structlog
 
 from services.common.errors import ConfigError, PeerError, PermissionDenied, Unauthenticated
-from services.common.fairness.client_turns import Client
+from services.common.fairness import Client
 from services.common.shared_counts import Counts
 from services.gateway.access.api_keys import ApiKey, hash_key, read_api_keys
 from services.gateway.access.client_address import FORWARDED_FOR, ClientAddresses, number_of

@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from services.common.errors import CapacityError, Draining
-from services.common.fairness.client_turns import Client
-from services.common.fairness.kept_room import KEPT_PARTS, may_wait, refusal
+from services.common.fairness import KEPT_PARTS, Client, may_wait, refusal
 from services.common.shared_counts import Counts
 from services.gateway.access.access import Caller
 from services.gateway.link.journal import Journal

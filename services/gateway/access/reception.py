@@ -20,7 +20,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from services.common.errors import CapacityError, DeadlineExceeded, InvalidRequest, RequestAborted
-from services.common.fairness.client_turns import Client
+from services.common.fairness import Client
 from services.gateway.access.access import Access, Caller
 from services.gateway.resources.heavy_work import MAX_INLINE_BYTES, HeavyWork, work_for
 from services.gateway.resources.memory_budget import BYTES_PER_BODY_BYTE, HeldMemory, MemoryBudget, hold_body

@@ -6,7 +6,7 @@ from collections import ChainMap
 from collections.abc import Mapping
 
 from services.common.errors import InvalidRequest
-from services.common.fairness.kept_room import may_wait, refusal
+from services.common.fairness import may_wait, refusal
 from services.lora.adapter import Adapter
 
 SHARED = ""  # the owner of the adapters that all callers may name

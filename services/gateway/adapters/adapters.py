@@ -40,7 +40,7 @@ from services.common.errors import (
     QueueTimeout,
     TwostrokeError,
 )
-from services.common.fairness.client_turns import Client, ClientTurns
+from services.common.fairness import Client, ClientTurns
 from services.common.shorten import quote
 from services.gateway.access.access import Caller
 from services.gateway.adapters.adapter_list import SHARED, AdapterList

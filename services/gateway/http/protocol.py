@@ -19,7 +19,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from services.common.config import GatewaySection
-from services.common.fairness.kept_room import may_wait, refusal
+from services.common.fairness import may_wait, refusal
 from services.gateway.access.client_address import ClientAddresses
 from services.gateway.http.connection import BodyWriter, Connection, Hangups
 from services.gateway.http.cross_origin import answer_headers

@@ -20,7 +20,7 @@ from weakref import WeakSet
 import structlog
 
 from services.common.errors import InvalidRequest, TwostrokeError
-from services.common.fairness.client_turns import Client, ClientTurns
+from services.common.fairness import Client, ClientTurns
 from services.common.memory_file import MemoryFile
 from services.common.vision.layout import Layout, PictureShape
 from services.common.vision.layouts import describe

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from services.common.config import GatewaySection
 from services.common.errors import ConfigError, InvalidRequest
-from services.common.fairness.client_turns import Client
+from services.common.fairness import Client
 from services.common.vision.vision_config import FAMILIES, VisionConfig
 from services.gateway.images.decoder import MAX_AT_ONCE, Decoder, Encoding
 from services.gateway.images.picture import Picture, expand

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 
 from services.common.errors import InvalidRequest, TwostrokeError
-from services.common.fairness.client_turns import Client
+from services.common.fairness import Client
 from services.common.shared_counts import Counts
 from services.gateway.link.journal_entry import JournalEntry, Turns, UpdateQueue
 from services.gateway.link.stepwise import StepwiseEntry

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TypeAlias
 
-from services.common.fairness.client_turns import ClientQueue
+from services.common.fairness import ClientQueue
 from services.gateway.link.journal_entry import JournalEntry
 from services.pb import dense_pb2
 

@@ -20,7 +20,7 @@ from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from services.common.fairness.client_turns import Client, ClientTurns
+from services.common.fairness import Client, ClientTurns
 
 MAX_INLINE_BYTES = 2**14  # of a body; reading one of this size and making a prompt of it takes about a millisecond
 SLICE_S = 0.002  # of processor time: how long one turn of a long piece of work lasts

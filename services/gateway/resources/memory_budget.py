@@ -24,8 +24,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from services.common.errors import CapacityError, InvalidRequest
-from services.common.fairness.client_turns import Client
-from services.common.fairness.kept_room import KEPT_PARTS, is_little, may_wait, refusal
+from services.common.fairness import KEPT_PARTS, Client, is_little, may_wait, refusal
 from services.common.shared_counts import Count, Counts
 
 KEY = "gateway.max_held_bytes"

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from services.common.errors import CapacityError, RequestAborted, TwostrokeError
-from services.common.fairness.kept_room import may_wait, refusal
+from services.common.fairness import may_wait, refusal
 from services.common.shared_counts import Counts
 from services.gateway.request.generation_request import Owner
 from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget

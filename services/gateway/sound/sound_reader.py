@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from services.common.errors import InvalidRequest, TwostrokeError
-from services.common.fairness.client_turns import Client, ClientTurns
+from services.common.fairness import Client, ClientTurns
 from services.gateway.resources.decoding_processes import DecodingProcesses
 from services.gateway.resources.memory_budget import HeldMemory
 from services.gateway.resources.piped_process import end_of

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.errors import CapacityError, TwostrokeError
-from services.common.fairness.client_turns import Client, ClientTurns
+from services.common.fairness import Client, ClientTurns
 from services.common.structured_output import Constraint, StructuredOutput
 from services.gateway.resources.piped_process import KilledError, close_process, end_of, start_process, write_and_read
 from services.grammar.grammar_error import GrammarError, SlowGrammarError

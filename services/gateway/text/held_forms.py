@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.common.errors import TwostrokeError
-from services.common.fairness.client_turns import Client
+from services.common.fairness import Client
 from services.common.structured_output import StructuredOutput
 from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
 

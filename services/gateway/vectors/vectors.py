@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from services.common.errors import AbortedByCaller, InvalidRequest
-from services.common.fairness.client_turns import ClientTurns
+from services.common.fairness import ClientTurns
 from services.common.pooling.pooling_config import PoolingConfig, TokenHead
 from services.common.sampling_params import MAX_PRIORITY
 from services.gateway.access.access import Caller

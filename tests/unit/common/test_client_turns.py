@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from services.common.errors import CapacityError
-from services.common.fairness.client_turns import Client, ClientTurns
+from services.common.fairness import Client, ClientTurns
 
 BUSY, OTHER, THIRD = (0, 1), (0, 2), (0, 3)
 

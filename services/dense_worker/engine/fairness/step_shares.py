@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
-from services.common.fairness.client_turns import Client
+from services.common.fairness import Client
 from services.dense_worker.engine.sequence import Sequence
 
 Prefill = tuple[Sequence, int]  # with a number of tokens

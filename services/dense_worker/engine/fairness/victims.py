@@ -15,7 +15,7 @@ from collections.abc import Sequence as SequenceOf
 from functools import cached_property
 from typing import NamedTuple
 
-from services.common.fairness.client_turns import Client
+from services.common.fairness import Client
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import Session
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from services.common.errors import InvalidRequest
-from services.common.fairness.client_turns import ClientTurns
+from services.common.fairness import ClientTurns
 from services.common.structured_output import StructuredOutput
 from services.grammar.grammar_error import GrammarError
 from services.grammar.lower import lower

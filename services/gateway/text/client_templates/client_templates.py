@@ -17,7 +17,7 @@ import structlog
 from pydantic_core import to_json
 
 from services.common.errors import CapacityError, InvalidRequest, TwostrokeError
-from services.common.fairness.client_turns import ClientTurns
+from services.common.fairness import ClientTurns
 from services.gateway.resources.heavy_work import current_client
 from services.gateway.resources.piped_process import close_process, start_process, write_and_read
 from services.gateway.text.chat_template import Chat

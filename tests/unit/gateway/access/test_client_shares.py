@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import CapacityError, TwostrokeError
-from services.common.fairness.kept_room import KEPT_PARTS, SMALL_PARTS
+from services.common.fairness import KEPT_PARTS, SMALL_PARTS
 from services.gateway.access.access import Access, Caller
 from services.gateway.access.admission import Admission, Ticket
 from services.gateway.link.journal import Journal

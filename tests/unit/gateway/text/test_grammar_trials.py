@@ -16,7 +16,7 @@ import pytest
 
 from services.common.config import EMBEDDED_MODEL
 from services.common.errors import CapacityError, TwostrokeError
-from services.common.fairness.client_turns import Client
+from services.common.fairness import Client
 from services.common.structured_output import MAX_CHOICES, Constraint, StructuredOutput
 from services.gateway.text import grammar_trials
 from services.gateway.text.grammar_trials import GrammarTrials

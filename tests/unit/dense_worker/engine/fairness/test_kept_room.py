@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import CapacityError
-from services.common.fairness.kept_room import KEPT_PARTS, SMALL_PARTS
+from services.common.fairness import KEPT_PARTS, SMALL_PARTS
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.waiting_queue import WaitingQueue
 from tests.support.dense.scheduler_cluster import make_sequence

@@ -1,7 +1,10 @@
-"""Clients take turns: `ClientQueue` has items of several, `ClientTurns` is for what only few may do at once.
+"""Fairness among clients: they take turns, and of each queue the last part is kept for those that have little in it.
 
-It is round robin: among the tenants that have something in the queue, and within a tenant among its clients. A client's
-own items keep their order. So however many one client has, another one's first item comes after two of them at most.
+`ClientQueue` has items of several, `ClientTurns` is for what only few may do at once. Turns are round robin: among the
+tenants that have something in the queue, and within a tenant among its clients. A client's own items keep their order.
+So however many one client has, another one's first item comes after two of them at most.
+
+The gateways' queues and the dense worker's keep room in this way: see `may_wait`.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from services.common.errors import CapacityError
 Client = tuple[int, int]  # numbers of the tenant, which is an API key, and of the client's address
 
 T = TypeVar("T")
+KEPT_PARTS = 8  # one part in so many of a queue is kept for clients that have nothing else in it, or little
+SMALL_PARTS = 64  # little is at most one part in so many
 
 
 class ClientQueue(Generic[T]):
@@ -104,3 +109,21 @@ class ClientTurns:
                 place.set_result(None)
                 return
         self._num_free += 1
+
+
+def may_wait(limit: int, num_waiting: int, num_own: int, num_more: int) -> bool:
+    """Whether a client with `num_own` of the `num_waiting` in a queue may add `num_more`, if the queue has room."""
+    return is_little(limit, num_own, num_more) or num_waiting + num_more <= limit - limit // KEPT_PARTS
+
+
+def is_little(limit: int, num_own: int, num_more: int) -> bool:
+    """Whether a client with `num_own` that adds `num_more` may use all of the limit."""
+    return num_own == 0 or num_own + num_more <= limit // SMALL_PARTS
+
+
+def refusal(what: str, num_more: int, limit: int) -> str:
+    """What to tell a client that has `what` and may not add `num_more`."""
+    return (
+        f"this client has {what}; with {num_more} more it would use the last 1/{KEPT_PARTS} of the limit of "
+        f"{limit}, which is kept for clients with at most 1/{SMALL_PARTS} of it"
+    )
