@@ -2,57 +2,31 @@
 
 from __future__ import annotations
 
-import shlex
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import structlog
 import torch
 
 from services.common.batch_buckets import token_buckets
 from services.common.config import DenseSection, ModelSection
-from services.common.errors import ConfigError, TwostrokeError
+from services.common.errors import ConfigError
 from services.common.families.shape import Activation
-from services.common.model_config import ModelConfig
 from services.common.resolve import ResolvedModel
 from services.dense_worker.backends import DenseBackend
-from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.backends.torch_backend import torch_backend
 from services.dense_worker.batch_invariant.check import check_batch_invariance
-from services.dense_worker.batch_invariant.torch_operations import BatchInvariantTorchOperations
 from services.dense_worker.kernels.experts.routed_experts import ExpertLinear
 from services.dense_worker.kernels.linear.linear import PlainWeight
 from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.model.weights import empty_weights
 from services.dense_worker.parameters import parts_of_type
 from services.dense_worker.ranks.shard_backend import leading_backend
-from services.dense_worker.tensorrt.api import INSTALL, TensorRT, is_installed, load_tensorrt, require
-from services.dense_worker.tensorrt.backend import TensorRTBackend
-from services.dense_worker.tensorrt.build_options import PROGRAM
-from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache, EnginePlans
-from services.dense_worker.tensorrt.engine_segments import TensorRTSegments
-from services.dense_worker.tensorrt.files.network_record import NetworkRecord
-from services.dense_worker.tensorrt.gpu import Gpu, current_gpu, current_stream, free_bytes, on_device, synchronize
-from services.dense_worker.tensorrt.measure import (
-    known_measurements,
-    measure_segments,
-    store_measurements,
-    time_on_gpu,
-)
-from services.dense_worker.tensorrt.profiles import Limits, Profile, check_cover, parse_profiles
-
-if TYPE_CHECKING:
-    from services.dense_worker.backends.cuda_backend import CudaBackend
+from services.dense_worker.tensorrt.prepare import TensorRTPlans, load_tensorrt_backend, prepare_tensorrt
+from services.dense_worker.tensorrt.profiles import Limits
 
 log = structlog.get_logger()
-
-# What keeps TensorRT from running. With `dense.backend` "auto" the worker runs torch then.
-_FAILURES = (TwostrokeError, torch.OutOfMemoryError, OSError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +36,6 @@ class SelectedBackend:
     name: str
     backend: DenseBackend
     before_capture: Callable[[int], None] | None = None  # to be called for a number of rows before a graph is captured
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRTPlans:
-    """A TensorRT, and its plans of a model."""
-
-    api: TensorRT
-    gpu: Gpu
-    cache: EnginePlanCache
-    plans: EnginePlans
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +54,12 @@ class PreparedBackend:
         If TensorRT cannot load or run its plans, it is torch for `dense.backend` "auto", and the log says why;
         otherwise raises the error.
         """
-        found = self.tensorrt
-        if found is not None:
-            try:
-                with on_device(self.model.device):
-                    backend = self._load_tensorrt(found, weights)
-            except _FAILURES as error:
-                _log_fallback(self.section, error)
-            else:
-                num_sms = found.gpu.num_sms
-                log.info("dense backend is TensorRT", version=found.api.name, gpu=found.gpu.name, num_sms=num_sms)
-                return SelectedBackend(found.api.name, backend)
+        if self.tensorrt is not None:
+            by_tensorrt = load_tensorrt_backend(
+                self.tensorrt, self.section, self.model, self.limits, weights, takes_vectors=self.takes_vectors
+            )
+            if by_tensorrt is not None:
+                return SelectedBackend(self.tensorrt.api.name, by_tensorrt)
         if self.model.rank.count > 1:
             return SelectedBackend("torch", leading_backend(weights, self.model, self.limits.num_tokens, lora))
         backend = torch_backend(
@@ -112,31 +71,6 @@ class PreparedBackend:
             rows_of_graphs=token_buckets(self.limits.num_rows, self.limits.num_tokens),
         )
         return SelectedBackend("torch", backend, backend.choose_products)
-
-    def _load_tensorrt(self, found: TensorRTPlans, weights: ModelWeights) -> TensorRTBackend:
-        section, model, limits = self.section, self.model, self.limits
-        start_s, free_before = time.monotonic(), free_bytes(model.device)
-        segments = TensorRTSegments(found.api, found.plans, weights, model.config, limits, current_stream)
-        synchronize()  # the contexts were set up on this thread's stream, and will run on the engine's
-        log.info(
-            "TensorRT engines loaded",
-            seconds=round(time.monotonic() - start_s, 2),
-            device_bytes=free_before - free_bytes(model.device),
-        )
-        if section.backend == "tensorrt" and not self.takes_vectors:
-            return TensorRTBackend(segments)
-        by_torch = torch_backend(weights, model.config, limits.num_tokens)
-        if section.backend == "tensorrt":
-            return TensorRTBackend(segments, by_torch)
-        measured = known_measurements(found.plans, limits)
-        if measured is None and section.build == "auto":
-            backends = {"tensorrt": segments, "torch": by_torch}
-            measured = measure_segments(backends, model.config, model.dtype, model.device, limits, time_on_gpu)
-            store_measurements(found.cache, found.plans, measured)
-        if measured is None:
-            reason = "the plans have not been measured, and dense.build is 'never': the build command measures them"
-            log.warning("TensorRT runs every size", reason=reason)
-        return TensorRTBackend(segments, by_torch, measured)
 
 
 def prepare_backend(
@@ -173,25 +107,7 @@ def prepare_backend(
         if section.backend == "auto":
             log.info("dense backend is torch", reason=lack)
     elif section.backend != "torch":
-        gpu, start_s = current_gpu(model.device), time.monotonic()
-        try:
-            api = _usable_tensorrt(gpu, model)
-        except ConfigError as error:
-            if section.backend == "tensorrt":
-                raise ConfigError(f"dense.backend is 'tensorrt', but {error}") from error
-            log.info("dense backend is torch", reason=str(error))
-            return PreparedBackend(section, model, limits, None, takes_vectors)
-        profiles = parse_profiles(section.profiles)
-        check_cover(profiles, limits)
-        import_s = time.monotonic() - start_s
-        try:
-            with on_device(model.device):
-                tensorrt = _find_or_build(section, source, model, limits, profiles, api, gpu, report)
-        except _FAILURES as error:
-            _log_fallback(section, error)
-        else:
-            seconds = round(time.monotonic() - start_s, 2)
-            log.info("TensorRT plans ready", import_seconds=round(import_s, 2), seconds=seconds)
+        tensorrt = prepare_tensorrt(section, source, model, limits, report)
     return PreparedBackend(section, model, limits, tensorrt, takes_vectors)
 
 
@@ -230,99 +146,3 @@ def _check_quantized_experts(model: ResolvedModel, linear: ExpertLinear) -> None
         method = "" if model.config.quantization is None else model.config.quantization.method
         what = f"quantized experts ({method}, {linear.name}: {type(linear.weight).__name__})"
         raise ConfigError(f"{what} do not run on {str(model.device)!r}, because {reason}: set dense.device to cpu")
-
-
-def _log_fallback(section: DenseSection, error: Exception) -> None:
-    """Logs why the backend is torch; raises the error if TensorRT was asked for."""
-    if section.backend == "tensorrt":
-        raise error
-    log.warning("dense backend is torch", reason=str(error).splitlines()[0])
-
-
-def torch_backend(
-    weights: ModelWeights,
-    config: ModelConfig,
-    max_num_tokens: int,
-    lora: LoraStore | None = None,
-    *,
-    is_deterministic: bool = False,
-    rows_of_graphs: Sequence[int] = (),
-) -> TorchBackend | CudaBackend:
-    """The fastest backend without TensorRT on the device of `weights`; if `is_deterministic`, a batch-invariant one."""
-    if weights.device.type == "cpu":
-        return TorchBackend(weights, (BatchInvariantTorchOperations if is_deterministic else TorchOperations)(lora))
-    from services.dense_worker.backends.cuda_backend import CudaBackend  # needs triton
-
-    return CudaBackend(
-        weights, config, max_num_tokens, lora, is_deterministic=is_deterministic, rows_of_graphs=rows_of_graphs
-    )
-
-
-def _usable_tensorrt(gpu: Gpu | None, model: ResolvedModel) -> TensorRT:
-    """TensorRT, if it can run this model here. Raises ConfigError, naming what is missing."""
-    if gpu is None:
-        install = "" if is_installed() else f"; {INSTALL}"
-        raise ConfigError(
-            f"TensorRT runs on a CUDA device, and the dense worker's device is {str(model.device)!r}{install}"
-        )
-    if model.config.parts.latent is not None:
-        raise ConfigError(f"latent attention ({model.config.family!r}) runs only with dense.backend 'torch'")
-    if model.config.encoder is not None:
-        raise ConfigError(f"cross attention ({model.config.family!r}) runs only with dense.backend 'torch'")
-    if model.config.parts.experts is not None:
-        raise ConfigError(f"mixtures of experts ({model.config.family!r}) run only with dense.backend 'torch'")
-    api = load_tensorrt()
-    api.check_gpu(gpu)
-    api.check_dtype(model.dtype)
-    require("onnx")
-    return api
-
-
-def _find_or_build(
-    section: DenseSection,
-    source: ModelSection,
-    model: ResolvedModel,
-    limits: Limits,
-    profiles: Sequence[Profile],
-    api: TensorRT,
-    gpu: Gpu,
-    report: Callable[[str], None],
-) -> TensorRTPlans:
-    # Imported here, because a worker with torch does not need the packages of requirements-export.txt.
-    from services.dense_worker.tensorrt.engine_plan_builder import EnginePlanBuilder
-    from services.dense_worker.tensorrt.onnx_segments import export_networks
-
-    cache = EnginePlanCache(section.plan_dir.expanduser())
-    record = NetworkRecord(cache.directory, model.config, model.dtype)
-    command = build_command(section, source, model, limits)
-    export = partial(export_networks, model.config, model.dtype)
-    builder = EnginePlanBuilder(api, gpu, profiles, cache, limits)
-    plans = builder.find_recorded_or_build(record, export, model.dtype, command, report)
-    return TensorRTPlans(api, gpu, cache, plans)
-
-
-def build_command(
-    section: DenseSection, source: ModelSection, model: ResolvedModel, limits: Limits
-) -> str | None:
-    """The command, for a shell, that builds what a worker with this config looks for; None: the worker may build it.
-
-    Every setting that a plan depends on is there, so that the command needs no config.
-    """
-    if section.build != "never":
-        return None
-    arguments = [
-        *("--model", source.path.absolute()),
-        *("--load-format", source.load_format),
-        *("--dtype", str(model.dtype).removeprefix("torch.")),
-        *("--profiles", section.profiles),
-        *("--max-num-batched-tokens", limits.num_tokens),
-        *("--max-num-seqs", limits.num_rows),
-        *("--quantization", section.quantization),
-        *("--device", model.device),
-        *("--output-dir", section.plan_dir.expanduser().absolute()),
-    ]
-    if source.num_layers is not None:
-        arguments += ["--num-layers", source.num_layers]
-    is_checkout = (Path(__file__).parents[3] / "pyproject.toml").is_file()
-    program = ["python", "-m", PROGRAM] if is_checkout else ["twostroke", "build-engines"]
-    return shlex.join([*program, *map(str, arguments)])

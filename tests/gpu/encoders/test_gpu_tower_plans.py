@@ -11,7 +11,6 @@ import torch
 pytest.importorskip("onnx", reason="onnx is not installed: `pip install -r requirements-export.txt`")
 
 from services.common.vision.vision_config import load_vision_config
-from services.dense_worker.backends.select import TensorRTPlans
 from services.dense_worker.encoders.vision.load import StoredTower
 from services.dense_worker.encoders.vision.picture import Picture
 from services.dense_worker.encoders.vision.tensorrt import tower_plans
@@ -19,6 +18,7 @@ from services.dense_worker.encoders.vision.tensorrt.tower_plans import find_or_b
 from services.dense_worker.encoders.vision.vision_encoder import VisionEncoder
 from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache
 from services.dense_worker.tensorrt.gpu import current_gpu
+from services.dense_worker.tensorrt.prepare import TensorRTPlans
 from services.dense_worker.tensorrt.profiles import parse_profiles
 from tests.gpu.gpu_cluster import DEVICE
 from tests.gpu.usable_tensorrt import usable_tensorrt

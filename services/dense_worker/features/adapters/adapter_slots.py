@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from services.dense_worker.engine.waiting_queue import WaitingQueue
 
 
-
 class AdapterKey(NamedTuple):
     """What sequences with the same adapter's tensors wait for together."""
 

@@ -13,7 +13,6 @@ from services.common.lifeline import Lifeline
 from services.common.quantization.schemes import fp8_towers
 from services.common.resolve import ResolvedModel
 from services.common.vision.vision_config import VisionConfig, load_vision_config, why_blind
-from services.dense_worker.backends.select import TensorRTPlans, build_command
 from services.dense_worker.encoders.encoder_runs import EncoderRuns
 from services.dense_worker.encoders.vision.load import StoredTower, TowerWeights, load_tower
 from services.dense_worker.encoders.vision.tensorrt.tower_plans import TowerPlans, find_or_build_tower
@@ -21,6 +20,7 @@ from services.dense_worker.encoders.vision.vision_encoder import VisionEncoder
 from services.dense_worker.features.images.images_feature import ImagesFeature
 from services.dense_worker.model.held_weights import HeldWeights
 from services.dense_worker.tensorrt.gpu import on_device
+from services.dense_worker.tensorrt.prepare import TensorRTPlans, build_command
 from services.dense_worker.tensorrt.profiles import Limits
 
 log = structlog.get_logger()

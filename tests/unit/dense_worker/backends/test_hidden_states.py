@@ -64,7 +64,7 @@ def test_any_other_backend_with_heads_is_torch(monkeypatch: pytest.MonkeyPatch) 
     def fail() -> None:
         raise AssertionError("nobody may look for TensorRT")
 
-    monkeypatch.setattr("services.dense_worker.backends.select.load_tensorrt", fail)
+    monkeypatch.setattr("services.dense_worker.tensorrt.prepare.load_tensorrt", fail)
     for name in ("auto", "torch"):
         section = DenseSection(backend=name)
         assert prepare_backend(section, ModelSection(), MODEL, Limits(16, 4), print, heads="medusa").tensorrt is None

@@ -15,9 +15,8 @@ from services.common.config import DenseSection, ModelSection
 from services.common.errors import CapacityError, ConfigError
 from services.common.model_config import load_model_config
 from services.common.resolve import ResolvedModel
-from services.dense_worker.backends import select
 from services.dense_worker.backends.select import prepare_backend
-from services.dense_worker.tensorrt import onnx_segments
+from services.dense_worker.tensorrt import onnx_segments, prepare
 from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.engine_plan_cache import EnginePlans
 from services.dense_worker.tensorrt.files import network_record
@@ -45,8 +44,8 @@ class Machine:
         (self.sources / "model" / "layer.py").write_text("a = 1")
         (self.sources / "head.py").write_text("b = 1")
         monkeypatch.setattr(network_record, "SOURCES", self.sources)
-        monkeypatch.setattr(select, "current_gpu", lambda device: Gpu("NVIDIA H200", (9, 0), 132))
-        monkeypatch.setattr(select, "load_tensorrt", lambda: TensorRT(self.trt))
+        monkeypatch.setattr(prepare, "current_gpu", lambda device: Gpu("NVIDIA H200", (9, 0), 132))
+        monkeypatch.setattr(prepare, "load_tensorrt", lambda: TensorRT(self.trt))
         monkeypatch.setattr(onnx_segments, "export_networks", self.export)
 
     def export(self, *arguments: Any) -> dict[str, bytes]:

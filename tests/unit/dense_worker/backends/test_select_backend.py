@@ -23,12 +23,11 @@ from services.common.model_config import load_model_config
 from services.common.quantization.schemes import on_the_fly_fp8
 from services.common.resolve import ResolvedModel
 from services.dense_worker import build as dense_build
-from services.dense_worker.backends import select
 from services.dense_worker.backends.select import SelectedBackend, prepare_backend
 from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import load_weights
-from services.dense_worker.tensorrt import build, engine_segments, measure, onnx_segments
+from services.dense_worker.tensorrt import build, engine_segments, measure, onnx_segments, prepare
 from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.backend import TensorRTBackend
 from services.dense_worker.tensorrt.gpu import Gpu
@@ -53,9 +52,9 @@ class Machine:
         self.gpu: Gpu | None = Gpu("NVIDIA H200", (9, 0), 132)
         self.num_timed = 0
         self.lines: list[str] = []  # messages about the progress of builds
-        monkeypatch.setattr(select, "current_gpu", lambda device: self.gpu)
-        monkeypatch.setattr(select, "load_tensorrt", self.load)
-        for module in (select, measure):
+        monkeypatch.setattr(prepare, "current_gpu", lambda device: self.gpu)
+        monkeypatch.setattr(prepare, "load_tensorrt", self.load)
+        for module in (prepare, measure):
             monkeypatch.setattr(module, "current_stream", lambda: 7)
             monkeypatch.setattr(module, "synchronize", lambda: None)
             monkeypatch.setattr(module, "time_on_gpu", self.time)
@@ -138,7 +137,7 @@ def test_the_error_names_what_tensorrt_is_missing(
     with pytest.raises(ConfigError, match=r"dense\.backend is 'tensorrt', but TensorRT is not installed"):
         machine.select(backend="tensorrt")
     machine.gpu = None
-    monkeypatch.setattr(select, "is_installed", lambda: False)
+    monkeypatch.setattr(prepare, "is_installed", lambda: False)
     with pytest.raises(
         ConfigError, match=r"runs on a CUDA device.*'cpu'; TensorRT is not installed: `pip install"
     ):
@@ -286,14 +285,14 @@ def have_no_driver(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise ConfigError("CUDA does not work in this process: no driver")
 
-    monkeypatch.setattr(select, "load_tensorrt", lambda: TensorRT(machine.trt, fail))
+    monkeypatch.setattr(prepare, "load_tensorrt", lambda: TensorRT(machine.trt, fail))
 
 
 def have_no_memory(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(select, "TensorRTSegments", fail)
+    monkeypatch.setattr(prepare, "TensorRTSegments", fail)
 
 
 FAILURES: dict[str, tuple[Callable[[Machine, pytest.MonkeyPatch], None], str]] = {

@@ -26,6 +26,6 @@ def test_other_backends_are_torch(backend: str, monkeypatch: pytest.MonkeyPatch)
     def fail() -> None:
         raise AssertionError("nobody may look for TensorRT")
 
-    monkeypatch.setattr("services.dense_worker.backends.select.load_tensorrt", fail)
+    monkeypatch.setattr("services.dense_worker.tensorrt.prepare.load_tensorrt", fail)
     section = DenseSection(backend=backend, max_loras=2)
     assert prepare_backend(section, ModelSection(), MODEL, Limits(16, 4), print).tensorrt is None

@@ -17,8 +17,8 @@ from services.common.config import DenseSection, ModelSection
 from services.common.errors import CapacityError, ConfigError
 from services.common.model_config import load_model_config
 from services.common.resolve import ResolvedModel
-from services.dense_worker.backends import select
 from services.dense_worker.backends.select import PreparedBackend, prepare_backend
+from services.dense_worker.tensorrt import prepare
 from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.files import atomic_file
 from services.dense_worker.tensorrt.gpu import Gpu
@@ -45,8 +45,8 @@ class Machine:
         model = ResolvedModel(load_model_config(self.path), self.dtype, torch.device("cpu"), 64)
         section = DenseSection(backend=backend, build=build, plan_dir=self.plan_dir, profiles="1-16")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(select, "current_gpu", lambda device: self.gpu)
-            patch.setattr(select, "load_tensorrt", lambda: TensorRT(make_tensorrt(self.version)))
+            patch.setattr(prepare, "current_gpu", lambda device: self.gpu)
+            patch.setattr(prepare, "load_tensorrt", lambda: TensorRT(make_tensorrt(self.version)))
             return prepare_backend(section, source, model, Limits(8, 4), self.lines.append)
 
 

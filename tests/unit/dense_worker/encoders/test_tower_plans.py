@@ -10,7 +10,6 @@ import torch
 
 from services.common.errors import ConfigError
 from services.common.vision.vision_config import load_vision_config
-from services.dense_worker.backends.select import TensorRTPlans
 from services.dense_worker.encoders.vision.load import StoredTower
 from services.dense_worker.encoders.vision.picture import Picture
 from services.dense_worker.encoders.vision.tensorrt import tower_networks, tower_plans
@@ -20,6 +19,7 @@ from services.dense_worker.tensorrt import build, engine_segments, export
 from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.engine_plan_cache import EnginePlanCache
 from services.dense_worker.tensorrt.gpu import Gpu
+from services.dense_worker.tensorrt.prepare import TensorRTPlans
 from tests.support.dense.vision_models import make_vision_model, noise
 from tests.support.workers.fake_tensorrt import make_tensorrt
 

@@ -10,7 +10,6 @@ import structlog
 import torch
 
 from services.common.vision.vision_config import VisionConfig
-from services.dense_worker.backends.select import TensorRTPlans
 from services.dense_worker.encoders.vision.load import Tower
 from services.dense_worker.encoders.vision.operations import TowerOperations
 from services.dense_worker.encoders.vision.tensorrt.tensorrt_operations import (
@@ -22,6 +21,7 @@ from services.dense_worker.tensorrt.engine_plan_cache import EnginePlans
 from services.dense_worker.tensorrt.engine_segments import PlanRuns
 from services.dense_worker.tensorrt.files.network_record import NetworkRecord
 from services.dense_worker.tensorrt.gpu import current_stream, synchronize
+from services.dense_worker.tensorrt.prepare import TensorRTPlans
 from services.dense_worker.tensorrt.profiles import parse_profiles
 
 log = structlog.get_logger()
