@@ -17,7 +17,7 @@ from services.common.kv_cache.sliding_window import SlidingWindow
 from services.dense_worker.engine.attachment import AttachedCache, Attachment
 from services.dense_worker.engine.block_ledger import BlockLedger
 from services.dense_worker.engine.decode_rows import DecodeRows, Decodes
-from services.dense_worker.engine.lanes import Lane, LaneDealer
+from services.dense_worker.engine.lane_dealer import LaneDealer
 from services.dense_worker.engine.seen_prefixes import SeenPrefixes
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.waiting_queue import insert, remove
@@ -95,6 +95,16 @@ class InFlight:
     waited_before_s: float | None = None  # the channel's total wait when it began to run; None on CUDA
     wait_s: float | None = None  # spent waiting for the attention worker; None on CUDA, where no host sees it
     started: SequenceOf[Sequence] = ()  # in their first step, which gateways have been told before it has ended
+
+
+class Lane:
+    """What the session keeps for the plans of one lane."""
+
+    def __init__(self) -> None:
+        self.to_close: list[int] = []  # seq_ids that the next plan closes, without dead rows
+        self.dead_rows: list[int] = []  # seq_ids of rows that the next plan closes; their sequence goes on
+        self.short_caches: set[int] = set()  # where a running sequence could not grow: admit nobody
+        self.last_end_s = 0.0  # end of the last completed step, on the monotonic clock
 
 
 # The attachment of a worker that has not attached yet. It has no blocks, so that nothing runs.

@@ -1,4 +1,4 @@
-"""`Lane` and `LaneDealer`: micro-batches that are in flight at a time, and which sequences are in which. Engine thread.
+"""`LaneDealer`: which sequences are in which lane, where several micro-batches are in flight at a time. Engine thread.
 
 A sequence stays in its lane, in which its tokens are fed from step to step. So both strokes of all lanes should take
 about equally long: the dense stroke by rows, attention by tokens of context.
@@ -11,16 +11,6 @@ from services.dense_worker.engine.sequence import Sequence
 
 _MOST_DRIFT = 1.25  # of the sum of the two largest shares, which is 1 for two lanes that are even
 _NO_LANE = -1  # of a row that is in no plan, since it moves
-
-
-class Lane:
-    """What the session keeps for the plans of one lane."""
-
-    def __init__(self) -> None:
-        self.to_close: list[int] = []  # seq_ids that the next plan closes, without dead rows
-        self.dead_rows: list[int] = []  # seq_ids of rows that the next plan closes; their sequence goes on
-        self.short_caches: set[int] = set()  # where a running sequence could not grow: admit nobody
-        self.last_end_s = 0.0  # end of the last completed step, on the monotonic clock
 
 
 class LaneDealer:
