@@ -29,6 +29,11 @@ class HiddenStatesList(JsonPieces):
         yield rows[: self.num_prompt_tokens]
         yield from rows[self.num_prompt_tokens :]
 
+    @property
+    def last(self) -> list[float]:
+        """The row of the answer's last token that was computed; empty if there is only the prompt."""
+        return self.rows.array()[-1].tolist() if self.rows.num_rows > self.num_prompt_tokens else []
+
     def json_pieces(self) -> Iterator[bytes]:
         for index, row in enumerate(self.rows.array()):
             yield b"[[" if index == 0 else b","
@@ -62,7 +67,9 @@ class HiddenStates(Report):
     json_field = (
         bool,
         Field(
-            None, description="Give the last hidden state of each token but the last one of the answer; not with stream"
+            None,
+            description="Give the last hidden state of each token but the last one of the answer, and not of a stream; "
+            "with OpenAI's objects of the last but one alone",
         ),
     )
 

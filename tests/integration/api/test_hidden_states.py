@@ -79,6 +79,32 @@ def test_hidden_states_are_those_of_transformers_whatever_the_cache_and_the_answ
     check(prompts[1], post(cluster, asking(prompts[1], max_new_tokens=1)))
 
 
+@torch.inference_mode()
+def test_openais_objects_have_the_state_of_the_last_token_that_was_computed(cluster: Cluster) -> None:
+    prompt, path = random_prompt(20, seed=8), "/v1/completions"
+    body = {"prompt": prompt, "max_tokens": 5, "temperature": 0, "ignore_eos": True, "return_hidden_states": True}
+    [choice] = post(cluster, body | {"return_token_ids": True}, path=path)["choices"]
+    tokens = torch.tensor([[*prompt, *choice["token_ids"][:-1]]])
+    wanted = reference_model(EMBEDDED_MODEL)(tokens, output_hidden_states=True).hidden_states[-1][0, -1].numpy()
+    np.testing.assert_allclose(choice["hidden_states"], wanted, atol=TOLERANCE, rtol=0)
+    choices = [each["choices"][0] for each in streamed(cluster, path, body | {"n": 2})]
+    ends = [each for each in choices if "hidden_states" in each]
+    assert sorted(each["index"] for each in ends) == [0, 1]
+    for each in ends:
+        assert each["finish_reason"] == "length"
+        np.testing.assert_allclose(each["hidden_states"], wanted, atol=TOLERANCE, rtol=0)
+    [single] = post(cluster, body | {"max_tokens": 1}, path=path)["choices"]
+    assert single["hidden_states"] == [], "only the prompt was computed"
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+    [plain] = post(cluster, chat, path="/v1/chat/completions")["choices"]
+    assert "hidden_states" not in plain
+    chat["return_hidden_states"] = True
+    [whole] = post(cluster, chat, path="/v1/chat/completions")["choices"]
+    deltas = [each["choices"][0]["delta"] for each in streamed(cluster, "/v1/chat/completions", chat)]
+    [found] = [each["hidden_states"] for each in deltas if "hidden_states" in each]
+    np.testing.assert_allclose(found, whole["hidden_states"], atol=TOLERANCE, rtol=0)
+
+
 def test_a_stop_string_cuts_the_states_too(cluster: Cluster) -> None:
     prompt = random_prompt(20, seed=5)
     whole = post(cluster, asking(prompt, max_new_tokens=30))

@@ -86,6 +86,8 @@ class ChatFormat(OpenAIFormat):
                 choices.append(_piece(chunk.index, _delta_object((), has_reasoning=False)))
             choices[-1]["finish_reason"] = _finish_reason(chunk.finish, self._is_named)
             choices[-1] |= self._end_fields(chunk.finish)  # type: ignore[typeddict-item]
+            reports = {name: (part,) for name, part in chunk.reports.items()}
+            choices[-1]["delta"] |= self._reported(reports, chunk.finish)  # type: ignore[typeddict-item]
         elif not has_text and choice["logprobs"] is None and len(choice) == 4 and prompt_logprobs is None:
             if not self._has_usage:
                 return ()  # the token is an incomplete character, or a part of a marker
@@ -143,6 +145,7 @@ class ChatFormat(OpenAIFormat):
             "logprobs": None,
             "finish_reason": _finish_reason(completion.finish, self._is_named),
             **self._end_fields(completion.finish),  # type: ignore[typeddict-item]
+            **self._reported(completion.reports, completion.finish),  # type: ignore[typeddict-item]
             "token_ids": completion.token_ids if self._body.return_token_ids else None,
         }
         if self._body.logprobs:

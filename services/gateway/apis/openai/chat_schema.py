@@ -349,6 +349,7 @@ class Delta(TypedDict):
     tool_calls: NotRequired[list[ToolCallDeltaObject]]
     reasoning: NotRequired[str]
     reasoning_content: str | None
+    hidden_states: NotRequired[list[float] | None]  # at the end, with return_hidden_states
 
 
 class ChatChoice(TypedDict):
@@ -361,6 +362,7 @@ class ChatChoice(TypedDict):
     stop_reason: str | int | None
     matched_stop: str | int | None
     beam_score: NotRequired[float]  # with use_beam_search
+    hidden_states: NotRequired[list[float] | None]  # with return_hidden_states
     token_ids: list[int] | None
     prompt_token_ids: NotRequired[list[int]]  # with return_prompt_token_ids
     timings: NotRequired[TimingsObject]  # where there are several

@@ -50,6 +50,8 @@ class CompletionFormat(OpenAIFormat):
             self._usage.add(prompt_index, chunk.finish)
             choice["finish_reason"] = chunk.finish.reason.value
             choice |= self._end_fields(chunk.finish)  # type: ignore[typeddict-item]
+            reports = {name: (part,) for name, part in chunk.reports.items()}
+            choice |= self._reported(reports, chunk.finish)  # type: ignore[typeddict-item]
         if not (chunk.text or self._has_usage) and choice["logprobs"] is None and len(choice) == 4:
             return ()  # the token is an incomplete character; who counts tokens also measures when they come
         whole = self._object(choice)
@@ -86,6 +88,7 @@ class CompletionFormat(OpenAIFormat):
             "logprobs": None,
             "finish_reason": completion.finish.reason.value,
             **self._end_fields(completion.finish),  # type: ignore[typeddict-item]
+            **self._reported(completion.reports, completion.finish),  # type: ignore[typeddict-item]
             "prompt_logprobs": None,
             "token_ids": None,
             "prompt_token_ids": None,

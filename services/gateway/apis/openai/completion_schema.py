@@ -75,6 +75,7 @@ class CompletionChoice(TypedDict):
     matched_stop: NotRequired[str | int | None]
     beam_score: NotRequired[float]  # with use_beam_search
     prompt_logprobs: NotRequired[PromptLogprobs | None]
+    hidden_states: NotRequired[list[float] | None]  # at the end, with return_hidden_states
     token_ids: NotRequired[list[int] | None]
     prompt_token_ids: NotRequired[list[int] | None]
     timings: NotRequired[TimingsObject]  # where there are several answers

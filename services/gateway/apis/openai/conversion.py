@@ -9,6 +9,7 @@ from services.gateway.apis.openai.fields import OpenAIFields
 from services.gateway.apis.openai.token_answer_schema import TokenAnswerRequest
 from services.gateway.apis.openai.token_schema import TemplateBody, TokenizeBody
 from services.gateway.apis.openai.tool_schema import NamedToolChoice
+from services.gateway.apis.shared.feature_fields import add_features
 from services.gateway.apis.shared.to_message import (
     ALL,
     add_beams,
@@ -238,6 +239,7 @@ def _common_message(
         message.model = body.model
     add_logit_bias(message, body.logit_bias)
     add_extra_key(message, body.extra_key)
+    add_features(message, body)
     message.sampling.logprob_token_ids.extend(body.logprob_token_ids or ())
     if body.prompt_logprobs is not None:
         message.prompt_logprobs = limits.vocab_size if body.prompt_logprobs == ALL else body.prompt_logprobs

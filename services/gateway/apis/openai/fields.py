@@ -10,6 +10,7 @@ from pydantic import Field
 from pydantic_core import PydanticCustomError
 
 from services.common.sampling_params import MAX_LOGPROB_TOKENS
+from services.gateway.apis.shared.feature_fields import FeatureFields
 from services.gateway.apis.shared.generation_fields import (
     IGNORED,
     AnswerFields,
@@ -17,7 +18,7 @@ from services.gateway.apis.shared.generation_fields import (
     LogitBias,
     SamplingFields,
 )
-from services.gateway.apis.shared.other_servers import LLAMA_CPP_OPTIONS, UNSUPPORTED
+from services.gateway.apis.shared.other_servers import LLAMA_CPP_OPTIONS, OF_OTHER_SERVERS
 from services.gateway.apis.shared.request_model import CountOrAll, RequestModel, UInt32, at_most
 from services.gateway.apis.shared.structured_output import StructuredOutputFields
 
@@ -48,10 +49,10 @@ class UsageFields(RequestModel):
         return self.has_usage and bool(self.stream_options.continuous_usage_stats)
 
 
-class OpenAIFields(SamplingFields, AnswerFields, UsageFields, BeamFields, StructuredOutputFields):
+class OpenAIFields(SamplingFields, AnswerFields, UsageFields, BeamFields, StructuredOutputFields, FeatureFields):
     """The fields that completions and chats share. Null always means the default."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNSUPPORTED, **LLAMA_CPP_OPTIONS}
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {**OF_OTHER_SERVERS, **LLAMA_CPP_OPTIONS}
 
     n_predict: CountOrAll | None = Field(
         None, description="llama.cpp's name of max_tokens; -1: to the end of the context"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import to_json
@@ -11,8 +11,10 @@ from services.gateway.apis.openai.answer_objects import UsageObject
 from services.gateway.apis.openai.fields import OpenAIFields
 from services.gateway.apis.openai.logprobs import prompt_logprobs
 from services.gateway.apis.shared.answer import DONE, Format
+from services.gateway.apis.shared.feature_fields import asked_reports, report_objects
 from services.gateway.core.chunks import Finish, Prompt
 from services.gateway.core.request_service import RequestService
+from services.gateway.features.report import ReportPart
 from services.gateway.resources.repeatable import created_at
 
 PLACEHOLDER = "\N{OBJECT REPLACEMENT CHARACTER}"  # in the place of a text
@@ -38,6 +40,7 @@ class OpenAIFormat(Format):
         self._usage = UsageCounter()
         self._has_usage, self._has_running_usage = body.has_usage, body.has_running_usage
         self._num_named = body.num_named
+        self._fields, self._has_reports = body, bool(asked_reports(body))
         # Whether an object of a stream may have nothing of its own but its text.
         self._is_plain = not (
             body.has_logprobs or body.return_token_ids or self._has_running_usage or body.timings_per_token
@@ -67,6 +70,11 @@ class OpenAIFormat(Format):
         is_eos = finish.stop_string is None and ended_by in self._eos_token_ids
         fields = {"stop_reason": None if is_eos else ended_by, "matched_stop": ended_by}
         return fields if finish.beam_score is None else {**fields, "beam_score": finish.beam_score}
+
+    def _reported(self, reports: Mapping[str, Sequence[ReportPart]], finish: Finish) -> dict[str, Any]:
+        """SGLang's `hidden_states`, if they were asked for: those of the last token that was computed."""
+        found = report_objects(self._fields, reports, finish.num_prompt_tokens) if self._has_reports else {}
+        return {name: each and each.last for name, each in found.items()}
 
     def _prompt_logprobs(self, prompt: Prompt | None) -> Any:
         """vLLM's object; None if they were not asked for, or not computed."""

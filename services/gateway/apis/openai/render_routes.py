@@ -23,6 +23,7 @@ from services.gateway.apis.openai.conversion import (
 from services.gateway.apis.openai.fields import OpenAIFields
 from services.gateway.apis.openai.token_answer_schema import TokenSampling
 from services.gateway.apis.shared.answer import PiecewiseAnswer
+from services.gateway.apis.shared.feature_fields import NO_FEATURES
 from services.gateway.apis.shared.json_pieces import WrittenJson, json_pieces
 from services.gateway.apis.shared.prompts import check_prompts
 from services.gateway.apis.shared.routes import json_router
@@ -52,6 +53,7 @@ class RenderedCompletion(CompletionRequest):
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **CompletionRequest.unsupported,
+        **NO_FEATURES,
         "decoder_prompt": (),
         "extra_key": (),
         "echo": (False,),
@@ -65,6 +67,7 @@ class RenderedChat(ChatRequest):
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **ChatRequest.unsupported,
+        **NO_FEATURES,
         "echo": (False,),
         "extra_key": (),
         "max_reasoning_tokens": (),

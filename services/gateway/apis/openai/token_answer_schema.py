@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 
 from services.gateway.apis.openai.answer_objects import FinishReasonName, PromptLogprobs, UsageObject
 from services.gateway.apis.openai.fields import OpenAIFields, UsageFields
+from services.gateway.apis.shared.feature_fields import NO_FEATURES
 from services.gateway.apis.shared.generation_fields import IGNORED, NamedFields, NumLogprobs, Priority
 from services.gateway.apis.shared.logprobs import ChatLogprobs
 from services.gateway.apis.shared.other_servers import OF_CHATS
@@ -23,6 +24,7 @@ class TokenSampling(OpenAIFields):
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **OpenAIFields.unsupported,
+        **NO_FEATURES,
         **OF_CHATS,
         "prompt": (),
         "prompt_embeds": (),

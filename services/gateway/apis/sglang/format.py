@@ -108,7 +108,7 @@ class GenerateFormat(Format):
             else:
                 about |= self._logprobs("input", [], [], named)
         if finish is not None:
-            about |= report_objects(self._body, answer, finish.num_prompt_tokens)
+            about |= report_objects(self._body, answer.reports, finish.num_prompt_tokens)
         text = "" if self._body.each_sampling[prompt_index].hides_prompt else answer.text
         described: GenerateObject = {"text": text, "output_ids": answer.token_ids, "meta_info": about}
         if self._body.return_prompt_token_ids:

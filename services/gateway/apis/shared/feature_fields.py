@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired
 
 import pydantic
 from typing_extensions import TypedDict
 
 from services.gateway.apis.shared.request_model import RequestModel
-from services.gateway.core.chunks import Completion
 from services.gateway.features.installed import FEATURES, REPORTS
+from services.gateway.features.report import ReportPart
 from services.pb import gateway_pb2
 
 _SHOWN = {each.field: each for each in FEATURES if each.json_field is not None}
@@ -44,11 +44,13 @@ def add_features(message: gateway_pb2.GenerateRequest, body: FeatureFields) -> N
             feature.ask(value, message)
 
 
-def report_objects(body: FeatureFields, answer: Completion, num_prompt_tokens: int) -> dict[str, Any]:
-    """What a body has asked for of a whole answer, by the names of the features."""
+def report_objects(
+    body: FeatureFields, reports: Mapping[str, Sequence[ReportPart]], num_prompt_tokens: int
+) -> dict[str, Any]:
+    """What a body has asked for of a whole answer, by the names of the features. `reports`: all parts of the answer."""
     asked = asked_reports(body)
     return {
-        name: report.json(answer.reports.get(name, ()), num_prompt_tokens)
+        name: report.json(reports.get(name, ()), num_prompt_tokens)
         for name, report in REPORTS.items()
         if report.field in asked
     }

@@ -62,8 +62,9 @@ VLLM_RESPONSES: Mapping[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
 }
 
-# What no route here supports.
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {**LLAMA_CPP, **SGLANG, **TGI, **VLLM, **NO_FEATURES}
+# What no route here supports, and what only some do.
+OF_OTHER_SERVERS: Mapping[str, tuple[Any, ...]] = {**LLAMA_CPP, **SGLANG, **TGI, **VLLM}
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {**OF_OTHER_SERVERS, **NO_FEATURES}
 
 # Fields of chats, where prompts are continued.
 OF_CHATS: Mapping[str, tuple[Any, ...]] = {

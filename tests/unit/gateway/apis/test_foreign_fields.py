@@ -56,7 +56,6 @@ CHANGING: list[tuple[str, Any, tuple[Any, ...]]] = [
     ("lora_path", "adapter", ("",)),
     ("session_params", {"id": "1"}, ({},)),
     ("custom_logit_processor", "code", ("",)),
-    ("return_hidden_states", True, (False,)),
     ("adapter_id", "adapter", ("",)),
     ("guideline", "Be kind", ("",)),
     ("truncate", 5, ()),
