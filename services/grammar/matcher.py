@@ -146,7 +146,8 @@ class GrammarMatcher:
     @property
     def is_running(self) -> bool:
         """Whether there are further tokens to choose."""
-        self._await_mask()
+        if self._ahead is not None:
+            self._await_mask()
         return self.error is None and not self._matcher.is_stopped()
 
     @property
@@ -193,6 +194,7 @@ class GrammarMatcher:
         if missing and self.is_running:
             self._matcher.consume_tokens(missing)
             self._note(missing)
+            self._check()
 
     def warm_up(self) -> None:
         """Finds the next tokens once, off the engine thread: the first time takes longest."""
@@ -200,7 +202,7 @@ class GrammarMatcher:
             begin_s = time.thread_time()
             self._matcher.compute_bitmask()
             self._mask_s = self._wait_s = time.thread_time() - begin_s
-            self._note([])
+            self._check()
             if self.forced_tokens:
                 self._credit_s, self._is_slow = CREDIT_S, False  # no step has waited
 
@@ -219,14 +221,16 @@ class GrammarMatcher:
             self._credit_s -= recovery_s
             ahead.recovery_s += recovery_s
 
-    def _note(self, token_ids: Sequence[int]) -> None:
-        if token_ids:
-            self._consumed += token_ids
-            self._ahead = None
-            if self._forced is not None:
-                num_tokens = len(token_ids)
-                is_as_forced = len(self._forced) > num_tokens and self._forced[:num_tokens] == list(token_ids)
-                self._forced = self._forced[num_tokens:] if is_as_forced else None
+    def _note(self, token_ids: list[int]) -> None:
+        """Its matcher has consumed these, or has failed. `_check` follows, unless it has not."""
+        self._consumed += token_ids
+        self._ahead = None
+        if self._forced is not None:
+            num_tokens = len(token_ids)
+            is_as_forced = len(self._forced) > num_tokens and self._forced[:num_tokens] == token_ids
+            self._forced = self._forced[num_tokens:] if is_as_forced else None
+
+    def _check(self) -> None:
         if self._matcher.is_error():
             self._recover(self._matcher)
 
@@ -299,9 +303,11 @@ class GrammarMatcher:
         times = [clock()]
         for matcher, token_id in sampled:
             if matcher.is_running:
-                if not matcher._matcher.consume_token(token_id):  # 2 µs: other threads would not be faster
+                has_failed = not matcher._matcher.consume_token(token_id)  # 2 µs: other threads would not be faster
+                matcher._note([token_id])
+                if has_failed:
                     matcher._limit_recovery(begin_s)
-                matcher._note((token_id,))
+                    matcher._check()
             matcher._token_s = 0.0
             times.append(clock())
         took_s = time.thread_time() - begin_s

@@ -32,29 +32,29 @@ class GrammarRows(StepPart):
     @property
     def is_ready(self) -> bool:
         """Whether no other thread is still finding masks."""
-        return all([grammar.matcher.has_found for grammar in self.rows.features])
+        return all(grammar.matcher.has_found for grammar in self.rows.features)  # asked often: mostly the first has not
 
     def read(self, result: StepResult) -> None:
         """Each grammar takes the tokens of its sequence. Those that are complete, or fail, end their sequences."""
-        indexes, token_ids = self.rows.indexes, result.token_ids.token_ids.tolist()
-        counts, ends = result.token_ids.counts[indexes].tolist(), np.cumsum(result.token_ids.counts)[indexes].tolist()
-        sampled = [
-            (grammar.matcher, token_id)
-            for grammar, end, count in zip(self.rows.features, ends, counts, strict=True)
-            for token_id in token_ids[end - count : end]
-        ]
+        indexes, tokens = self.rows.indexes, result.token_ids
+        matchers = [grammar.matcher for grammar in self.rows.features]
+        if len(tokens) == len(tokens.token_ids) == np.count_nonzero(tokens.counts):  # one of each, as in most steps
+            with_tokens, sampled = matchers, list(zip(matchers, tokens.token_ids[indexes].tolist(), strict=True))
+        else:
+            rows = tokens.rows()
+            by_matcher = [(matcher, rows[index]) for matcher, index in zip(matchers, indexes.tolist(), strict=True)]
+            with_tokens = [matcher for matcher, token_ids in by_matcher if token_ids]
+            sampled = [(matcher, token_id) for matcher, token_ids in by_matcher for token_id in token_ids]
         GrammarMatcher.consume(sampled)
-        running = list[GrammarMatcher]()
-        for index, grammar, count in zip(indexes.tolist(), self.rows.features, counts, strict=True):
-            matcher = grammar.matcher
-            if not count:
-                continue
-            if matcher.is_running:
-                running.append(matcher)
-                continue
-            result.ended[self.entries.seq_ids.item(index)] = matcher.error and InvalidRequest(
-                f"the form of the output cannot be followed: {matcher.error}", grammar.field_name
-            )
+        running = [matcher for matcher in with_tokens if matcher.is_running]
+        if len(running) < len(with_tokens):
+            ended = set(with_tokens).difference(running)
+            for index, grammar in zip(indexes.tolist(), self.rows.features, strict=True):
+                if grammar.matcher in ended:
+                    error = grammar.matcher.error
+                    result.ended[self.entries.seq_ids.item(index)] = error and InvalidRequest(
+                        f"the form of the output cannot be followed: {error}", grammar.field_name
+                    )
         GrammarMatcher.find_ahead(running)
 
 

@@ -30,7 +30,7 @@ class SequenceGrammar(SequenceFeature):
     @property
     def host_s(self) -> float:
         """Of its masks and of following its tokens."""
-        return self.matcher.step_s
+        return 0.0 if self._matcher is None else self._matcher.step_s
 
     @property
     def forced_token_ids(self) -> SequenceOf[int]:
