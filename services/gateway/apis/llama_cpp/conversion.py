@@ -23,6 +23,8 @@ async def llama_cpp_messages(
     prompts = [await without_texts_between(each, model, most, "prompt", adds) for each in body.prompts_given]
     messages = messages_of(_common_message(body.resolved, limits), prompts, request_id, limits)
     bias, banned = await _read_biases(body, model.tokenizer, limits.vocab_size)
+    if body.ignore_eos:  # as there, it is never sampled
+        banned |= set(model.eos_token_ids)
     for message in messages:
         if isinstance(body, InfillBody):
             message.suffix, message.middle, message.echo = body.input_suffix, body.prompt or "", False

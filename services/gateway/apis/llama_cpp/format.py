@@ -47,6 +47,7 @@ class LlamaCppFormat(Format):
         self.param_names: Mapping[str, str] = names
         self._tokenizer = service.tokenizer
         self._names = service.names
+        self._eos_token_ids = service.eos_token_ids
         self._max_model_len = service.model.max_model_len
         self._body = body
         self._used = body.resolved
@@ -161,7 +162,7 @@ class LlamaCppFormat(Format):
             "tokens_predicted": finish.num_output_tokens,
             "tokens_evaluated": finish.num_prompt_tokens,
             "tokens_cached": finish.num_cached_tokens,
-            "generation_settings": generation_settings(self._body, finish.seed),
+            "generation_settings": generation_settings(self._body, finish.seed, self._eos_token_ids),
             "prompt": self._texts[prompt_index],
             "has_new_line": has_new_line,
             "truncated": finish.reason is FinishReason.LENGTH and num_tokens >= self._max_model_len,
@@ -195,10 +196,13 @@ class LlamaCppFormat(Format):
         }
 
 
-def generation_settings(body: LlamaCppBody, seed: int = RANDOM_SEED) -> dict[str, Any]:
+def generation_settings(
+    body: LlamaCppBody, seed: int = RANDOM_SEED, eos_token_ids: Sequence[int] = ()
+) -> dict[str, Any]:
     """The options of a request with their defaults, under llama.cpp's names."""
     used = body.resolved
     max_tokens = ALL if body.max_new_tokens is None else body.max_new_tokens
+    never = [(token_id, None) for token_id in eos_token_ids] if used.ignore_eos else []
     return {
         "n_predict": max_tokens,
         "max_tokens": max_tokens,
@@ -219,7 +223,7 @@ def generation_settings(body: LlamaCppBody, seed: int = RANDOM_SEED) -> dict[str
         "samplers": body.applied_samplers,
         "stop": used.stop,
         "ignore_eos": bool(used.ignore_eos),
-        "logit_bias": [{"token": token, "bias": bias} for token, bias in body.biases],
+        "logit_bias": [{"token": token, "bias": bias} for token, bias in [*body.biases, *never]],
         "n_probs": used.logprobs or 0,
         "n_cmpl": used.n or 1,
         "grammar": used.grammar or "",

@@ -81,7 +81,7 @@ def test_the_length_may_have_its_name_at_the_routes_of_openai(url: str, tmp_path
 def test_options_are_those_of_completions(tmp_path: Path) -> None:
     same = {
         "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "frequency_penalty": 0.5, "presence_penalty": 0.25,
-        "seed": 3, "ignore_eos": True, "stop": "x", "grammar": 'root ::= "a"*',
+        "seed": 3, "stop": "x", "grammar": 'root ::= "a"*',
     }  # fmt: skip
     own = {"n_predict": 5, "repeat_penalty": 1.5, "logit_bias": [[70, 1.5], [80, -2]], "repeat_last_n": -1}
     of_completions = {"max_tokens": 5, "repetition_penalty": 1.5, "logit_bias": {"70": 1.5, "80": -2}}
@@ -96,6 +96,20 @@ def test_options_are_those_of_completions(tmp_path: Path) -> None:
                 each.ClearField(name)
             each.spec.ClearField("request_id")
         assert first == second
+
+    dense = FakeDense(lambda submit: ids("a") * submit.spec.max_tokens)
+    with_client(tmp_path, dense, test)
+
+
+def test_an_end_of_text_that_is_ignored_is_never_sampled(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"prompt": PROMPT, "n_predict": 3}
+        banned = [{"token": EOS, "bias": None}]
+        for ignores, found in ((True, banned), (False, [])):
+            answer = (await client.post(URL, json=body | {"ignore_eos": ignores})).json()
+            assert answer["generation_settings"]["logit_bias"] == found
+            words = [list(word.token_ids) for word in dense.submits[-1].spec.sampling.bad_words]
+            assert words == [[each["token"]] for each in found]
 
     dense = FakeDense(lambda submit: ids("a") * submit.spec.max_tokens)
     with_client(tmp_path, dense, test)
