@@ -85,6 +85,10 @@ class AttentionEngine:
         """Like `submit`, for what raises nothing."""
         self._thread.post(function, *arguments)
 
+    def read(self, file: int, on_readable: Callable[[], bool]) -> None:
+        """Has the thread call `on_readable` whenever a file has something to read, until it returns False."""
+        self._thread.post(self._thread.read, file, on_readable)
+
     def progress(self, num_layers: int) -> Progress | None:
         """The progress for the watchdog; None without a step. May be called from any thread."""
         attachment = self._attachment

@@ -1,6 +1,6 @@
 """`PlanReceiver`: passes plans, and the sequences that they open, to the engine, and the engine's answers on.
 
-On the event loop, or on the thread of a link; the engine thread calls what reports.
+On the event loop, or, if plans come by a link, on the engine thread, which calls what reports in any case.
 """
 
 from __future__ import annotations
@@ -45,12 +45,21 @@ class PlanReceiver:
         self._tracer = tracer
         self._put = put
 
-    def receive(self, message: step_pb2.StepPlan) -> StepPlan:
-        """Passes a plan to the engine, and returns it. Raises `InvalidRequest`, which ends the stream."""
+    def receive(self, message: step_pb2.StepPlan) -> None:
+        """Passes a plan to the engine thread. Raises `InvalidRequest`, which ends the stream."""
+        self._engine.post(self._run, *self._read(message))  # all of it at once: the thread wakes once
+
+    def run(self, message: step_pb2.StepPlan) -> StepPlan:
+        """The same on the engine thread. Returns the plan."""
+        plan, received_s = self._read(message)
+        self._run(plan, received_s)
+        return plan
+
+    def _read(self, message: step_pb2.StepPlan) -> tuple[StepPlan, float]:
+        """The plan, and when it was here."""
         plan, received_s = decode_plan(message), time.perf_counter()
         self._check(plan)
-        self._engine.post(self._run, plan, received_s)  # all of it at once: the thread wakes once
-        return plan
+        return plan, received_s
 
     def _check(self, plan: StepPlan) -> None:
         lanes, max_num_tokens = list(self._attachment.channels), self._attachment.max_num_tokens
@@ -62,7 +71,6 @@ class PlanReceiver:
                 raise InvalidRequest(f"plan {plan.step_id} has {count} {what}, the limit is {limit}")
 
     def _run(self, plan: StepPlan, received_s: float) -> None:
-        """Called on the engine thread."""
         for new in plan.new_sequences:
             self._open(new)
         if not plan.is_step:
@@ -77,7 +85,7 @@ class PlanReceiver:
             self._put(encode_accepted(accepted))
 
     def _open(self, new: NewSequence) -> None:
-        """Called on the engine thread. The answer may come later, or an error that ends the stream."""
+        """The answer may come later, or an error that ends the stream."""
         span = self._tracer.start("open_sequence", new.traceparent, request_id=new.request_id)
         answer = partial(self._answer, new, span)
         try:

@@ -346,7 +346,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         make_receiver: Callable[[PutAnswer], PlanReceiver],
         put_on_stream: PutAnswer,
     ) -> None:
-        """Receives every plan that comes by the link, too, and answers by it. Errors end the stream."""
+        """Has the engine thread read every plan that comes by the link, and answer by it. Errors end the stream."""
         link = attachment.accept_link(self._wait_timeout_s, self._max_message_bytes)
 
         def put(result: attn_pb2.PlanAnswer | Exception) -> None:
@@ -364,15 +364,15 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             try:
                 rehearsal = engine.rehearsal
                 if message:
-                    plan = receiver.receive(step_pb2.StepPlan.FromString(message))
+                    plan = receiver.run(step_pb2.StepPlan.FromString(message))
                     if rehearsal is not None:
                         rehearsal.note(message, plan)
                 elif rehearsal is not None and (old := rehearsal.read()) is not None:  # an empty one announces another
-                    engine.submit(engine.rehearse, attachment, old)
-            except Exception as error:  # no one awaits the link's thread
+                    engine.rehearse(attachment, old)
+            except Exception as error:  # of this attachment, not of the thread
                 put_on_stream(error)
 
-        link.receive(receive, put_on_stream)
+        link.receive_by(engine.read, receive, put_on_stream)
 
     def _report(self, results: _Results, result: attn_pb2.PlanAnswer | Exception) -> None:
         if isinstance(result, Exception):

@@ -1,9 +1,9 @@
 """`MessageLink`: whole messages between threads of two processes of one host, without an event loop in between.
 
 A message on the gRPC stream of plans passes the event loops of both workers, which takes it some tenths of a
-millisecond and more when they are busy. Over a Unix socket the engine thread sends it itself, and a thread of the
-receiver hands it on. The attention worker offers a socket for each attachment, beside its data region in shared memory;
-the dense worker connects to it.
+millisecond and more when they are busy. Over a Unix socket the engine thread sends a plan itself, and that of the
+receiver reads it; answers are handed on by a thread. The attention worker offers a socket for each attachment, beside
+its data region in shared memory; the dense worker connects to it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -74,6 +75,7 @@ class MessageLink:
         self._max_message_bytes = max_message_bytes
         self._sending = threading.Lock()
         self._receiver: threading.Thread | None = None
+        self._is_read = False  # by a thread, which releases the socket
         self._is_closed = False  # by this end
 
     @classmethod
@@ -111,29 +113,42 @@ class MessageLink:
         It calls `on_error`, and ends, for a message that is too large or breaks off.
         """
         arguments = on_message, on_error
+        self._is_read = True
         self._receiver = threading.Thread(target=self._receive, args=arguments, name="plan-link", daemon=True)
         self._receiver.start()
+
+    def receive_by(
+        self,
+        read: Callable[[int, Callable[[], bool]], None],
+        on_message: Callable[[bytes], None],
+        on_error: Callable[[PeerError], None],
+    ) -> None:
+        """The same by a thread that waits for other things, too.
+
+        `read` has it call a function whenever a descriptor has something to read, until that returns False.
+        """
+        self._is_read = True
+        read(self._socket.fileno(), partial(self._receive_next, on_message, on_error))
 
     def close(self) -> None:
         """Ends both directions. Messages that have not been read may be lost. May be called again."""
         self._is_closed = True
         with contextlib.suppress(OSError):  # the peer has closed it
             self._socket.shutdown(socket.SHUT_RDWR)
-        if self._receiver is None:
+        if not self._is_read:
             self._release()
 
     def _receive(self, on_message: Callable[[bytes], None], on_error: Callable[[PeerError], None]) -> None:
+        while self._receive_next(on_message, on_error):
+            pass
+
+    def _receive_next(self, on_message: Callable[[bytes], None], on_error: Callable[[PeerError], None]) -> bool:
+        """Waits for a message. Returns whether more may come."""
+        may_go_on = False
         try:
-            while header := self._socket.recv(_LENGTH.size, socket.MSG_WAITALL):
-                if len(header) < _LENGTH.size:
-                    raise OSError("its length breaks off")
-                [num_bytes] = _LENGTH.unpack(header)
-                if num_bytes > self._max_message_bytes:
-                    raise OSError(f"it has {num_bytes} bytes")
-                message = self._socket.recv(num_bytes, socket.MSG_WAITALL)
-                if len(message) < num_bytes:
-                    raise OSError(f"it breaks off after {len(message)} of {num_bytes} bytes")
+            if (message := self._read_message()) is not None:
                 on_message(message)
+                may_go_on = True
         except ConnectionResetError:
             pass  # the other end was closed
         except OSError as error:
@@ -141,7 +156,24 @@ class MessageLink:
                 limit = self._max_message_bytes
                 on_error(PeerError(f"a message of the other worker is unreadable: {error}, limit {limit} bytes"))
         finally:
-            self._release()
+            if not may_go_on:
+                self._release()
+        return may_go_on
+
+    def _read_message(self) -> bytes | None:
+        """None: an end is closed."""
+        header = self._socket.recv(_LENGTH.size, socket.MSG_WAITALL)
+        if not header:
+            return None
+        if len(header) < _LENGTH.size:
+            raise OSError("its length breaks off")
+        [num_bytes] = _LENGTH.unpack(header)
+        if num_bytes > self._max_message_bytes:
+            raise OSError(f"it has {num_bytes} bytes")
+        message = self._socket.recv(num_bytes, socket.MSG_WAITALL)
+        if len(message) < num_bytes:
+            raise OSError(f"it breaks off after {len(message)} of {num_bytes} bytes")
+        return message
 
     def _release(self) -> None:
         with self._sending:  # otherwise a message might go to another file that gets the number

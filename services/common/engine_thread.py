@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import queue
+import select
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -58,6 +62,12 @@ class EngineThread:
             self._cancel_calls()
         return future
 
+    def read(self, file: int, on_readable: Callable[[], bool]) -> None:
+        """Has `on_readable` called, as if it were posted, whenever the file has something to read, until it returns
+        False. For this thread; other threads `post` it.
+        """
+        self._calls.read(file, on_readable)
+
     def make_call(self, timeout_s: float | None) -> bool:
         """Waits for the next call and makes it; returns False if none arrived. For this thread, also within `work`."""
         try:
@@ -91,7 +101,7 @@ class EngineThread:
 
 
 class _Calls:
-    """A queue whose reader may wait for microseconds.
+    """A queue whose reader may wait for microseconds, or also for files, and then for milliseconds.
 
     With `queue.SimpleQueue` of CPython 3.11 and 3.12 it would sometimes wait until the next call comes, however long
     that takes: if the time is over before its `get` has looked twice, what is left of it is negative, which means for
@@ -102,11 +112,16 @@ class _Calls:
         self._calls = deque[_Call]()
         self._has_come = threading.Lock()  # free if a call may have come since the reader has looked
         self._has_come.acquire()
+        self._poll: select.poll | None = None  # None: no file is waited for
+        self._wake_file: int | None = None  # in place of the lock, if files are waited for
+        self._on_readable: dict[int, Callable[[], bool]] = {}  # by file
 
     def put(self, call: _Call) -> None:
         """Never blocks. For any thread."""
-        self._calls.append(call)
-        if self._has_come.locked():
+        self._calls.append(call)  # before it looks how the reader waits, who looks here when that has changed
+        if (wake_file := self._wake_file) is not None:
+            os.eventfd_write(wake_file, 1)
+        elif self._has_come.locked():
             with contextlib.suppress(RuntimeError):  # another thread has just done it
                 self._has_come.release()
 
@@ -115,9 +130,37 @@ class _Calls:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._calls:
             left_s = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
-            if not self._has_come.acquire(timeout=left_s):
+            if self._poll is not None:
+                self._wait_for_files(self._poll, left_s)
+            elif not self._has_come.acquire(timeout=left_s):
                 raise queue.Empty
         return self._calls.popleft()
+
+    def read(self, file: int, on_readable: Callable[[], bool]) -> None:
+        """Makes a call of what can be read. For the thread that calls `get`."""
+        if self._poll is None:
+            self._poll, wake_file = select.poll(), os.eventfd(0)
+            self._poll.register(wake_file, select.POLLIN)
+            weakref.finalize(self, os.close, wake_file)  # not before: any thread may still wake this one
+            self._wake_file = wake_file
+        self._on_readable[file] = on_readable
+        self._poll.register(file, select.POLLIN)
+
+    def _wait_for_files(self, poll: select.poll, left_s: float) -> None:
+        """left_s: negative means without a limit. Raises `queue.Empty` if nothing comes in time."""
+        if not (ready := poll.poll(math.ceil(1e3 * left_s))):
+            raise queue.Empty
+        for file, _ in ready:
+            if file == self._wake_file:
+                os.eventfd_read(file)
+            else:
+                self._calls.append((None, self._read, (file,)))
+
+    def _read(self, file: int) -> None:
+        if not self._on_readable[file]():
+            assert self._poll is not None, "it was waited for"
+            del self._on_readable[file]
+            self._poll.unregister(file)
 
     def take_all(self) -> Iterator[_Call]:
         """What is left when nobody calls `get` any more. For any thread."""

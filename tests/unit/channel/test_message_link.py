@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from services.channel import message_link, region, shm_cleanup
 from services.channel.message_link import LinkOffer, MessageLink
 from services.channel.region import SharedRegion
 from services.channel.shm_cleanup import remove_stale_regions
+from services.common.engine_thread import EngineThread
 from services.common.errors import PeerError
 
 TEST_LIMIT_S = 30.0
@@ -67,6 +69,28 @@ def test_messages_arrive_whole_and_in_order_in_both_directions(ends: tuple[Messa
         for message in messages:
             sender.send(message)
         assert [received.get(timeout=TEST_LIMIT_S) for _ in messages] == messages
+
+
+def test_a_thread_that_waits_for_other_things_reads_messages_until_either_end_closes(offer: LinkOffer) -> None:
+    thread = EngineThread()
+    thread.start()
+    for closes in range(2):
+        ends = MessageLink.connect(offer.name, SEND_TIMEOUT_S, MAX_BYTES), offer.accept(SEND_TIMEOUT_S, MAX_BYTES)
+        received: queue.Queue[bytes] = queue.Queue()
+        ends[1].receive_by(partial(thread.post, thread.read), received.put, fail)
+        messages = [b"one", b"", secrets.token_bytes(100_000)]
+        for message in messages:
+            ends[0].send(message)
+        assert [received.get(timeout=TEST_LIMIT_S) for _ in messages] == messages
+        ends[closes].close()
+        deadline = time.monotonic() + TEST_LIMIT_S
+        while ends[1]._socket.fileno() >= 0:
+            assert time.monotonic() < deadline, "the thread closes the socket"
+            time.sleep(0.001)
+        ends[0].close()
+        offer = LinkOffer(secrets.randbits(64), 1)
+    offer.close()
+    assert thread.stop(TEST_LIMIT_S) and not thread.failure.done()
 
 
 @pytest.mark.parametrize("num_bytes", [1, 3, 4, 5, 1000])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from concurrent.futures import CancelledError
@@ -155,3 +156,51 @@ def test_a_stop_keeps_its_time_limit_and_cancels_calls_that_have_not_begun() -> 
     with pytest.raises(CancelledError):
         waiting.result(TIMEOUT_S)
     assert thread.stop(TIMEOUT_S)
+
+
+def test_what_comes_by_files_is_read_in_order_between_the_calls_of_other_threads() -> None:
+    thread, seen = EngineThread(), queue.Queue[tuple[str, int]]()
+    pipes = [os.pipe() for _ in range(2)]
+
+    def reader(number: int) -> bool:
+        data = os.read(pipes[number][0], 1)
+        seen.put((f"pipe {number}", int.from_bytes(data)) if data else (f"end of {number}", threading.get_ident()))
+        return bool(data)
+
+    thread.start()
+    for number, (source, _) in enumerate(pipes):
+        thread.post(thread.read, source, lambda number=number: reader(number))
+    own = thread.submit(threading.get_ident).result(TIMEOUT_S)
+    for value in range(1, 101):
+        for _, sink in pipes:
+            os.write(sink, bytes([value]))
+        assert thread.submit(lambda: 7).result(TIMEOUT_S) == 7, "it wakes for calls, too"
+    found = [seen.get(timeout=TIMEOUT_S) for _ in range(200)]
+    for number in range(2):
+        assert [value for name, value in found if name == f"pipe {number}"] == list(range(1, 101))
+    os.close(pipes[0][1])
+    assert seen.get(timeout=TIMEOUT_S) == ("end of 0", own)
+    os.write(pipes[1][1], b"x")
+    assert seen.get(timeout=TIMEOUT_S) == ("pipe 1", ord("x")), "the first one is read no more"
+    assert thread.submit(lambda: 7).result(TIMEOUT_S) == 7 and seen.empty()
+    assert thread.stop(TIMEOUT_S) and not thread.failure.done()
+    for each in (pipes[0][0], *pipes[1]):
+        os.close(each)
+
+
+def test_a_wait_beside_files_ends_in_time_and_work_goes_on() -> None:
+    source, sink = os.pipe()
+    worked = queue.Queue[None]()
+
+    def work() -> float:
+        worked.put(None)
+        return 0.001
+
+    thread = EngineThread(work)
+    thread.post(thread.read, source, lambda: bool(os.read(source, 1)))
+    thread.start()
+    for _ in range(20):
+        worked.get(timeout=TIMEOUT_S)
+    assert thread.stop(TIMEOUT_S)
+    os.close(source)
+    os.close(sink)
