@@ -29,6 +29,7 @@ class CompletionFormat(OpenAIFormat):
         super().__init__(service, body, "text_completion", f"cmpl-{request_id}")
         self._body = body
         self._num_answers = body.n or 1  # to each prompt
+        self.repeats_prompt = bool(body.echo) and body.logprobs is not None and self._num_answers > 1
         self._begun: set[int] = set()  # indexes of choices that had a chunk, if the token ids of prompts are requested
         self._logprobs: dict[int, LegacyLogprobsBuilder] = {}  # by index of the choice
 

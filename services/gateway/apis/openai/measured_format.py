@@ -33,6 +33,7 @@ class MeasuredFormat(Format):
     def __init__(self, form: OpenAIFormat, *, has_timings: bool, has_metrics: bool) -> None:
         self.param_names: Mapping[str, str] = form.param_names
         self.end_of_stream = form.end_of_stream
+        self.repeats_prompt = form.repeats_prompt
         self._form = form
         self._has_timings = has_timings
         self._has_metrics = has_metrics

@@ -44,18 +44,13 @@ def completion_routes(service: RequestService) -> APIRouter:
         limits = service.limits
         if (body.prompt is None or body.prompt == []) and not body.embeds:
             raise InvalidRequest("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
-        check_prompts(
-            body.prompts,
-            limits,
-            are_cut=body.truncate_prompt_tokens is not None,
-            num_embeds=len(body.embeds),
-        )
+        are_cut = body.truncate_prompt_tokens is not None
+        check_prompts(body.prompts, limits, are_cut=are_cut, num_embeds=len(body.embeds))
         return Answer(
             service,
             await completion_messages(body, request_id, limits),
             measured(CompletionFormat(service, body, request_id), body, has_metrics=service.section.request_metrics),
             is_stream=bool(body.stream),
-            repeats_prompt=bool(body.echo and body.logprobs is not None and (body.n or 1) > 1),
         )
 
     @router.post("/chat/completions", include_in_schema=False)

@@ -43,6 +43,7 @@ class GenerateFormat(Format):
         self._body = body
         self._request_id = request_id
         self._num_answers = body.num_answers  # to each prompt
+        self.repeats_prompt, self.repeats_logprobs = body.shows_prompt_logprobs, bool(body.return_logprob)
         self._is_list = body.is_batch or self._num_answers > 1
         self._prompts: Sequence[list[int]] = ()
         self._answers: dict[int, Completion] = {}  # so far, by index

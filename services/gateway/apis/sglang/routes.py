@@ -101,17 +101,8 @@ def answer_generate(service: RequestService, body: GenerateBody, request: Reques
         each.log_unknown_fields(request)
     limits = service.limits
     answer_format = GenerateFormat(service, body, request_id)
+    are_cut = all(each.truncate_prompt_tokens is not None for each in body.each_sampling)
     with client_field_names(answer_format.param_names):
-        check_prompts(
-            body.prompts,
-            limits,
-            are_cut=all(each.truncate_prompt_tokens is not None for each in body.each_sampling),
-        )
-    return Answer(
-        service,
-        generate_messages(body, request_id, limits),
-        answer_format,
-        is_stream=bool(body.stream),
-        repeats_prompt=body.shows_prompt_logprobs,
-        repeats_logprobs=bool(body.return_logprob),
-    )
+        check_prompts(body.prompts, limits, are_cut=are_cut)
+    messages = generate_messages(body, request_id, limits)
+    return Answer(service, messages, answer_format, is_stream=bool(body.stream))

@@ -44,6 +44,8 @@ class Format:
     is_lines: bool = False  # whether each object of a stream is a line of JSON, and not a server-sent event
     has_event_names: bool = False  # whether the `type` of a streamed object is also the name of its event
     end_of_stream: bytes = b""  # follows the last event of a complete stream
+    repeats_prompt: bool = False  # whether `chunk` needs the prompt with the first chunk of every answer, not only of 0
+    repeats_logprobs: bool = False  # whether `chunk` gives those of all tokens so far, and of the prompt that it got
     # What surrounds the JSON of the text in the event of a piece of the first answer that has nothing but its text; to
     # be called after `begin`. None: there are no such events.
     text_frame: Callable[[], tuple[bytes, bytes]] | None = None
@@ -82,19 +84,12 @@ class Answer(Response):
         answer_format: Format,
         *,
         is_stream: bool,
-        repeats_prompt: bool = False,
-        repeats_logprobs: bool = False,
     ) -> None:
-        """`repeats_prompt`: `Format.chunk` gets the prompt with the first chunk of every answer. `repeats_logprobs`: it
-        gives the log-probabilities of all tokens so far, and of the prompt that it got.
-        """
         super().__init__()
         self._service = service
         self._messages = messages
         self._format = answer_format
         self._is_stream = is_stream
-        self._repeats_prompt = repeats_prompt
-        self._repeats_logprobs = repeats_logprobs
         self._num_prompt_values = 0  # the most log-probabilities of a prompt so far
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -121,7 +116,7 @@ class Answer(Response):
         yield from json_pieces(self._format.whole(answers))
 
     async def _stream(self, scope: Scope, send: Send) -> None:
-        generations = Generations(self._service.heavy_work, repeats_prompt=self._repeats_prompt)
+        generations = Generations(self._service.heavy_work, repeats_prompt=self._format.repeats_prompt)
         try:
             await self._start(generations, scope)
             first = asyncio.ensure_future(generations.next_chunk())
@@ -158,7 +153,7 @@ class Answer(Response):
         return events(objects, has_names=self._format.has_event_names)
 
     def _is_large(self, chunk: Chunk) -> bool:
-        if self._repeats_logprobs:
+        if self._format.repeats_logprobs:
             if chunk.prompt is not None and chunk.prompt.logprobs is not None:
                 self._num_prompt_values = max(self._num_prompt_values, chunk.prompt.logprobs.num_values)
             num_per_token = chunk.logprobs.num_values // len(chunk.logprobs) if chunk.logprobs else 0
