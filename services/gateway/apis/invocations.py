@@ -15,7 +15,7 @@ from pydantic import Discriminator, Tag
 
 from services.gateway.apis.openai.chat_schema import ChatObject, ChatRequest
 from services.gateway.apis.openai.completion_schema import CompletionObject, CompletionRequest
-from services.gateway.apis.shared.routes import STREAM_CONTENT, json_router
+from services.gateway.apis.shared.routes import json_router, streamed
 from services.gateway.apis.vectors.schema import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from services.gateway.apis.vectors.tei_routes import EmbedRequest, PredictRequest, SimilarityRequest
 from services.gateway.vectors.vectors import Vectors
@@ -72,9 +72,7 @@ def invocation_routes(vectors: Vectors, routers: Sequence[APIRouter]) -> APIRout
         "/invocations",
         invoke,
         methods=["POST"],
-        responses={
-            200: {"model": ChatObject | CompletionObject, "content": STREAM_CONTENT, "description": "The answer"}
-        },
+        responses=streamed(ChatObject | CompletionObject),
     )
     if vectors.makes_any:
         _add_root(router, vectors, endpoints)

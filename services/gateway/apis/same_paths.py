@@ -11,7 +11,7 @@ from pydantic import Discriminator, Tag
 
 from services.gateway.apis.sglang.routes import answer_generate
 from services.gateway.apis.sglang.schema import GenerateBody, GenerateObject
-from services.gateway.apis.shared.routes import STREAM_CONTENT, json_router
+from services.gateway.apis.shared.routes import json_router, streamed
 from services.gateway.apis.tgi.errors import ERROR_RESPONSES as TGI_ERRORS
 from services.gateway.apis.tgi.routes import answer_text, is_text_body, note_body, text_server_info
 from services.gateway.apis.tgi.schema import TextServerInfo, TgiRequest
@@ -34,11 +34,7 @@ def same_path_routes(vectors: Vectors) -> APIRouter:
         "/generate",
         responses={
             **either_responses(ERROR_RESPONSES, TGI_ERRORS),
-            200: {
-                "model": GenerateObject | list[GenerateObject],
-                "content": STREAM_CONTENT,
-                "description": "The answer, or a list of answers",
-            },
+            **streamed(GenerateObject | list[GenerateObject], description="The answer, or a list of answers"),
         },
     )
     async def generate(body: AnyGenerateBody, request: Request) -> Response:

@@ -11,7 +11,7 @@ from services.gateway.apis.anthropic.errors import ERROR_RESPONSES
 from services.gateway.apis.anthropic.format import MessagesFormat, param_names
 from services.gateway.apis.anthropic.schema import CountTokensRequest, MessagesRequest
 from services.gateway.apis.shared.answer import Answer
-from services.gateway.apis.shared.routes import NAMED_STREAM_CONTENT, json_router
+from services.gateway.apis.shared.routes import NAMED_STREAM_CONTENT, json_router, streamed
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.field_names import client_field_names
 from services.gateway.http.json_route import next_turn
@@ -22,10 +22,7 @@ def messages_routes(service: RequestService) -> APIRouter:
     """The routes of one gateway."""
     router = json_router(service, "Messages", ERROR_RESPONSES)
 
-    @router.post(
-        "/v1/messages",
-        responses={200: {"model": MessageObject, "content": NAMED_STREAM_CONTENT, "description": "The answer"}},
-    )
+    @router.post("/v1/messages", responses=streamed(MessageObject, NAMED_STREAM_CONTENT))
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         """Answers a conversation."""
         request_id: str = request.state.request_id

@@ -10,7 +10,7 @@ from services.gateway.apis.cohere.errors import CHAT_PATHS, ERROR_RESPONSES
 from services.gateway.apis.cohere.format import CohereFormat
 from services.gateway.apis.cohere.schema import CohereAnswer, CohereChatRequest
 from services.gateway.apis.shared.answer import Answer
-from services.gateway.apis.shared.routes import NAMED_STREAM_CONTENT, json_router
+from services.gateway.apis.shared.routes import NAMED_STREAM_CONTENT, json_router, streamed
 from services.gateway.core.request_service import RequestService
 
 
@@ -31,7 +31,7 @@ def cohere_chat_routes(service: RequestService) -> APIRouter:
             path,
             cohere_chat,
             methods=["POST"],
-            responses={200: {"model": CohereAnswer, "content": NAMED_STREAM_CONTENT, "description": "The answer"}},
+            responses=streamed(CohereAnswer, NAMED_STREAM_CONTENT),
             include_in_schema=path == CHAT_PATHS[0],
         )
     return router

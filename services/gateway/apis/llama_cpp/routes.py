@@ -13,7 +13,7 @@ from services.gateway.apis.llama_cpp.schema import InfillBody, LlamaCppBody, Lla
 from services.gateway.apis.llama_cpp.server_objects import server_props, server_slots
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.prompts import check_prompts
-from services.gateway.apis.shared.routes import STREAM_CONTENT, json_router
+from services.gateway.apis.shared.routes import json_router, streamed
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.field_names import client_field_names
 
@@ -25,22 +25,15 @@ def llama_cpp_routes(service: RequestService) -> APIRouter:
     @router.post("/completions", include_in_schema=False)
     @router.post(
         "/completion",
-        responses={
-            200: {
-                "model": LlamaCppObject | list[LlamaCppObject],
-                "content": STREAM_CONTENT,
-                "description": "The answer, or a list of answers if there are several",
-            }
-        },
+        responses=streamed(
+            LlamaCppObject | list[LlamaCppObject], description="The answer, or a list of answers if there are several"
+        ),
     )
     async def complete(body: LlamaCppBody, request: Request) -> Response:
         """llama.cpp's own route: continues one or several prompts."""
         return await answer(body, request)
 
-    @router.post(
-        "/infill",
-        responses={200: {"model": LlamaCppObject, "content": STREAM_CONTENT, "description": "The answer"}},
-    )
+    @router.post("/infill", responses=streamed(LlamaCppObject))
     async def fill_in(body: InfillBody, request: Request) -> Response:
         """llama.cpp's own route: writes what stands between two texts."""
         return await answer(body, request)

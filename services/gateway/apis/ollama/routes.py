@@ -27,7 +27,7 @@ from services.gateway.apis.ollama.schema import (
 )
 from services.gateway.apis.ollama.server_objects import listed_model, running_model, shown_model
 from services.gateway.apis.shared.answer import LINE_CONTENT_TYPE, Answer
-from services.gateway.apis.shared.routes import json_router
+from services.gateway.apis.shared.routes import json_router, streamed
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.field_names import client_field_names
 from services.pb import gateway_pb2
@@ -41,10 +41,7 @@ def ollama_routes(service: RequestService) -> APIRouter:
     router = json_router(service, "Generation", ERROR_RESPONSES, needs_json_type=False)
     start = datetime.fromtimestamp(int(time.time()), UTC)
 
-    @router.post(
-        "/api/chat",
-        responses={200: {"model": OllamaAnswer, "content": LINES, "description": "The answer"}},
-    )
+    @router.post("/api/chat", responses=streamed(OllamaAnswer, LINES))
     async def ollama_chat(body: OllamaChatRequest, request: Request) -> Response:
         """Answers a chat as Ollama does."""
         names = service.names_for(request.state.caller)
@@ -54,10 +51,7 @@ def ollama_routes(service: RequestService) -> APIRouter:
         message = chat_message(body, request.state.request_id, names)
         return answer(body, message, OllamaFormat(service, body, has_context=False))
 
-    @router.post(
-        "/api/generate",
-        responses={200: {"model": OllamaAnswer, "content": LINES, "description": "The answer"}},
-    )
+    @router.post("/api/generate", responses=streamed(OllamaAnswer, LINES))
     async def ollama_generate(body: OllamaGenerateRequest, request: Request) -> Response:
         """Answers a text as Ollama does: as a chat, if the model has a template for it."""
         names, tokenizer = service.names_for(request.state.caller), service.tokenizer

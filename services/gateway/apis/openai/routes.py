@@ -21,7 +21,7 @@ from services.gateway.apis.openai.token_answer_format import PARAM_NAMES, TokenA
 from services.gateway.apis.openai.token_answer_schema import TokenAnswerObject, TokenAnswerRequest
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.prompts import check_prompts
-from services.gateway.apis.shared.routes import STREAM_CONTENT, json_router
+from services.gateway.apis.shared.routes import json_router, streamed
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.field_names import client_field_names
 from services.gateway.text.tools.tool import check_tools_size
@@ -34,10 +34,7 @@ def completion_routes(service: RequestService) -> APIRouter:
     """The routes for completions and chats of one gateway."""
     router = json_router(service, "Generation")
 
-    @router.post(
-        "/v1/completions",
-        responses={200: {"model": CompletionObject, "content": STREAM_CONTENT, "description": "The answer"}},
-    )
+    @router.post("/v1/completions", responses=streamed(CompletionObject))
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continues one or several prompts."""
         request_id: str = request.state.request_id
@@ -54,10 +51,7 @@ def completion_routes(service: RequestService) -> APIRouter:
         )
 
     @router.post("/chat/completions", include_in_schema=False)
-    @router.post(
-        "/v1/chat/completions",
-        responses={200: {"model": ChatObject, "content": STREAM_CONTENT, "description": "The answer"}},
-    )
+    @router.post("/v1/chat/completions", responses=streamed(ChatObject))
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Answers a chat."""
         request_id: str = request.state.request_id
@@ -95,10 +89,7 @@ def completion_routes(service: RequestService) -> APIRouter:
             is_stream=False,
         )
 
-    @router.post(
-        "/inference/v1/generate",
-        responses={200: {"model": TokenAnswerObject, "content": STREAM_CONTENT, "description": "The answer"}},
-    )
+    @router.post("/inference/v1/generate", responses=streamed(TokenAnswerObject))
     async def generate_tokens(body: TokenAnswerRequest, request: Request) -> Response:
         """vLLM's route for token ids: continues a prompt."""
         request_id: str = request.state.request_id

@@ -18,7 +18,7 @@ from services.gateway.apis.responses.schema import ResponsesRequest
 from services.gateway.apis.responses.stored_record import ResponseRecord, owner_of
 from services.gateway.apis.responses.tool_conversion import OfferedTool, offered_tools
 from services.gateway.apis.shared.answer import Answer
-from services.gateway.apis.shared.routes import NAMED_STREAM_CONTENT, json_router
+from services.gateway.apis.shared.routes import NAMED_STREAM_CONTENT, json_router, streamed
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.field_names import client_field_names
 from services.gateway.http.json_route import next_turn
@@ -32,10 +32,7 @@ def responses_routes(
     router = json_router(service, "Responses")
 
     @router.post("/responses", include_in_schema=False)  # llama.cpp's
-    @router.post(
-        "/v1/responses",
-        responses={200: {"model": ResponseObject, "content": NAMED_STREAM_CONTENT, "description": "The answer"}},
-    )
+    @router.post("/v1/responses", responses=streamed(ResponseObject, NAMED_STREAM_CONTENT))
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Answers a conversation."""
         request_id: str = request.state.request_id

@@ -27,6 +27,13 @@ NAMED_EVENT = {
 NAMED_STREAM_CONTENT = {"text/event-stream": {"schema": NAMED_EVENT}}
 
 
+def streamed(
+    model: Any, content: Mapping[str, Any] = STREAM_CONTENT, description: str = "The answer"
+) -> dict[int | str, dict[str, Any]]:
+    """What a route declares that answers with an object of `model`, or a stream with this `content`."""
+    return {200: {"model": model, "content": content, "description": description}}
+
+
 def json_router(
     service: RequestService,
     tag: str,

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from services.gateway import __version__
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.prompts import check_prompts
-from services.gateway.apis.shared.routes import STREAM_CONTENT, json_router
+from services.gateway.apis.shared.routes import json_router, streamed
 from services.gateway.apis.tgi.conversion import tgi_messages
 from services.gateway.apis.tgi.errors import ERROR_RESPONSES
 from services.gateway.apis.tgi.format import TgiFormat
@@ -25,10 +25,7 @@ def text_generation_routes(service: RequestService) -> APIRouter:
     """The route that only Text Generation Inference has."""
     router = json_router(service, "Generation", ERROR_RESPONSES)
 
-    @router.post(
-        "/generate_stream",
-        responses={200: {"model": TgiEvent, "content": STREAM_CONTENT, "description": "A stream of tokens"}},
-    )
+    @router.post("/generate_stream", responses=streamed(TgiEvent, description="A stream of tokens"))
     async def generate_stream(body: StreamRequest, request: Request) -> Response:
         """Text Generation Inference's own route: continues a text, with an event for each token."""
         return answer_text(service, body, request)
