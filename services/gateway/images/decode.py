@@ -197,10 +197,5 @@ def _write(out: BinaryIO, head: dict[str, Any], rest: Iterable[bytes] = ()) -> N
     out.flush()
 
 
-def shape_from(fields: dict[str, Any]) -> PictureShape:
-    """The shape of an answer."""
-    return PictureShape(**fields)
-
-
 if __name__ == "__main__":
     main()

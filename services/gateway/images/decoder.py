@@ -24,7 +24,7 @@ from services.common.fairness import Client, ClientTurns
 from services.common.memory_file import MemoryFile
 from services.common.vision.layout import Layout, PictureShape
 from services.common.vision.layouts import describe
-from services.gateway.images.decode import MAX_CPU_S, shape_from
+from services.gateway.images.decode import MAX_CPU_S
 from services.gateway.images.picture import Picture, Pixels
 from services.gateway.images.sources import PictureFile
 from services.gateway.resources.decoding_processes import DecodingProcesses
@@ -147,7 +147,7 @@ def _exchange(
     answer = json.loads(line)
     if "error" in answer:
         raise InvalidRequest(answer["error"], "messages")
-    shape = shape_from(answer["shape"])
+    shape = PictureShape(**answer["shape"])
     if file is not None and answer["is_in_file"]:
         file.seal()
         assert len(file) == shape.num_bytes, "the process has written all of it"
