@@ -32,7 +32,7 @@ class StepView:
     """The step that is being prepared. It is only made if any of its sequences has a feature."""
 
     entries: PlanEntries
-    token_ids: torch.Tensor  # int64 [num_tokens], on the host; arbitrary where the host does not know the token
+    token_ids: np.ndarray  # int64 [num_tokens]; arbitrary where the host does not know the token
     known: SequenceOf[list[int]]  # of each entry: all tokens of its sequence that the host knows, its prompt first
     num_known: np.ndarray  # int64 [num_entries]: how many these are
     extra_rows: SequenceOf[tuple[int, int]] = ()  # see `StepPlan`

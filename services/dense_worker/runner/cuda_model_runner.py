@@ -269,14 +269,15 @@ class CudaModelRunner(ModelRunner):
                 self._without_graph.add(size)
                 size = None
         num_rows, num_logits = (num_tokens, num_sampled) if size is None else (size.num_rows, size.num_sampled)
-        packed = self._stages[stage].numpy()[: 3 * num_rows]  # torch takes several times as long for so few numbers
+        packed = self._stages[stage].numpy()[: 3 * num_rows]
         token_ids, fed_slots, sampled_rows = packed.reshape(3, num_rows)
-        token_ids[:num_tokens] = step.token_ids.numpy()
+        token_ids[:num_tokens] = step.token_ids
         token_ids[num_tokens:] = 0  # padding: any valid token and row
-        token_ids[step.fed_rows.numpy()] = 0
         fed_slots[:] = -1  # behind the last slot
-        fed_slots[step.fed_rows.numpy()] = step.fed_slots.numpy()
-        sampled_rows[:num_sampled] = step.sampled_rows.numpy()
+        if len(step.fed_rows):
+            token_ids[step.fed_rows] = 0
+            fed_slots[step.fed_rows] = step.fed_slots
+        sampled_rows[:num_sampled] = step.sampled_rows
         sampled_rows[num_sampled:] = 0
         if not np.array_equal(packed, self._sent):  # a step of the same sequences that decode often has the same
             # Both sides are contiguous and the host's memory is pinned, so the copy is asynchronous.
@@ -285,7 +286,7 @@ class CudaModelRunner(ModelRunner):
         if size is not None and size.num_hidden is not None:
             rows = np.zeros(size.num_hidden, np.int64)  # padding: any valid row
             if step.hidden_rows is not None:
-                rows[: len(step.hidden_rows)] = step.hidden_rows.numpy()
+                rows[: len(step.hidden_rows)] = step.hidden_rows
             self._hidden_rows[: size.num_hidden].copy_(upload(rows, self._input.device))
         self._begin_step(step, channel, num_rows, num_logits)
         hidden, embeds = None, None if step.input_embeds is None else step.input_embeds.upload(self._input.device)

@@ -194,9 +194,9 @@ class ModelRunner:
         num_fed = num_rows if most else 0
         return StepInput(
             bound,
-            torch.zeros(num_rows, dtype=torch.int64) if num_fed else torch.from_numpy(self._rows.last_token[slots]),
+            np.zeros(num_rows, np.int64) if num_fed else self._rows.last_token[slots],
             batch.every_row[:num_fed],
-            batch.slot_ids[:num_fed],
+            slots[:num_fed],
             batch.every_row,
             slots,
             positions,
@@ -226,10 +226,10 @@ class ModelRunner:
         positions = ends[sampled.entries] - sampled.num_after
         return StepInput(
             bound,
-            torch.from_numpy(token_ids),
-            torch.from_numpy(row_ends[fed] - 1),
-            torch.from_numpy(slots[fed]),
-            torch.from_numpy(sampled.rows),
+            token_ids,
+            row_ends[fed] - 1,
+            slots[fed],
+            sampled.rows,
             of_rows,
             positions,
             positions - batch.num_prompt_tokens[sampled.entries],
@@ -260,7 +260,7 @@ class ModelRunner:
         return replace(
             step,
             parts=parts,
-            hidden_rows=torch.from_numpy(np.concatenate(hidden_rows)) if hidden_rows else None,
+            hidden_rows=np.concatenate(hidden_rows) if hidden_rows else None,
             needs_residual=any(part.needs_further_rows for part in parts.values()),
             waits_for_tokens=any(part.waits_for_tokens for part in parts.values()),
             layer_readers=[part for part in parts.values() if part.reads_layers],
@@ -270,8 +270,9 @@ class ModelRunner:
     @torch.inference_mode()
     def begin(self, step: StepInput, channel: Channel) -> LayerRun:
         """Runs a step up to its first wait."""
-        token_ids = step.token_ids
-        token_ids[step.fed_rows] = self._sampler.last_token[step.fed_slots]
+        token_ids = torch.from_numpy(step.token_ids)
+        if len(step.fed_rows):
+            token_ids[step.fed_rows] = self._sampler.last_token[torch.from_numpy(step.fed_slots)]
         self._begin_step(step, channel, len(token_ids), len(step.sampled_rows))
         layers = LayerRun(self._backend, channel, self._num_layers, self._hook.residuals_out(), step.layer_readers)
         layers.begin(token_ids, step.input_embeds)
@@ -283,7 +284,7 @@ class ModelRunner:
     ) -> StepResult:
         """Runs the other layers, the sampler, and what follows. Raises the errors of `Channel.wait`."""
         hidden_out = self._hook.hidden_out(len(step.sampled_rows)) if follow_up is not None else None
-        logits, residual = layers.finish(step.sampled_rows, hidden_out)
+        logits, residual = layers.finish(torch.from_numpy(step.sampled_rows), hidden_out)
         host_token_ids = torch.empty(len(logits), dtype=torch.int64)
         tokens = self.finish(step, logits, residual, channel, host_token_ids)
         return (tokens if follow_up is None else self.follow(tokens, follow_up)).read()
@@ -327,10 +328,10 @@ class ModelRunner:
         self._hook.keep(step.bound.plan.entries, step.bound.batch.sequences, token_ids)
         return PendingTokens(step.bound, self._rows, host_token_ids, num_logprobs, ranked, parts, token_ids)
 
-    def _compute_hidden(self, rows: torch.Tensor, attn_out: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Those of some rows, int64 [n] on the host, after the final norm: [n, hidden]."""
+    def _compute_hidden(self, rows: np.ndarray, attn_out: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Those of some rows, int64 [n], after the final norm: [n, hidden]."""
         hidden = torch.empty(len(rows), residual.shape[1], dtype=attn_out.dtype, device=attn_out.device)
-        on_device = upload(rows.numpy(), attn_out.device)
+        on_device = upload(rows, attn_out.device)
         self._backend.hidden(attn_out, residual, on_device, hidden)
         return hidden
 

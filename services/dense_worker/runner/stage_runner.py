@@ -101,7 +101,7 @@ class _StageStep(RunningStep):
         """Runs the layers of this stage, and passes all rows on."""
         self.has_run, step = True, self.runner.prepare(self._bound)
         if self._bound.plan.entries:
-            self._output = step, *self.runner.begin(step, self._channel).finish(step.sampled_rows)
+            self._output = step, *self.runner.begin(step, self._channel).finish(torch.from_numpy(step.sampled_rows))
 
     def run_most(self) -> None:
         self._steps.run_up_to(self)

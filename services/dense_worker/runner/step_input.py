@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from services.dense_worker.backends import InputEmbeds
 from services.dense_worker.features.feature import Feature
@@ -37,9 +36,7 @@ class Batch:
         self.has_output = not self.features or any(_has_output(sequence) for sequence in sequences)
         self.slots = self.serials = self.num_prompt_tokens = self.forced = np.zeros(0, np.int64)
         self.version = 0  # of `BatchRows`, when the rows were looked up
-        # The rows of a step with one token of each sequence, and `slots`: int64 [num_entries], on the host.
-        self.every_row = torch.arange(len(seq_ids))
-        self.slot_ids = self.every_row
+        self.every_row = np.arange(len(seq_ids))  # of a step with one token of each sequence
 
     def take_rows(self, rows: BatchRows) -> None:
         """Looks up the rows of its sequences, which have slots."""
@@ -47,7 +44,6 @@ class Batch:
         self.serials, self.num_prompt_tokens = rows.serials[slots], rows.num_prompt_tokens[slots]
         self.forced = np.flatnonzero(rows.has_forced_tokens[slots])
         self.version = rows.version
-        self.slot_ids = torch.from_numpy(slots)
 
     def _find_features(self) -> dict[type[SequenceFeature], FeatureRows]:
         has_any = any([sequence.features for sequence in self.sequences])
@@ -65,20 +61,23 @@ class BoundPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """The input of a step besides the device's own state. Rows are the step's tokens, in batch order."""
+    """The input of a step besides the device's own state. Rows are the step's tokens, in batch order.
+
+    Numbers are arrays of the host: for so few, torch takes several times as long.
+    """
 
     bound: BoundPlan
-    token_ids: torch.Tensor  # int64 [num_tokens]; arbitrary in rows fed from the device
-    fed_rows: torch.Tensor  # int64 [num_fed]: rows whose token an earlier step leaves on the device
-    fed_slots: torch.Tensor  # int64 [num_fed]: slots that hold these tokens
-    sampled_rows: torch.Tensor  # int64 [num_sampled]: rows whose logits the plan needs
+    token_ids: np.ndarray  # int64 [num_tokens]; arbitrary in rows fed from the device
+    fed_rows: np.ndarray  # int64 [num_fed]: rows whose token an earlier step leaves on the device
+    fed_slots: np.ndarray  # int64 [num_fed]: slots that hold these tokens
+    sampled_rows: np.ndarray  # int64 [num_sampled]: rows whose logits the plan needs
     sampled_slots: np.ndarray  # int64 [num_sampled]
     positions: np.ndarray  # int64 [num_sampled]: index of the token to be sampled, in its sequence
     output_lens: np.ndarray  # int64 [num_sampled]: output tokens before it
     parts: Mapping[Feature, StepPart] = field(default_factory=dict)  # what features do in this step; mostly nothing
     needs_residual: bool = False  # rows beyond the sampled ones are computed
     has_output: bool = True  # False: nobody reads its tokens, and no row is sampled, whatever the plan says
-    hidden_rows: torch.Tensor | None = None  # int64 [n]: those whose hidden states parts take, in their order
+    hidden_rows: np.ndarray | None = None  # int64 [n]: those whose hidden states parts take, in their order
     waits_for_tokens: bool = False  # sampling must wait until the host knows the tokens of the step before
     layer_readers: SequenceOf[StepPart] = ()  # the parts that take something of each layer
     input_embeds: InputEmbeds | None = None  # rows with vectors in place of embeddings, on the host

@@ -118,8 +118,6 @@ class PromptEmbedsFeature(Feature):
         for index, feature in ((rows.indexes.item(each), rows.features[each]) for each in in_prompt):
             position, first_row = entries.positions.item(index), step.row_starts.item(index)
             known = step.known[index][position : position + entries.num_tokens.item(index)]
-            step.token_ids[first_row : first_row + len(known)] = torch.tensor(
-                found.take(feature.embeds, known, first_row), dtype=torch.int64
-            )
+            step.token_ids[first_row : first_row + len(known)] = found.take(feature.embeds, known, first_row)
         input_embeds = found.gather()
         return None if input_embeds is None else EmbedsPart(input_embeds)

@@ -95,7 +95,7 @@ def pooled_vectors(path: Path, pooling: PoolingConfig, head: PoolingHead) -> dic
     for entries in STEPS:
         model.step(*entries)
         plan = PlanEntries.of([PlanEntry(seq_id, position, count, 0) for seq_id, count, position in entries])
-        view = StepView(plan, torch.zeros(0), (), np.zeros(0, np.int64))
+        view = StepView(plan, np.zeros(0, np.int64), (), np.zeros(0, np.int64))
         rows = FeatureRows(np.arange(len(entries)), [sequences[seq_id] for seq_id, _, _ in entries])
         part = feature.prepare_step(view, rows)
         if part is not None:

@@ -71,11 +71,11 @@ class Run:
         step = self.runner.prepare(bound)
         if not len(bound.plan.entries):
             return [], None
-        token_ids = step.token_ids
+        token_ids = torch.from_numpy(step.token_ids)
         token_ids[step.fed_rows] = self.runner._sampler.last_token[step.fed_slots]
         layers = LayerRun(self.backend, CHANNEL, NUM_LAYERS)
         layers.begin(token_ids)
-        logits, residual = layers.finish(step.sampled_rows)
+        logits, residual = layers.finish(torch.from_numpy(step.sampled_rows))
         host_token_ids = torch.empty(len(step.sampled_rows), dtype=torch.int64)
         return token_ids.tolist(), self.runner.finish(step, logits, residual, CHANNEL, host_token_ids)
 
