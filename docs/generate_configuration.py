@@ -64,6 +64,7 @@ TYPE_NAMES = {
     "Count": "integer, at least 1",
     "MessageBytes": "bytes, 1 to 2147483647",
     "LoraModule": "`NAME=DIRECTORY`",
+    "SamplingOverride": "`NAME=NUMBER`",
     "ModelName": "string of 1 to 256 characters",
     "Device": "`auto`, `cpu`, `cuda` or `cuda:N`",
     "Gpu": "`cuda:N`",

@@ -49,6 +49,7 @@ Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 Gpu = Annotated[str, Field(pattern=r"^cuda:\d+$")]
 Count = Annotated[int, Field(ge=1)]
 LoraModule = Annotated[str, Field(pattern=rf"^[^=]{{1,{MAX_MODEL_NAME_CHARACTERS}}}=.")]
+SamplingOverride = Annotated[str, Field(pattern="^[^=]+=.")]
 ModelName = Annotated[str, Field(min_length=1, max_length=MAX_MODEL_NAME_CHARACTERS)]
 MessageBytes = Annotated[int, Field(ge=1, le=MAX_MESSAGE_BYTES)]
 
@@ -155,6 +156,9 @@ class GatewaySection(Section):
     # what OpenAI's APIs, /v1/messages and /v2/chat sample with where a request says nothing. model: as the checkpoint's
     # generation_config.json says; none: from the model's own distribution
     sampling_defaults: Literal["model", "none"] = "model"
+    # what they sample with in place of that, each as "NAME=NUMBER", with the NAME temperature, top_k, top_p, min_p or
+    # repetition_penalty
+    sampling_overrides: tuple[SamplingOverride, ...] = ()
     tokenizer_info: bool = False  # whether GET /tokenizer_info gives clients the chat template and special tokens
     # how the model writes calls of tools. auto: as its chat template says; none: requests with tools are refused
     tool_parser: Literal["auto", "none", "harmony", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"] = (

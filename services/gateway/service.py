@@ -48,7 +48,7 @@ from services.gateway.peer_servicer import PEERS_SERVICE_NAME, PeerServicer
 from services.gateway.request.model_limits import LocalModel
 from services.gateway.request.model_names import ModelNames
 from services.gateway.request.prompt_embeds_reader import PromptEmbedsReader
-from services.gateway.request.sampling_defaults import NO_DEFAULTS, SamplingDefaults, read_sampling_defaults
+from services.gateway.request.sampling_defaults import NO_DEFAULTS, SamplingDefaults, override, read_sampling_defaults
 from services.gateway.request.source_reader import make_source_reader
 from services.gateway.resources.memory_budget import MemoryBudget
 from services.gateway.resources.open_files import fit_connections
@@ -252,11 +252,12 @@ class Gateway(Service):
         return VllmMetrics(self._registry, self._metrics, pool, name, max_loras, read_adapters)
 
     def _read_sampling_defaults(self) -> SamplingDefaults:
-        if self._section.sampling_defaults == "none":
-            return NO_DEFAULTS
-        found = read_sampling_defaults(self._config.model.path)
+        found = NO_DEFAULTS
+        if self._section.sampling_defaults == "model":
+            found = read_sampling_defaults(self._config.model.path)
+        found = override(found, self._section.sampling_overrides)
         if found:
-            log.info("requests sample as the model says where they say nothing", **found)
+            log.info("what requests sample with where they say nothing", **found)
         return found
 
     def _make_request_service(

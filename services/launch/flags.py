@@ -18,6 +18,7 @@ from services.common.errors import ConfigError
 from services.common.nearest import nearest
 from services.common.shorten import quote, show
 from services.gateway.access.api_keys import MIN_KEY_CHARACTERS
+from services.gateway.request.sampling_defaults import NO_DEFAULTS, override
 from services.launch.speculative_config import read_speculative_config
 
 
@@ -81,12 +82,16 @@ def _count(text: str) -> int:
     return int(number)
 
 
-def _num_images(text: str) -> int:
-    """The number of pictures in vLLM's JSON of limits. It may name other media with 0, since none are taken."""
+def _json(text: str) -> Any:
     try:
-        limits = json.loads(text)
+        return json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"{quote(text)} is not JSON: {error}") from error
+
+
+def _num_images(text: str) -> int:
+    """The number of pictures in vLLM's JSON of limits. It may name other media with 0, since none are taken."""
+    limits = _json(text)
     if not isinstance(limits, dict) or "image" not in limits:
         raise argparse.ArgumentTypeError(f"{quote(text)} is not an object with the key image")
     for name, limit in limits.items():
@@ -97,6 +102,18 @@ def _num_images(text: str) -> int:
     if limits["image"] == 0:
         raise argparse.ArgumentTypeError("'image' is 0: --language-model-only takes no pictures")
     return limits["image"]
+
+
+def _sampling_overrides(text: str) -> tuple[str, ...]:
+    given = _json(text)
+    if not isinstance(given, dict):
+        raise argparse.ArgumentTypeError(f"{quote(text)} is not an object")
+    entries = tuple(f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in given.items())
+    try:
+        override(NO_DEFAULTS, entries)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return entries
 
 
 def _on(value: object = True) -> dict[str, object]:
@@ -238,6 +255,13 @@ FLAGS = (
         ("gateway.sampling_defaults",),
         "auto: requests sample as the checkpoint's generation_config.json says where they say nothing",
         {"auto": "model", "vllm": "none"},
+    ),
+    Flag(
+        "--override-generation-config",
+        ("gateway.sampling_overrides",),
+        'what requests sample with where they say nothing, such as {"temperature": 0.5}',
+        _sampling_overrides,
+        "JSON",
     ),
     Flag(
         "--sampling-defaults",

@@ -5,16 +5,17 @@ vLLM and SGLang do the same for the APIs of OpenAI and those beside them. Other 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from services.common.errors import InvalidRequest, ModelError
+from services.common.errors import ConfigError, InvalidRequest, ModelError
 from services.common.json_files.read_json import read_json
 from services.common.sampling_params import SamplingParams
-from services.common.shorten import show
+from services.common.shorten import quote, show
 
 FILE = "generation_config.json"
+KEY = "gateway.sampling_overrides"
 OPTIONS = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float}
 ALL = (0, -1)  # of top_k: all tokens
 
@@ -24,17 +25,44 @@ NO_DEFAULTS: SamplingDefaults = MappingProxyType({})
 
 def read_sampling_defaults(path: Path) -> SamplingDefaults:
     """The options that the checkpoint in `path` names. Raises ModelError for a value that no request may have."""
+    found = {name: value for name, value in (read_json(path / FILE) or {}).items() if name in OPTIONS}
+    try:
+        return _checked({name: value for name, value in found.items() if value is not None})
+    except InvalidRequest as error:
+        raise ModelError(f"{FILE} in {path}: {error}") from error
+
+
+def override(defaults: SamplingDefaults, entries: Sequence[str]) -> SamplingDefaults:
+    """`defaults`, but with the options in `entries`, each as "NAME=NUMBER". Raises ConfigError, which names the option.
+
+    A `top_k` of 0 or -1 takes away the checkpoint's.
+    """
+    given: dict[str, object] = {}
+    for entry in entries:
+        name, _, text = entry.partition("=")
+        if name not in OPTIONS:
+            raise ConfigError(f"{KEY} has {quote(name)}; it may have {', '.join(OPTIONS)}")
+        if name in given:
+            raise ConfigError(f"{KEY} has {quote(name)} twice")
+        try:
+            given[name] = OPTIONS[name](text)
+        except ValueError as error:
+            kind = "an integer" if OPTIONS[name] is int else "a number"
+            raise ConfigError(f"{KEY} has {name} {quote(text)}, expected {kind}") from error
+    try:
+        checked = _checked(given)
+    except InvalidRequest as error:
+        raise ConfigError(f"{KEY}: {error}") from error
+    return {name: value for name, value in defaults.items() if name not in given} | checked
+
+
+def _checked(options: Mapping[str, object]) -> dict[str, float]:
     found: dict[str, float] = {}
-    for name, value in (read_json(path / FILE) or {}).items():
-        if name not in OPTIONS or value is None:
-            continue
+    for name, value in options.items():
         if type(value) not in (OPTIONS[name], int):
-            raise ModelError(f"{FILE} in {path} has {name} {show(value)}, expected a number")
+            raise InvalidRequest(f"{name} is {show(value)}, expected a number")
         if name == "top_k" and value in ALL:
             continue
-        found[name] = OPTIONS[name](value)
-        try:
-            SamplingParams(**{name: found[name]}).validate()  # type: ignore[arg-type]
-        except InvalidRequest as error:
-            raise ModelError(f"{FILE} in {path}: {error}") from error
+        found[name] = OPTIONS[name](value)  # type: ignore[arg-type]
+        SamplingParams(**{name: found[name]}).validate()  # type: ignore[arg-type]
     return found

@@ -54,6 +54,9 @@ MEANINGS = {
     ("--enable-auto-tool-choice", "--set", "gateway.reasoning_parser=none"): {"gateway.tool_parser": "auto"},
     ("--reasoning-parser", "deepseek_r1"): {"gateway.reasoning_parser": "deepseek_r1"},
     ("--generation-config", "vllm"): {"gateway.sampling_defaults": "none"},
+    ("--override-generation-config", '{"temperature": 0.5, "top_k": 20}'): {
+        "gateway.sampling_overrides": ("temperature=0.5", "top_k=20")
+    },
     ("--sampling-defaults", "openai"): {"gateway.sampling_defaults": "none"},
     ("--enable-lora",): {"dense.max_loras": 1},
     ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "16"): {"dense.max_loras": 4, "dense.max_lora_rank": 16},
@@ -151,6 +154,10 @@ def test_the_model_may_be_given_without_a_flag(
         (["--max-num-seqs", "many"], 2, "invalid int value: 'many'"),
         (["--gateway-processes", "many"], 2, "'many' is neither a number nor auto"),
         (["--max-audio-seconds", "0"], 1, "gateway.max_audio_seconds = 0"),
+        (["--override-generation-config", "top_p=1"], 2, "'top_p=1' is not JSON"),
+        (["--override-generation-config", "[1]"], 2, "'[1]' is not an object"),
+        (["--override-generation-config", '{"top_p": 1.5}'], 2, "top_p is 1.5, must be"),
+        (["--override-generation-config", '{"max_new_tokens": 5}'], 2, "has 'max_new_tokens'; it may have temperature"),
         (["--limit-mm-per-prompt", "image=4"], 2, "'image=4' is not JSON"),
         (["--limit-mm-per-prompt", '{"video": 1}'], 2, "is not an object with the key image"),
         (["--limit-mm-per-prompt", '{"image": 1.5}'], 2, "'image' is 1.5, must be a number from 0"),

@@ -11,8 +11,8 @@ import httpx2
 import pytest
 
 from services.common.config import EMBEDDED_MODEL
-from services.common.errors import ModelError
-from services.gateway.request.sampling_defaults import read_sampling_defaults
+from services.common.errors import ConfigError, ModelError
+from services.gateway.request.sampling_defaults import override, read_sampling_defaults
 from services.pb import sampling_pb2
 from tests.support.clients.gateway_calls import EOS
 from tests.support.clients.http_gateway import CHATS, COMPLETIONS, MODEL, USER, with_client
@@ -94,9 +94,9 @@ def test_they_need_not(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"temperature": "hot"}', "has temperature 'hot', expected a number"),
-        ('{"top_p": true}', "has top_p true, expected a number"),
-        ('{"top_k": 2.5}', "has top_k 2.5, expected a number"),
+        ('{"temperature": "hot"}', "temperature is 'hot', expected a number"),
+        ('{"top_p": true}', "top_p is true, expected a number"),
+        ('{"top_k": 2.5}', "top_k is 2.5, expected a number"),
         ('{"top_p": 1.5}', "top_p is 1.5, must be"),
         ('{"top_k": -3}', "top_k is -3, must be at least 1"),
     ],
@@ -112,3 +112,33 @@ def test_a_file_may_say_nothing(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "generation_config.json").write_text(text)
     assert read_sampling_defaults(tmp_path) == {}
+
+
+@pytest.mark.parametrize(("defaults", "expected"), [("model", (0.6, None, 0.5)), ("none", (1.0, None, 0.5))])
+def test_a_server_may_say_it_in_place_of_the_model(
+    defaults: str, expected: tuple[Any, ...], model: Path, tmp_path: Path
+) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for path, body in LIKE_VLLM:
+            assert (await client.post(path, json=body)).status_code == 200
+            assert options_of(dense.submits[-1].spec.sampling) == expected, path
+
+    dense = FakeDense(lambda submit: [EOS])
+    entries = ("top_p=0.5", "top_k=-1")
+    with_client(tmp_path, dense, test, model=model, sampling_defaults=defaults, sampling_overrides=entries)
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        (["max_new_tokens=5"], "has 'max_new_tokens'; it may have temperature, top_k"),
+        (["top_p=0.5", "top_p=0.6"], "has 'top_p' twice"),
+        (["top_k=2.5"], "has top_k '2.5', expected an integer"),
+        (["temperature=null"], "has temperature 'null', expected a number"),
+        (["temperature=nan"], "temperature is nan, must be"),
+        (["min_p=2"], "min_p is 2.0, must be"),
+    ],
+)
+def test_a_server_may_not_say_what_no_request_may(entries: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match="gateway.sampling_overrides.* " + words):
+        override({}, entries)
