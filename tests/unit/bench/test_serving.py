@@ -374,7 +374,7 @@ def test_the_request_is_the_same_over_http_and_grpc(prompt: dict[str, Any]) -> N
     async def test() -> None:
         async with open_transport("http", "host:1") as transport:
             body = CompletionRequest.model_validate_json(transport.encode(message))
-        limits = Mock(vocab_size=32_000)  # used only if log-probabilities of all tokens are requested
+        limits = Mock(model=Mock(sampling_defaults={}))  # the rest is used only for other options
         assert await completion_messages(body, "bench-1", limits) == [message]
         assert body.stream and body.return_token_ids
 
