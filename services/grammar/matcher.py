@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -401,31 +401,26 @@ class _MasksAhead:
         self.has_failed = False  # whether any could not be found
         self.recovery_s = 0.0  # that new lexers took, for those whose lexer had too many states
         self.masks: np.ndarray | None = np.empty((len(matchers), matchers[0].num_words), dtype=np.uint32)
-        self._matchers = matchers
+        self.rows = {id(each): row for row, each in enumerate(matchers)}  # it keeps no lexer of another matcher
         has_begun = threading.Event()
-        self._found: Future[None] = threads.ahead.submit(self._find, self.masks, has_begun)
+        self._found: Future[None] = threads.ahead.submit(self._find, matchers, self.masks, has_begun)
         has_begun.wait(HANDOVER_S)
 
-    def _find(self, masks: np.ndarray, has_begun: threading.Event) -> None:
+    def _find(self, matchers: list[GrammarMatcher], masks: np.ndarray, has_begun: threading.Event) -> None:
         has_begun.set()
-        rows = [_Row(row, each, each._matcher) for row, each in enumerate(self._matchers)]
+        rows = [_Row(row, each, each._matcher) for row, each in enumerate(matchers)]
         _find_masks(rows, masks, is_ahead=True)
         self.has_failed = any([row.state.is_error() for row in rows])
         greatest = masks.max(axis=1)
         self._allows_one = ((masks != 0).sum(axis=1, dtype="int16") == 1) & (greatest & (greatest - 1) == 0)
-
-    @cached_property
-    def rows(self) -> dict[int, int]:
-        """Of `masks`, by the id of the matcher."""
-        return {id(each): row for row, each in enumerate(self._matchers)}
 
     def allows_one(self, matcher: GrammarMatcher) -> bool:
         """Whether the mask of a matcher, which has been awaited, allows a single token, as where one is forced."""
         return bool(self._allows_one[self.rows[id(matcher)]])
 
     def copy_all(self, matchers: Sequence[GrammarMatcher], masks: np.ndarray) -> bool:
-        """Copies the masks, which are taken by that, if they are those of just these matchers; returns whether."""
-        if matchers != self._matchers or not all([each._ahead is self for each in matchers]):
+        """Takes the masks, if they are those of just these matchers in their order. Returns whether."""
+        if [id(each) for each in matchers] != list(self.rows) or not all([each._ahead is self for each in matchers]):
             return False
         self.wait()
         if self.masks is None or self.has_failed:

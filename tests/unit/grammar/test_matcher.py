@@ -8,6 +8,7 @@ import random
 import re
 import sys
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -341,6 +342,16 @@ def test_a_matcher_says_whether_another_thread_still_finds_its_mask(
     assert found == [False, False, True]
     assert np.array_equal(allowed(matchers[0]), allowed(matchers[2]))
     assert matchers[1].has_found
+
+
+def test_masks_found_ahead_keep_no_matcher_in_memory(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever pauses would keep the lexers of all that have ended."""
+    monkeypatch.setattr(matcher_module, "AHEAD_S", -1.0)
+    matchers = [forms.matcher(SPELLED) for _ in range(3)]
+    GrammarMatcher.find_ahead(matchers)
+    forms.threads.ahead.submit(int).result()  # its thread has forgotten them
+    ended = weakref.ref(matchers.pop())
+    assert ended() is None
 
 
 @pytest.mark.parametrize("is_restored", [False, True])
