@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import numpy as np
@@ -46,10 +47,8 @@ class RaggedTokens:
 
     def rows(self, first: int = 0) -> list[list[int]]:
         """The tokens of each entry from `first` on."""
-        ends = np.cumsum(self.counts)[first:].tolist()
-        begin = int(self.counts[:first].sum())
-        token_ids = self.token_ids.tolist()
-        return [token_ids[start:end] for start, end in zip([begin, *ends], ends, strict=False)]
+        token_ids, places = self.token_ids.tolist(), list(accumulate(self.counts.tolist(), initial=0))
+        return [token_ids[start:end] for start, end in pairwise(places[first:])]
 
 
 NO_ROWS = RaggedTokens.from_rows(())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from itertools import compress
+from itertools import accumulate, compress
 
 import numpy as np
 import torch
@@ -60,14 +60,13 @@ class PendingTokens:
         if is_same and len(tokens.token_ids) == len(batch.slots) == np.count_nonzero(tokens.counts):
             rows.append(batch.slots, batch.token_lists, tokens.token_ids)
             return
-        gets_tokens = rows.serials[batch.slots] == batch.serials
+        gets_tokens, counts = rows.serials[batch.slots] == batch.serials, tokens.counts
         gets_tokens[batch.forced] = False
-        has_one = tokens.counts == 1
-        of_one = np.repeat(has_one, tokens.counts) if not has_one.all() else has_one
-        gets_one = has_one & gets_tokens
-        token_ids = tokens.token_ids[of_one][gets_tokens[has_one]]
-        rows.append(batch.slots[gets_one], compress(batch.token_lists, gets_one.tolist()), token_ids)
-        for index in np.flatnonzero(gets_tokens & (tokens.counts > 1)).tolist():
+        gets_one = gets_tokens & (counts == 1)
+        if gets_one.any():
+            token_ids = tokens.token_ids[gets_one.repeat(counts)]
+            rows.append(batch.slots[gets_one], compress(batch.token_lists, gets_one.tolist()), token_ids)
+        for index in (gets_tokens & (counts > 1)).nonzero()[0].tolist():
             rows.extend(batch.sequences[index], tokens.of(index))
 
     def _read_logprobs(self, ranked: RankedTokens, tokens: RaggedTokens) -> dict[int, list[TokenLogprobs]]:
@@ -84,15 +83,15 @@ class PendingTokens:
 
 def _without_wrong_drafts(entries: PlanEntries, sampled: np.ndarray) -> RaggedTokens:
     """The sampled tokens that count. sampled: int64 [num_sampled]"""
-    counts, is_kept = entries.num_logits.copy(), np.ones(len(sampled), np.bool_)
-    ends = np.cumsum(entries.num_logits)
-    for index, drafts in entries.drafts.items():
-        end = ends.item(index)
-        first = end - len(drafts) - 1
-        num_accepted = len(verify(drafts, sampled[first:end].tolist()))
-        counts[index] = num_accepted
-        is_kept[first + num_accepted : end] = False
-    return RaggedTokens(sampled[is_kept], counts)
+    token_ids, counts = sampled.tolist(), entries.num_logits.tolist()
+    ends = list(accumulate(counts))
+    for index in sorted(entries.drafts, reverse=True):  # so that the tokens of those before it stay at their places
+        end = ends[index]
+        first = end - counts[index]
+        num_right = len(verify(entries.drafts[index], token_ids[first:end]))
+        del token_ids[first + num_right : end]
+        counts[index] = num_right
+    return RaggedTokens(np.array(token_ids, np.int64), np.array(counts, np.int64))
 
 
 def verify(draft_token_ids: SequenceOf[int], sampled: list[int]) -> list[int]:
