@@ -169,6 +169,8 @@ class GatewaySection(Section):
     # a file with a chat template in Jinja, in place of the model's own; read at start. tool_parser and reasoning_parser
     # look at it, too
     chat_template: Path | None = None
+    # a JSON object: variables of the chat template for chats that do not set them, such as {"enable_thinking": false}
+    chat_template_kwargs: str = "{}"
     # adapters (LoRA, prompt tuning) served from the start, each as "NAME=DIRECTORY"; they need dense.max_loras
     lora_modules: tuple[LoraModule, ...] = ()
     # directory below which clients may load adapters by /v1/load_lora_adapter; none: they may not

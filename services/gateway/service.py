@@ -61,6 +61,7 @@ from services.gateway.sound.sound_reader import SoundReader
 from services.gateway.sound.speech_model import read_speech_model
 from services.gateway.text.client_templates.client_templates import ClientTemplates
 from services.gateway.text.grammar_trials import GrammarTrials
+from services.gateway.text.read_chat import use_template_kwargs
 from services.gateway.text.tokenizer import Tokenizer, load_tokenizer
 from services.gateway.vectors.vectors import Vectors
 from services.lora.shapes import adapted_shapes
@@ -113,6 +114,7 @@ class Gateway(Service):
             chat_template=config.gateway.chat_template,
         )
         self._opened.callback(tokenizer.close)
+        use_template_kwargs(tokenizer, config.gateway.chat_template_kwargs)
         self._grammar_trials = GrammarTrials(
             {
                 "path": str(config.model.path.resolve()),

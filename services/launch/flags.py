@@ -104,10 +104,14 @@ def _num_images(text: str) -> int:
     return limits["image"]
 
 
-def _sampling_overrides(text: str) -> tuple[str, ...]:
-    given = _json(text)
-    if not isinstance(given, dict):
+def _json_object(text: str) -> str:
+    if not isinstance(_json(text), dict):
         raise argparse.ArgumentTypeError(f"{quote(text)} is not an object")
+    return text
+
+
+def _sampling_overrides(text: str) -> tuple[str, ...]:
+    given = json.loads(_json_object(text))
     entries = tuple(f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in given.items())
     try:
         override(NO_DEFAULTS, entries)
@@ -231,6 +235,16 @@ FLAGS = (
         "FILE",
     ),
     Flag("--chat-template", ("gateway.chat_template",), "file of a template instead of the model's", str, "FILE"),
+    Flag(
+        "--default-chat-template-kwargs",
+        ("gateway.chat_template_kwargs",),
+        'variables of the template for chats that do not set them, such as {"enable_thinking": false}',
+        _json_object,
+        "JSON",
+    ),
+    Flag(
+        "--chat-template-kwargs", ("gateway.chat_template_kwargs",), "the same as with llama.cpp", _json_object, "JSON"
+    ),
     Flag(
         "--enable-auto-tool-choice",
         ("gateway.tool_parser",),

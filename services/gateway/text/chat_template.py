@@ -99,7 +99,11 @@ class ChatTemplate:
             )
         if chat.continue_final_message and not chat.messages[-1].content:
             raise InvalidRequest("continue_final_message is true, but the last message is empty", "messages")
-        if taken := sorted(self._taken_names & chat.template_kwargs.keys()):
+        self.check_names(chat.template_kwargs)
+
+    def check_names(self, template_kwargs: Mapping[str, Any]) -> None:
+        """Raises `InvalidRequest` for variables that nobody else may set."""
+        if taken := sorted(self._taken_names & template_kwargs.keys()):
             raise InvalidRequest(
                 f"chat_template_kwargs has {taken[0]!r}, which the server sets itself", "chat_template_kwargs"
             )

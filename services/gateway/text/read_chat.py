@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from pydantic_core import from_json
 
-from services.common.errors import InvalidRequest
+from services.common.errors import ConfigError, InvalidRequest
 from services.common.shorten import quote
 from services.gateway.resources.heavy_work import MAX_INLINE_BYTES
 from services.gateway.text.chat_message import Message, MessageCall
@@ -26,8 +27,13 @@ MAX_TEMPLATE_KWARGS_DEPTH = 8
 MAX_TEMPLATE_BYTES = 64 * 2**10  # of a client's chat template
 
 
-def read_chat(chat: gateway_pb2.Chat, formats: ChatFormats) -> Chat:
-    """The chat of a message. Raises `InvalidRequest` for the first error, also if the model cannot be given tools."""
+def read_chat(
+    chat: gateway_pb2.Chat, formats: ChatFormats, default_kwargs: Mapping[str, Any] = MappingProxyType({})
+) -> Chat:
+    """The chat of a message. Raises `InvalidRequest` for the first error, also if the model cannot be given tools.
+
+    default_kwargs: variables of the template that the chat may set itself.
+    """
     if not chat.messages:
         raise InvalidRequest("chat has no messages, at least 1 is required", "messages")
     vectors: list[ChatVectors] = []
@@ -42,7 +48,7 @@ def read_chat(chat: gateway_pb2.Chat, formats: ChatFormats) -> Chat:
             "has no markers of reasoning, and gateway.reasoning_parser names none",
             "max_reasoning_tokens",
         )
-    template_kwargs = _read_template_kwargs(chat)
+    template_kwargs = {**default_kwargs, **_read_template_kwargs(chat)}
     if formats.is_harmony and (effort := template_kwargs.get("reasoning_effort", "medium")) not in REASONING_EFFORTS:
         known = ", ".join(REASONING_EFFORTS)
         raise InvalidRequest(f"reasoning_effort is {quote(str(effort))}, this model knows {known}", "reasoning_effort")
@@ -68,11 +74,19 @@ def read_chat(chat: gateway_pb2.Chat, formats: ChatFormats) -> Chat:
     )
 
 
+def use_template_kwargs(tokenizer: Tokenizer, text: str) -> None:
+    """Gives chats the variables in the JSON of `gateway.chat_template_kwargs`. Raises `ConfigError`."""
+    try:
+        tokenizer.use_template_kwargs(read_template_kwargs(text, "chat_template_kwargs"))
+    except InvalidRequest as error:
+        raise ConfigError(f"gateway.{error}") from error
+
+
 async def read_chat_in_turn(chat: gateway_pb2.Chat, tokenizer: Tokenizer) -> Chat:
     """Does the same as `read_chat`, in a turn of `HeavyWork` if the chat is large. Raises `InvalidRequest`."""
     if chat.ByteSize() > MAX_INLINE_BYTES:
         await tokenizer.heavy_work.turn()
-    return read_chat(chat, tokenizer.chat_formats)
+    return read_chat(chat, tokenizer.chat_formats, tokenizer.template_kwargs)
 
 
 def _read_message(
@@ -150,11 +164,16 @@ def _check_length(name: str, field: str) -> None:
 
 
 def _read_template_kwargs(chat: gateway_pb2.Chat) -> dict[str, Any]:
-    field, text = "chat_template_kwargs", chat.chat_template_kwargs
+    text = chat.chat_template_kwargs
     _check_length(chat.reasoning_effort, "reasoning_effort")
     effort = {"reasoning_effort": chat.reasoning_effort} if chat.reasoning_effort else {}
     if not text:
         return effort
+    return effort | read_template_kwargs(text, "chat_template_kwargs")
+
+
+def read_template_kwargs(text: str, field: str) -> dict[str, Any]:
+    """Variables of a template, from the JSON object in `field`. Raises `InvalidRequest`."""
     num_bytes = len(text.encode())
     if num_bytes > MAX_TEMPLATE_KWARGS_BYTES:
         raise InvalidRequest(f"{field} has {num_bytes} bytes, at most {MAX_TEMPLATE_KWARGS_BYTES} allowed", field)
@@ -166,4 +185,4 @@ def _read_template_kwargs(chat: gateway_pb2.Chat) -> dict[str, Any]:
         raise InvalidRequest(f"{field} is not a JSON object", field)
     if (depth := depth_of(values)) > MAX_TEMPLATE_KWARGS_DEPTH:
         raise InvalidRequest(f"{field} is nested {depth} deep, at most {MAX_TEMPLATE_KWARGS_DEPTH} allowed", field)
-    return effort | values
+    return values

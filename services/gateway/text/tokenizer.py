@@ -101,6 +101,7 @@ class Tokenizer:
             )
         self._template = ChatTemplate(hf_tokenizer)
         self._template.may_want_parts = may_want_parts
+        self.template_kwargs: Mapping[str, Any] = {}  # of chats that do not say them
         self._completes_chats = completes_chats
         self._control_tokens = ControlTokens(hf_tokenizer)
         self._client_templates = client_templates
@@ -116,6 +117,11 @@ class Tokenizer:
         self._template.may_want_parts = True
         if self.hf_tokenizer.chat_template is None and picture_text.chat_template:
             self.hf_tokenizer.chat_template = picture_text.chat_template
+
+    def use_template_kwargs(self, template_kwargs: Mapping[str, Any]) -> None:
+        """Chats have these variables of the template from now on, unless they set them. Raises `InvalidRequest`."""
+        self._template.check_names(template_kwargs)
+        self.template_kwargs = template_kwargs
 
     def compile_template(self, source: str) -> None:
         """Compiles the chat template before the first chat, which is as fast as others then.

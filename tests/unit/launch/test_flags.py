@@ -49,6 +49,10 @@ MEANINGS = {
         "gateway.tls_certificate": Path("c"),
         "gateway.tls_key": Path("k"),
     },
+    ("--default-chat-template-kwargs", '{"enable_thinking": false}'): {
+        "gateway.chat_template_kwargs": '{"enable_thinking": false}'
+    },
+    ("--chat-template-kwargs", "{}"): {"gateway.chat_template_kwargs": "{}"},
     ("--chat-template", "t.jinja"): {"gateway.chat_template": Path("t.jinja")},
     ("--enable-auto-tool-choice", "--tool-call-parser", "openai"): {"gateway.tool_parser": "harmony"},
     ("--enable-auto-tool-choice", "--set", "gateway.reasoning_parser=none"): {"gateway.tool_parser": "auto"},
@@ -156,6 +160,7 @@ def test_the_model_may_be_given_without_a_flag(
         (["--max-audio-seconds", "0"], 1, "gateway.max_audio_seconds = 0"),
         (["--override-generation-config", "top_p=1"], 2, "'top_p=1' is not JSON"),
         (["--override-generation-config", "[1]"], 2, "'[1]' is not an object"),
+        (["--default-chat-template-kwargs", "null"], 2, "'null' is not an object"),
         (["--override-generation-config", '{"top_p": 1.5}'], 2, "top_p is 1.5, must be"),
         (["--override-generation-config", '{"max_new_tokens": 5}'], 2, "has 'max_new_tokens'; it may have temperature"),
         (["--limit-mm-per-prompt", "image=4"], 2, "'image=4' is not JSON"),

@@ -11,9 +11,13 @@ from typing import Any
 
 import httpx2
 import openai
+import pytest
 from transformers import AutoTokenizer
 
 from services.common.config import EMBEDDED_MODEL
+from services.common.errors import ConfigError
+from services.gateway.text.read_chat import use_template_kwargs
+from services.gateway.text.tokenizer import load_tokenizer
 from services.pb import gateway_pb2
 from tests.support.chats.chat_models import prompt_text, with_chat_model
 from tests.support.clients.http_clients import async_client
@@ -34,6 +38,7 @@ NAMED = [
     {"role": "assistant", "name": "helper", "content": "A helper."},
     {"role": "user", "content": "And I?"},
 ]
+USER = [{"role": "user", "content": "Hi"}]
 Test = Callable[[httpx2.AsyncClient, RunningGateway], Awaitable[None]]
 
 
@@ -214,11 +219,10 @@ def test_the_chat_template_decides_about_other_roles(tmp_path: Path) -> None:
 def test_all_chats_take_variables_of_the_template(tmp_path: Path) -> None:
     """vLLM has the field in Responses and Messages, too."""
     off = {"chat_template_kwargs": {"enable_thinking": False}}
-    user = [{"role": "user", "content": "Hi"}]
     bodies: dict[str, dict[str, Any]] = {
-        "/v1/chat/completions": {"messages": user, "max_tokens": 1},
+        "/v1/chat/completions": {"messages": USER, "max_tokens": 1},
         "/v1/responses": {"input": "Hi", "max_output_tokens": 1},
-        "/v1/messages": {"model": "model", "messages": user, "max_tokens": 1},
+        "/v1/messages": {"model": "model", "messages": USER, "max_tokens": 1},
     }
 
     async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
@@ -238,3 +242,38 @@ def test_all_chats_take_variables_of_the_template(tmp_path: Path) -> None:
     *pairs, last, without_effort, but_thinking = are_closed
     assert pairs == [False, True] * len(bodies) and last
     assert without_effort and not but_thinking, "as with vLLM"
+
+
+def test_a_server_may_have_variables_for_chats_that_do_not_set_them(tmp_path: Path) -> None:
+    on = {"chat_template_kwargs": {"enable_thinking": True}}
+    bodies = [
+        ("/v1/chat/completions", {"messages": USER, "max_tokens": 1}, on),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 1}, on),
+        ("/v1/messages", {"model": "model", "messages": USER, "max_tokens": 1}, {"thinking": {"type": "enabled"}}),
+        ("/api/chat", {"model": "model", "messages": USER, "stream": False}, {"think": True}),
+    ]
+
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        async with async_client(gateway.http_address) as client:
+            for path, body, own in bodies:
+                for given in (body, body | {"chat_template_kwargs": {"mood": "!"}}, body | own):
+                    answer = await client.post(path, json=given)
+                    assert answer.status_code == 200, answer.text
+
+    section = {"chat_template_kwargs": '{"enable_thinking": false}'}
+    dense = with_chat_model(tmp_path, "qwen3", ["Hello."], test, **section)
+    are_closed = [prompt_text(submit).endswith("<think>\n\n</think>\n\n") for submit in dense.submits]
+    assert are_closed == [True, True, False] * len(bodies)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("enable_thinking=1", "gateway.chat_template_kwargs is not JSON"),
+        ("[1]", "gateway.chat_template_kwargs is not a JSON object"),
+        ('{"tools": []}', "gateway.chat_template_kwargs has 'tools', which the server sets itself"),
+    ],
+)
+def test_those_variables_are_checked_at_the_start(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        use_template_kwargs(load_tokenizer(EMBEDDED_MODEL), text)
