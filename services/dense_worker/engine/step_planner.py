@@ -102,7 +102,8 @@ class StepPlanner:
         has_prompts = bool(prefills or session.to_fork)
         most = 0 if has_prompts else self._limits.max_num_seqs - session.num_running_rows
         self._drafting.begin_step(decodes, len(rows), most)
-        self._plan_decodes(step, rows, decodes, is_shared=is_shared, may_fork=suspect is None)
+        if len(rows) or decodes or session.to_fork:
+            self._plan_decodes(step, rows, decodes, is_shared=is_shared, may_fork=suspect is None)
         if prefills:
             self._plan_prefills(step, prefills, most_tokens, is_shared=is_shared)
         return step
