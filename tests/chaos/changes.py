@@ -33,8 +33,11 @@ from tests.chaos.monkey import ATTENTION, DENSE, Monkey
 from tests.support.adapters import make_adapter
 from tests.support.clients.http_clients import client, socket_path
 from tests.support.cluster import Cluster, children_of, running_cluster
+from tests.support.prompt_vectors import make_prompt_tuning, random_vectors
 
-ADAPTERS = ("first", "second", "third")
+LORAS, VIRTUAL = ("first", "second", "third"), "virtual"  # the last one has virtual tokens
+ADAPTERS = (*LORAS, VIRTUAL)
+NUM_VIRTUAL_TOKENS = 40
 MAX_LORAS = 2  # they take turns
 MODELS = ("a", "b")
 PAD_ID = 0
@@ -57,9 +60,10 @@ class Size:
     num_rounds: int  # of each client, at least
     max_tokens: int  # per answer
     max_actions: int
+    num_layers: int = 4  # of the embedded model, which has no more
 
 
-SHORT = Size(num_rounds=1, max_tokens=60, max_actions=2)
+SHORT = Size(num_rounds=1, max_tokens=40, max_actions=2, num_layers=2)
 LONG = Size(num_rounds=3, max_tokens=150, max_actions=8)
 
 
@@ -98,12 +102,14 @@ def arena(directory: Path, size: Size, *, has_standbys: bool, is_warm: bool = Fa
     """Starts a cluster with a high limit of restarts, and gets the undisturbed answers."""
     models, adapters = directory / "models", directory / "adapters"
     make_models(models)
-    for seed, name in enumerate(ADAPTERS):
+    for seed, name in enumerate(LORAS):
         make_adapter(adapters / name, EMBEDDED_MODEL, seed=seed)
+    make_prompt_tuning(adapters / VIRTUAL, random_vectors(EMBEDDED_MODEL, NUM_VIRTUAL_TOKENS, seed=1))
     settings = [
         f"model.path={models / MODELS[0]}",
         "model.dtype=float32",
         "model.name=tiny-llama",
+        f"model.num_layers={size.num_layers}",
         f"attention.num_blocks={NUM_BLOCKS}",
         f"attention.block_size={BLOCK_SIZE}",
         f"dense.max_loras={MAX_LORAS}",
@@ -195,7 +201,7 @@ def complete(
 ) -> Completion:
     """A completion. `on_begin` is called after the first chunk of a stream."""
     body = {"model": model, "prompt": prompt, "temperature": 0, "max_tokens": max_tokens, "return_token_ids": True}
-    body["ignore_eos"] = True
+    body |= {"ignore_eos": True, "logit_bias": {str(PAD_ID): -100}}  # random adapters could choose it
     token_ids, text, reason, usage = list[int](), "", None, None
     if not is_streamed:
         answer = http.post("/v1/completions", json=body)
