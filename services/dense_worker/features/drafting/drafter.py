@@ -52,6 +52,9 @@ class Predictor:
     def follow(self, output_token_ids: list[int]) -> None:
         """Takes the tokens of prompt and output that it has not seen yet. Called before the other methods."""
 
+    def settle(self) -> None:
+        """Does what `follow` may leave for later. Called while a step runs, so that the next one need not wait."""
+
     def chances(self, num_tokens: int) -> list[float]:
         """For each draft of the next tokens, the probability that it and all before it are right; falling."""
         return []

@@ -77,6 +77,10 @@ class MeasuredDrafting(Drafting):
 
         Then, and now and then as a trial, the device drafts after the step.
         """
+        if self._has_drafts:
+            for sequence in running:
+                if (predictor := self._predictors.get(sequence)) is not None:
+                    predictor.settle()
         self._is_held_back = self._has_drafts or self._promises_gain(running, num_rows, max_num_drafts)
         self._request = self._make_request(running)
         if self._request is not None:

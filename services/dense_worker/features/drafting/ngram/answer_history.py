@@ -49,6 +49,7 @@ class AnswerHistory:
         if not chunks or len(chunks[-1].tokens) + len(text) > CHUNK_TOKENS:
             chunks.append(NgramIndex(self._lengths))
         chunks[-1].extend(text)
+        chunks[-1].note_ngrams()
         while len(chunks) > _MAX_CHUNKS:
             chunks.popleft()
         self._num_tokens += _size(chunks)

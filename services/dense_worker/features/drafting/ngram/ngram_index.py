@@ -16,7 +16,7 @@ import numpy as np
 _MASK = 2**64 - 1
 _MULTIPLIER = 0x9E3779B97F4A7C15  # odd; the fractional part of the golden ratio spreads consecutive token ids well
 _MIN_BITS = 10  # of a table's index
-_FEW = 8  # tokens that are faster added one by one
+_FEW = 8  # tokens whose n-grams are faster noted one by one
 
 SEPARATOR = 2**32 - 1  # between texts in one index; no token id
 MIN_CAPACITY = 1 << _MIN_BITS  # tokens that an index has memory for from the beginning
@@ -39,39 +39,35 @@ class NgramIndex:
         """lengths: of the n-grams, rising, at least 1; num_expected_tokens: that there is memory for at once"""
         self.tokens = array("I")
         self._lengths = tuple(lengths)
+        self._num_noted = 0  # tokens whose n-grams are in the tables
         self._powers = [pow(_MULTIPLIER, exponent, 2**64) for exponent in range(1, self._lengths[-1] + 1)]
         self._make_tables(max(_MIN_BITS, num_expected_tokens.bit_length()))
         self.extend(token_ids)
 
-    def append(self, token_id: int) -> None:
-        """Adds a token at the end."""
-        end = len(self.tokens)
-        if end >= self._lengths[0]:
-            self._insert(end)
-        self.tokens.append(token_id)
-        if end >= self._capacity:
-            self._grow()
-
     def extend(self, token_ids: Iterable[int]) -> None:
-        """Adds several tokens."""
-        added = array("I", token_ids)
-        if len(added) <= _FEW:
-            for token_id in added:
-                self.append(token_id)
-            return
-        first = len(self.tokens)
-        self.tokens.extend(added)
-        if len(self.tokens) > self._capacity:
+        """Adds tokens at the end. Their n-grams are noted before the next lookup, or by `note_ngrams`."""
+        self.tokens.extend(token_ids)
+
+    def note_ngrams(self) -> None:
+        """Notes the n-grams of all tokens so far."""
+        first, stop = self._num_noted, len(self.tokens)
+        if stop > self._capacity:
             self._grow()
+        elif stop - first > _FEW:
+            self._insert_all(first, stop)
         else:
-            self._insert_all(first, len(self.tokens))
+            for end in range(max(first, self._lengths[0]), stop):
+                self._insert(end)
+        self._num_noted = stop
 
     def find(self, recent: array[int]) -> Match | None:
         """The last place after the longest n-gram that `recent`, the last tokens of this or another text, ends with."""
+        self.note_ngrams()
         return self._find_slots(recent, self._slots(recent, len(recent)))
 
     def find_end(self) -> Match | None:
         """The same for the end of this text itself."""
+        self.note_ngrams()
         end = len(self.tokens)
         self._end_slots = end, self._slots(self.tokens, end)
         return self._find_slots(self.tokens[-self._lengths[-1] :], self._end_slots[1])

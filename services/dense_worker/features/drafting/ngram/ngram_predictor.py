@@ -75,11 +75,17 @@ class NgramPredictor(Predictor):
             if self._position is None:
                 break
             self._check(self._position, token_id)
+        if self._position is None:
+            self._own.note_ngrams()
         is_complete = len(self._own.tokens) == num_prompt_tokens + len(output_token_ids)
         if self._position is None and is_complete:
             self._find()
         elif not is_complete:
             self._position = None
+
+    def settle(self) -> None:
+        """Notes the n-grams of tokens that came as they were drafted, since no lookup has needed them."""
+        self._own.note_ngrams()
 
     def chances(self, num_tokens: int) -> list[float]:
         """See `Predictor.chances`."""

@@ -53,9 +53,10 @@ def test_tokens_added_one_by_one_or_together_are_found_alike(text: list[int], nu
     together = NgramIndex(LENGTHS, text[:num_together])
     one_by_one = NgramIndex(LENGTHS)
     for token_id in text:
-        one_by_one.append(token_id)
+        one_by_one.extend([token_id])
+        one_by_one.note_ngrams()
     for token_id in text[num_together:]:
-        together.append(token_id)
+        together.extend([token_id])
     for end in range(len(text) + 1):
         recent = array("I", text[max(0, end - LENGTHS[-1]) : end])
         assert together.find(recent) == one_by_one.find(recent)
@@ -66,7 +67,8 @@ def test_a_text_that_outgrows_its_tables_is_still_found() -> None:
     text = list(range(5 * MIN_CAPACITY))
     one_by_one, together = NgramIndex((3,)), NgramIndex((3,), text)
     for token_id in text:
-        one_by_one.append(token_id)
+        one_by_one.extend([token_id])
+        one_by_one.note_ngrams()
     for index in (one_by_one, together):
         found = [index.find(array("I", text[end - 3 : end])) for end in range(3, len(text))]
         num_right = sum(match == Match(end, 3) for end, match in enumerate(found, start=3))

@@ -68,3 +68,16 @@ def test_chances_fall_with_each_further_token() -> None:
     predictor = NgramPredictor((2,), acceptance, [1, 2, 3, 1, 2])
     assert predictor.chances(3) == pytest.approx([0.5, 0.4, 0.32])
     assert NgramPredictor((2,), acceptance, [1, 2, 3]).chances(3) == []
+
+
+def test_what_may_wait_changes_no_drafts() -> None:
+    generator = random.Random(3)
+    settling, waiting = (NgramPredictor((2, 3), Acceptance(), [1, 2, 3, 4, 5] * 3) for _ in range(2))
+    output: list[int] = []
+    for _ in range(60):
+        right = waiting.draft(8)
+        output += right if right and generator.random() < 0.8 else [generator.randrange(6)]
+        for each in (settling, waiting):
+            each.follow(output)
+        settling.settle()
+        assert settling.draft(8) == waiting.draft(8)
