@@ -43,7 +43,8 @@ from services.step import PlanAccepted, SequenceOpened, StepPlan, StepResult, sp
 
 log = structlog.get_logger()
 
-_POLL_S = 20e-6  # how often to look whether a GPU has ended a step
+_POLL_S = 20e-6  # how often to look whether a GPU has ended a step, while it has no further one
+_AHEAD_POLL_S = 70e-6  # the same while it has one, and only the gateways wait
 _CALLS_S = 0.5e-3  # how long calls that have come are made before it is looked once which sequences they let open
 _LOOK_S = 0.5e-3  # the same while the next plan waits: a step may end before its predicted end
 # Of a longer step three quarters run before the next plan leaves. The rest is time for it to arrive, about 1 ms.
@@ -342,8 +343,9 @@ class Engine(GatewayEngine):
         channel, plan, timeout_s = step.channel, step.published.plan, self._result_timeout_s
         deadline = time.monotonic() + timeout_s
         step.running.sample(waits=True)
+        poll_s = _POLL_S if len(session.in_flight) == 1 else _AHEAD_POLL_S
         while not step.running.is_done():
-            if self._make_some_calls(session, _POLL_S):
+            if self._make_some_calls(session, poll_s):
                 self._publish_openings(session)
             if time.monotonic() > deadline:  # however much comes
                 raise PeerError(f"step {plan.step_id} has not ended after {timeout_s} s")

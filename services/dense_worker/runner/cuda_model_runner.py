@@ -21,6 +21,7 @@ import torch
 from services.channel import Channel
 from services.common.batch_buckets import SHORT_STEP_TOKENS, bucket_for, token_buckets
 from services.common.cuda_graphs import StepGraphs
+from services.common.engine_thread import end_waits_in_time
 from services.common.errors import CapacityError
 from services.common.model_config import ModelConfig
 from services.dense_worker.backends import CapturedEmbeds, DenseBackend, GivenEmbeds, InputEmbeds
@@ -137,6 +138,7 @@ class CudaModelRunner(ModelRunner):
         would wait, the first attachment captures them now and later ones when steps need them: streams wait for these.
         """
         torch.cuda.set_device(self._stream.device)  # for the engine thread, which would otherwise use the first GPU
+        end_waits_in_time()  # of that thread, which looks every few microseconds whether a step has ended
         super().attach(channels, ranks)
         self._unsampled = self._sampleable = None
         self._graphs.clear()  # frees their memory before the new graphs need it

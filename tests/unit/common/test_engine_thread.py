@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import queue
 import threading
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
-from services.common.engine_thread import EngineThread
+from services.common.engine_thread import EngineThread, end_waits_in_time
 
 TIMEOUT_S = 30.0
 
@@ -204,3 +206,17 @@ def test_a_wait_beside_files_ends_in_time_and_work_goes_on() -> None:
     assert thread.stop(TIMEOUT_S)
     os.close(source)
     os.close(sink)
+
+
+def test_only_the_waits_of_the_thread_that_asks_for_it_end_in_time() -> None:
+    slack_ns = partial(ctypes.CDLL(None).prctl, 30)  # PR_GET_TIMERSLACK
+
+    def look() -> tuple[int, int]:
+        before_ns = slack_ns()
+        end_waits_in_time()
+        return before_ns, slack_ns()
+
+    own_ns = slack_ns()
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(look).result() == (own_ns, 1)
+    assert slack_ns() == own_ns > 1
