@@ -20,7 +20,7 @@ log = structlog.get_logger()
 
 
 class Readiness:
-    """The client of attention workers calls it. `describe` gives the description of the worker for gateways."""
+    """An `AttachmentWatcher`. `describe` gives the description of the worker for gateways."""
 
     def __init__(
         self, servicer: DenseServicer, server: GrpcServer, describe: Callable[[Attachment], dense_pb2.DenseInfo]

@@ -96,7 +96,7 @@ class AttentionSide:
 
 
 class LanePair:
-    """In place of `AttentionClient`: passes plans to the attention engine, and its answers back."""
+    """Implements `AttentionPort`: passes plans to the attention engine, and its answers back."""
 
     def __init__(self, config: Config, kv_events: KVEvents | None = None) -> None:
         resolved = resolve_dense_model(config, Rank.of(config.dense, 0))

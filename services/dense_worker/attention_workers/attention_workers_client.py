@@ -34,8 +34,10 @@ from services.dense_worker.attention_workers.split_context.part_openings import 
 from services.dense_worker.engine.attachment import AttachedCache, Attachment, AttachmentEnd
 from services.dense_worker.engine.attention_client import (
     TRANSIENT,
+    AttachmentWatcher,
     AttachOptions,
     AttentionClient,
+    AttentionListener,
     Ended,
     attach_request,
     describe_attachment,
@@ -52,8 +54,6 @@ from services.step.codec import decode_answer, encode_plan
 
 if TYPE_CHECKING:
     from services.dense_worker.attention_workers.cuda_joined_channel import CudaJoinedChannel
-    from services.dense_worker.engine.engine import Engine
-    from services.dense_worker.readiness import Readiness
 
 log = structlog.get_logger()
 
@@ -150,16 +150,16 @@ class AttentionWorkersClient(AttentionClient):
         self._splitter: PlanSplitter | None = None
         self._part_openings = PartOpenings()
         self._awaited: dict[int, set[int]] = {}  # by step_id: cache_ids whose answers are still out
-        self._engine: Engine | None = None
+        self._listener: AttentionListener | None = None
         self._leaving: dict[int, asyncio.Future[None]] = {}  # by cache_id: workers whose sequences move to others
         # By address, sockets that patterns name and whose workers have left: not found again as long as they are these.
         self._left: dict[str, _File | None] = {}
         self._serving: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Future[None] = self._loop.create_future()
 
-    async def run(self, engine: Engine, readiness: Readiness) -> None:
+    async def run(self, listener: AttentionListener, watcher: AttachmentWatcher) -> None:
         try:
-            await super().run(engine, readiness)
+            await super().run(listener, watcher)
         finally:
             for worker in self._workers.values():
                 await worker.grpc.close()
@@ -216,7 +216,7 @@ class AttentionWorkersClient(AttentionClient):
         then it stays.
         """
         attachment = self._require_attachment()
-        assert self._engine is not None, "it is attached"
+        assert self._listener is not None, "it is attached"
         cache_id = next((each for each, own in self.addresses.items() if own == address), None)
         if cache_id is None:
             self._forget(address)
@@ -227,7 +227,7 @@ class AttentionWorkersClient(AttentionClient):
         if cache_id in self._leaving:
             raise InvalidRequest(f"{where} is being taken away already")
         left = self._leaving[cache_id] = self._loop.create_future()
-        self._engine.on_cache_given_up(attachment, cache_id, True)
+        self._listener.on_cache_given_up(attachment, cache_id, True)
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.shield(left)
@@ -235,7 +235,7 @@ class AttentionWorkersClient(AttentionClient):
             if not left.done():
                 del self._leaving[cache_id]
                 left.cancel()
-                self._engine.on_cache_given_up(attachment, cache_id, False)
+                self._listener.on_cache_given_up(attachment, cache_id, False)
             if isinstance(error, TimeoutError):
                 raise PeerError(
                     f"{where} still has sequences after {timeout_s:g} s: others had no room for them; it goes on"
@@ -262,8 +262,8 @@ class AttentionWorkersClient(AttentionClient):
         if (link := self._links.get(cache_id)) is None or attachment is not self._attachment:
             return
         if (left := self._leaving.pop(cache_id, None)) is not None:
-            assert self._engine is not None, "it is attached"
-            self._engine.on_cache_given_up(attachment, cache_id, False)
+            assert self._listener is not None, "it is attached"
+            self._listener.on_cache_given_up(attachment, cache_id, False)
             left.set_exception(PeerError(f"{_where(link.worker.address)} goes on: {reason}"))
 
     def forget(self, attachment: Attachment, cache_id: int) -> None:
@@ -433,8 +433,10 @@ class AttentionWorkersClient(AttentionClient):
 
     # Serving
 
-    async def _serve(self, attachment: Attachment, engine: Engine, readiness: Readiness) -> AttachmentEnd:
-        self._engine = engine
+    async def _serve(
+        self, attachment: Attachment, listener: AttentionListener, watcher: AttachmentWatcher
+    ) -> AttachmentEnd:
+        self._listener = listener
         self._ended = self._loop.create_future()
         for link in self._links.values():
             self._start(self._serve_link(attachment, link))
@@ -443,7 +445,7 @@ class AttentionWorkersClient(AttentionClient):
         if self._patterns:
             self._start(self._find_later(attachment))
         try:
-            await run_together(self._wait_ended(), self._handle_inbox(attachment, self._send, readiness))
+            await run_together(self._wait_ended(), self._handle_inbox(attachment, self._send, watcher))
         except Ended as ended:
             return ended.end
         finally:
@@ -492,17 +494,17 @@ class AttentionWorkersClient(AttentionClient):
             await link.worker.grpc.close()
 
     def _pass_answer(self, attachment: Attachment, cache_id: int, answer: SequenceOpened | PlanAccepted) -> None:
-        assert self._engine is not None, "a link is served with an engine"
+        assert self._listener is not None, "a link is served with a listener"
         if isinstance(answer, SequenceOpened):
             try:
                 whole = self._part_openings.note(replace(answer, cache_id=cache_id))
             except PeerError as error:
                 raise Ended(AttachmentEnd(str(error), is_crash=True)) from error
             if whole is not None:
-                self._engine.on_answer(attachment, whole)
+                self._listener.on_answer(attachment, whole)
             return
         is_last = self._note_answered(answer.step_id, cache_id)
-        self._engine.on_answer(attachment, replace(answer, cache_id=cache_id, is_last=is_last))
+        self._listener.on_answer(attachment, replace(answer, cache_id=cache_id, is_last=is_last))
 
     def _note_answered(self, step_id: int, cache_id: int) -> bool:
         """Whether a worker's answer is the last one that its plan gets."""
@@ -517,7 +519,7 @@ class AttentionWorkersClient(AttentionClient):
 
     def _lose(self, attachment: Attachment, cache_id: int, end: AttachmentEnd) -> None:
         """Tells the engine that a worker is gone, and answers in its place what others have answered."""
-        assert self._engine is not None and self._joined is not None, "a link is served with them"
+        assert self._listener is not None and self._joined is not None, "a link is served with them"
         link = self._links.pop(cache_id)
         if (left := self._leaving.pop(cache_id, None)) is not None:
             left.set_result(None)
@@ -525,14 +527,14 @@ class AttentionWorkersClient(AttentionClient):
         self._joined.lose(cache_id)
         self._part_openings.lose(cache_id)
         if self._links:
-            self._engine.on_cache_lost(attachment, cache_id, end)
+            self._listener.on_cache_lost(attachment, cache_id, end)
             if self._links.keys() <= self._leaving.keys():
                 for each in self._leaving:
-                    self._engine.on_cache_given_up(attachment, each, False)
+                    self._listener.on_cache_given_up(attachment, each, False)
                 self._keep_leaving(f"none is left beside it: {end.reason}")
             for step_id in [each for each, awaited in self._awaited.items() if cache_id in awaited]:
                 if self._note_answered(step_id, cache_id):
-                    self._engine.on_answer(attachment, PlanAccepted(step_id, cache_id=cache_id))
+                    self._listener.on_answer(attachment, PlanAccepted(step_id, cache_id=cache_id))
 
     def _keep_leaving(self, reason: str) -> None:
         """Workers that were to leave stay; whoever waits for that gets a `PeerError`."""
@@ -588,9 +590,9 @@ class AttentionWorkersClient(AttentionClient):
             await asyncio.sleep(_RETRY_S)
         worker.note_attached()
         self._links[link.cache_id] = link
-        assert self._engine is not None and self._joined is not None, "a link is served with them"
+        assert self._listener is not None and self._joined is not None, "a link is served with them"
         add_seam = partial(self._joined.add, link.cache_id, link.channel)
-        self._engine.on_cache_added(attachment, link.cache, add_seam, link.drop_seam)
+        self._listener.on_cache_added(attachment, link.cache, add_seam, link.drop_seam)
         self._start(self._serve_link(attachment, link))
 
     async def _send(self, split: SplitPlan) -> None:
@@ -600,8 +602,8 @@ class AttentionWorkersClient(AttentionClient):
             if awaited:
                 self._awaited[split.step_id] = awaited
             else:
-                assert self._engine is not None and self._attachment is not None, "there is a plan"
-                self._engine.on_answer(self._attachment, PlanAccepted(split.step_id, cache_id=-1))
+                assert self._listener is not None and self._attachment is not None, "there is a plan"
+                self._listener.on_answer(self._attachment, PlanAccepted(split.step_id, cache_id=-1))
         self._part_openings.expect(new for part in split.parts.values() for new in part.new_sequences)
         for cache_id in split.parts.keys() - self._links.keys():
             self._part_openings.lose(cache_id)

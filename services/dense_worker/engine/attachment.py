@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+from services.step import StepPlan
 
 if TYPE_CHECKING:
     from services.channel import Channel  # needs torch, which the scheduler does without
@@ -66,3 +68,14 @@ class AttachmentEnd:
     reason: str
     is_crash: bool  # True if the attention worker died or aborted a step; False if the end was requested
     is_replaced: bool = False  # another dense worker has attached
+
+
+class AttentionPort(Protocol):
+    """How the engine reaches the attention worker; see `AttentionClient`. No method blocks but `publish`, see there."""
+
+    def ready(self, attachment: Attachment) -> None: ...
+    def publish(self, attachment: Attachment, plan: StepPlan) -> None: ...
+    def drop(self, attachment: Attachment, end: AttachmentEnd) -> None: ...
+    def release(self, attachment: Attachment, cache_id: int) -> None: ...
+    def keep(self, attachment: Attachment, cache_id: int, reason: str) -> None: ...
+    def forget(self, attachment: Attachment, cache_id: int) -> None: ...

@@ -1,8 +1,8 @@
 """`AttentionClient`: attaches to the attention worker, opens sequences there and publishes plans.
 
 It runs on the event loop. The engine thread calls `publish` from outside. On a GPU plans and answers go by a link, past
-the event loops of both workers (see `message_link`). Answers go to the `Engine`, whose methods pass them to the engine
-thread.
+the event loops of both workers (see `message_link`). Answers go to the `AttentionListener`, whose methods pass them to
+the engine thread.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import grpc
 import structlog
@@ -34,10 +34,6 @@ from services.rpc.start_deadline import StartDeadline
 from services.step import PlanAccepted, SequenceOpened, StepPlan
 from services.step.codec import decode_answer, encode_plan
 
-if TYPE_CHECKING:
-    from services.dense_worker.engine.engine import Engine
-    from services.dense_worker.readiness import Readiness
-
 log = structlog.get_logger()
 
 _RETRY_S = 0.02  # short, because all streams wait
@@ -46,7 +42,32 @@ _REASON_S = 0.5  # how long the stream of plans may take to give the reason of a
 # A retry may succeed after these; any other status is a refusal. An attention worker that stops cancels its calls.
 TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
+
 _Message: TypeAlias = Any  # from the engine: plans as `_serve` sends them, `AttachmentEnd`, or "ready"
+
+
+class AttentionListener(Protocol):
+    """The engine's callbacks; called on the event loop, `on_answer` also on the link's thread."""
+
+    def on_attached(self, attachment: Attachment) -> None: ...
+    def on_detached(self, attachment: Attachment, end: AttachmentEnd) -> None: ...
+    def on_answer(self, attachment: Attachment, answer: SequenceOpened | PlanAccepted) -> None: ...
+    def on_cache_added(
+        self,
+        attachment: Attachment,
+        cache: AttachedCache,
+        add_seam: Callable[[], None],
+        drop_seam: Callable[[], None],
+    ) -> None: ...
+    def on_cache_given_up(self, attachment: Attachment, cache_id: int, is_given_up: bool) -> None: ...
+    def on_cache_lost(self, attachment: Attachment, cache_id: int, end: AttachmentEnd) -> None: ...
+
+
+class AttachmentWatcher(Protocol):
+    """Informs gateways whether an attention worker is attached; see `Readiness`."""
+
+    async def ready(self, attachment: Attachment) -> None: ...
+    async def detached(self, end: AttachmentEnd) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +110,7 @@ class AttentionClient:
         self._unready_until = self._deadline  # they may go on as long
         self._inbox: asyncio.Queue[tuple[Attachment, _Message]] = asyncio.Queue()
 
-    async def run(self, engine: Engine, readiness: Readiness) -> None:
+    async def run(self, listener: AttentionListener, watcher: AttachmentWatcher) -> None:
         """Attaches, serves until the attachment breaks, and repeats.
 
         Raises `PeerError` if it cannot attach in time, or if one attachment after the other breaks before it is ready.
@@ -99,15 +120,15 @@ class AttentionClient:
                 await self._may_attach.wait()
                 attachment = await self._attach()
                 self._attachment, self._has_been_ready = attachment, False
-                engine.on_attached(attachment)
-                end = await self._serve(attachment, engine, readiness)
+                listener.on_attached(attachment)
+                end = await self._serve(attachment, listener, watcher)
                 # The engine knows only that a handoff was aborted. If both workers stop, nobody is to be warned.
                 (log.warning if end.is_crash else log.info)("detached", reason=end.reason, is_crash=end.is_crash)
                 attachment.abort()
                 if end.is_replaced:
                     self._may_attach.clear()  # attaching again would replace the other worker
-                engine.on_detached(attachment, end)
-                await readiness.detached(end)
+                listener.on_detached(attachment, end)
+                await watcher.detached(end)
                 self._check_progress(end)
         finally:
             await self._grpc.close()
@@ -206,17 +227,19 @@ class AttentionClient:
             log.warning("plans go by gRPC, which takes longer", reason=str(error))
             return None
 
-    async def _serve(self, attachment: Attachment, engine: Engine, readiness: Readiness) -> AttachmentEnd:
+    async def _serve(
+        self, attachment: Attachment, listener: AttentionListener, watcher: AttachmentWatcher
+    ) -> AttachmentEnd:
         """Runs until the attachment ends; returns the reason."""
         call = execute(self._stub, attachment.epoch, attachment.attachment_id, has_link=attachment.link is not None)
         if attachment.link is not None:
-            receive = partial(self._receive_by_link, attachment, engine)
+            receive = partial(self._receive_by_link, attachment, listener)
             attachment.link.receive(receive, partial(self._lose_link, attachment))
         try:
             # No TaskGroup: in Python 3.11 it loses a cancellation if one of its tasks fails at the same time.
             await run_together(
-                receive_answers(call, lambda answer: engine.on_answer(attachment, answer)),
-                self._handle_inbox(attachment, lambda plan: call.write(encode_plan(plan)), readiness),
+                receive_answers(call, lambda answer: listener.on_answer(attachment, answer)),
+                self._handle_inbox(attachment, lambda plan: call.write(encode_plan(plan)), watcher),
             )
         except Ended as ended:
             return ended.end
@@ -224,9 +247,9 @@ class AttentionClient:
             call.cancel()
         raise AssertionError("the stream's reader ends with an error")
 
-    def _receive_by_link(self, attachment: Attachment, engine: Engine, message: bytes) -> None:
+    def _receive_by_link(self, attachment: Attachment, listener: AttentionListener, message: bytes) -> None:
         try:
-            engine.on_answer(attachment, decode_answer(attn_pb2.PlanAnswer.FromString(message)))
+            listener.on_answer(attachment, decode_answer(attn_pb2.PlanAnswer.FromString(message)))
         except Exception as error:  # no one awaits the link's thread
             self._post(attachment, AttachmentEnd(f"reading an answer: {error!r}", is_crash=True))
 
@@ -234,7 +257,7 @@ class AttentionClient:
         self._post(attachment, AttachmentEnd(str(error), is_crash=True))
 
     async def _handle_inbox(
-        self, attachment: Attachment, send: Callable[[Any], Awaitable[None]], readiness: Readiness
+        self, attachment: Attachment, send: Callable[[Any], Awaitable[None]], watcher: AttachmentWatcher
     ) -> None:
         """Handles the engine's messages in order; `send` takes its plans."""
         while True:
@@ -242,7 +265,7 @@ class AttentionClient:
             if wanted_by is not attachment:
                 continue  # the message is for an earlier attachment
             if message == "ready":
-                await readiness.ready(attachment)
+                await watcher.ready(attachment)
                 continue
             if isinstance(message, AttachmentEnd):
                 if message.is_crash:  # the engine saw an aborted handoff; the stream may still give the reason

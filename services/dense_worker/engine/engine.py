@@ -22,8 +22,7 @@ import structlog
 from services.common.engine_thread import IDLE_POLL_S
 from services.common.errors import PeerError, TwostrokeError
 from services.dense_worker.engine import step_report
-from services.dense_worker.engine.attachment import AttachedCache, Attachment, AttachmentEnd
-from services.dense_worker.engine.attention_client import AttentionClient
+from services.dense_worker.engine.attachment import AttachedCache, Attachment, AttachmentEnd, AttentionPort
 from services.dense_worker.engine.gateway_engine import GatewayEngine
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.observer import CacheCounts, EngineCounts, EngineObserver, StepStats
@@ -63,7 +62,7 @@ class Engine(GatewayEngine):
         self,
         limits: SchedulerLimits,
         runner: StepRunner,
-        attention: AttentionClient,
+        attention: AttentionPort,
         deliver: Callable[[StepReport], None],
         result_timeout_s: float,
         observers: SequenceOf[EngineObserver] = (),

@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -27,8 +27,10 @@ from services.common.rank import Rank
 from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
 from services.dense_worker.engine.attention_client import (
     TRANSIENT,
+    AttachmentWatcher,
     AttachOptions,
     AttentionClient,
+    AttentionListener,
     Ended,
     attach_request,
     describe_cache,
@@ -46,10 +48,6 @@ from services.rpc.error_details import error_of
 from services.rpc.server import run_together
 from services.step import PlanAccepted, SequenceOpened, StepPlan
 from services.step.codec import encode_plan
-
-if TYPE_CHECKING:
-    from services.dense_worker.engine.engine import Engine
-    from services.dense_worker.readiness import Readiness
 
 # A shard that answers an adapter's load with one of these is sound: what the adapter is, or its size, is the reason.
 _REFUSALS = (
@@ -119,9 +117,9 @@ class RankedAttentionClient(AttentionClient):
         self._store: RankStore | None = None  # of the present groups, which may still use it
         self._given_up: dict[asyncio.Future[Sequence[RankGroup]], float] = {}  # meetings in threads, and since when
 
-    async def run(self, engine: Engine, readiness: Readiness) -> None:
+    async def run(self, listener: AttentionListener, watcher: AttachmentWatcher) -> None:
         try:
-            await super().run(engine, readiness)
+            await super().run(listener, watcher)
         finally:
             for channel in self._others:
                 await channel.close()
@@ -299,7 +297,9 @@ class RankedAttentionClient(AttentionClient):
                 reason = f"not loaded within {limit_s:g} s (peers.connect_timeout_s)"
             raise RequestAborted(f"the dense shard of rank {rank}: {reason}") from error
 
-    async def _serve(self, attachment: Attachment, engine: Engine, readiness: Readiness) -> AttachmentEnd:
+    async def _serve(
+        self, attachment: Attachment, listener: AttentionListener, watcher: AttachmentWatcher
+    ) -> AttachmentEnd:
         serving = self._serving
         assert serving is not None, "it was made with the attachment"
         pairs = zip(self._attention_stubs, serving.replies, strict=True)
@@ -316,7 +316,7 @@ class RankedAttentionClient(AttentionClient):
                 for each in merged:
                     self._post(attachment, each)
             elif merged is not None:
-                engine.on_answer(attachment, merged)
+                listener.on_answer(attachment, merged)
 
         async def send(message: StepPlan | shard_pb2.ShardCommand | Reopening) -> None:
             if isinstance(message, shard_pb2.ShardCommand):
@@ -334,7 +334,7 @@ class RankedAttentionClient(AttentionClient):
             await run_together(
                 *(receive_answers(call, partial(take, rank)) for rank, call in enumerate(plans)),
                 *(_wait_end(call, rank) for rank, call in enumerate(shards, start=1)),
-                self._handle_inbox(attachment, send, readiness),
+                self._handle_inbox(attachment, send, watcher),
             )
         except Ended as ended:
             return ended.end

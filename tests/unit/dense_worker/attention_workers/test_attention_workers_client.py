@@ -188,7 +188,7 @@ def test_the_last_worker_is_not_taken_away_and_one_that_is_gone_is_not_sought() 
         client = make_client()
         attachment: Any = SimpleNamespace()
         listener: Any = SimpleNamespace()
-        client._attachment, client._engine, client._links = attachment, listener, {0: make_link(0)}
+        client._attachment, client._listener, client._links = attachment, listener, {0: make_link(0)}
         with pytest.raises(InvalidRequest, match="at unix:/0 is the last one: add another one before"):
             await client.remove("unix:/0", 1.0)
         script_workers(client, {"unix:/1": None})  # it was there before the dense worker that this one succeeds died
@@ -222,7 +222,7 @@ def test_a_plan_is_answered_when_the_last_of_its_workers_has_answered_or_gone() 
             on_answer=lambda attachment, answer: answers.append(answer), on_cache_lost=lambda *arguments: None
         )
         joined: Any = SimpleNamespace(lose=lambda cache_id: None)
-        client._attachment, client._engine, client._joined = attachment, listener, joined
+        client._attachment, client._listener, client._joined = attachment, listener, joined
         client._links = {each: make_link(each) for each in (0, 1, 2)}
         client._awaited = {7: {0, 1}, 8: {1}}
         client._pass_answer(attachment, 0, PlanAccepted(7, num_freed_blocks=4))
@@ -368,7 +368,7 @@ class Serving:
             on_cache_lost=lambda *arguments: None,
             on_cache_given_up=lambda attachment, *given_up: self.given_up.append(given_up),
         )
-        self.client._attachment, self.client._joined, self.client._engine = attachment, joined, listener
+        self.client._attachment, self.client._joined, self.client._listener = attachment, joined, listener
         self.client._links = {each: make_link(each) for each in range(num_links)}
 
     def lose(self, cache_id: int) -> None:
@@ -396,7 +396,7 @@ def test_whoever_lets_a_worker_leave_is_told_when_the_attachment_ends_first() ->
         client: Any = serving.client
         client._serve_link = lambda *arguments: asyncio.sleep(LIMIT_S)
         client._seek = client._serve_link
-        served = asyncio.create_task(client._serve(client._attachment, client._engine, None))
+        served = asyncio.create_task(client._serve(client._attachment, client._listener, None))
         removing = asyncio.create_task(client.remove("unix:/1", LIMIT_S))
         await asyncio.sleep(0.01)
         client._ended.set_exception(Ended(AttachmentEnd("it crashed", is_crash=True)))
