@@ -32,6 +32,7 @@ from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.service import attach_options, scheduler_limits
 from services.step import NewSequence, PlanAccepted, SequenceOpened, StepPlan
+from tests.support.attention.open_now import fulfilling
 from tests.support.clients.steady_stream import wait_until
 from tests.support.dense.sequences import new_sequence
 from tests.support.reference import random_prompts, reference_tokens
@@ -74,7 +75,7 @@ class AttentionSide:
         """Opens a sequence; `answer` is called on some thread."""
         opened: Future[OpenResult] = Future()
         opened.add_done_callback(lambda call: answer(call.result()))
-        self.engine.submit(self.engine.open_sequence, self.attachment, new, opened)
+        self.engine.submit(self.engine.open_sequence, self.attachment, new, fulfilling(opened))
 
     def run(self, plan: StepPlan, answer: Callable[[PlanAccepted], None]) -> None:
         """Runs a step; `answer` is called on some thread if the dense worker waits for it."""
