@@ -15,8 +15,8 @@ from services.dense_worker.model.operations import MlpInput, Operations, Residua
 from services.dense_worker.parameters import Parameter
 
 
-class Mlp:
-    """What the MLPs below have in common."""
+class DownMlp:
+    """An `Mlp` that ends with the product with `down`."""
 
     __slots__ = ()
     down: Linear
@@ -34,7 +34,7 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedMlp(Mlp):
+class GatedMlp(DownMlp):
     """down(activation(gate(x)) * up(x)) of the normalised residual x; with SiLU this is SwiGLU, with GELU GeGLU."""
 
     norm: Norm | None  # None: x is the residual itself
@@ -50,7 +50,7 @@ class GatedMlp(Mlp):
 
 
 @dataclass(frozen=True, slots=True)
-class PlainMlp(Mlp):
+class PlainMlp(DownMlp):
     """down(activation(up(x))) of the normalised residual x."""
 
     norm: Norm | None  # None: x is the residual itself
@@ -64,7 +64,7 @@ class PlainMlp(Mlp):
 
 
 @dataclass(frozen=True, slots=True)
-class XieluMlp(Mlp):
+class XieluMlp(DownMlp):
     """down(xielu(up(x))) of the normalised residual x. The activation (arXiv:2411.13010) has two learned numbers."""
 
     norm: Norm | None  # None: x is the residual itself

@@ -9,9 +9,8 @@ from services.attn_worker.cache.kv_cache import KVCache
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.scheduler import Scheduler
-from services.dense_worker.engine.seen_prefixes import SeenPrefixes
 from services.dense_worker.engine.sequence import SUSPECT_CRASHES, FinishReason, Sequence, SequenceStatus
-from services.dense_worker.engine.session import PublishedPlan
+from services.dense_worker.engine.session import PublishedPlan, SeenPrefixes
 from services.step import PlanAccepted, SequenceOpened
 from tests.support.dense.scheduler_cluster import BLOCK_SIZE, MAX_MODEL_LEN, new_session, sample
 from tests.support.dense.sequences import new_sequence

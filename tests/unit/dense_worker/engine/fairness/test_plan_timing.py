@@ -12,9 +12,8 @@ from unittest.mock import Mock
 import pytest
 
 from services.common.sampling_params import SamplingParams
-from services.dense_worker.engine.engine import Engine
+from services.dense_worker.engine.engine import LEAD_S, QUICK, Engine, PlanTiming
 from services.dense_worker.engine.limits import SchedulerLimits
-from services.dense_worker.engine.plan_timing import LEAD_S, QUICK, PlanTiming
 from services.dense_worker.engine.step_report import StepReport
 from services.step import StepPlan
 from tests.support.dense.sequences import new_sequence
