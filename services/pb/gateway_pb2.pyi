@@ -131,7 +131,7 @@ class PromptEmbeds(_message.Message):
     def __init__(self, values: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., hidden_size: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "prompt", "prompt_token_ids", "chat", "prompt_embeds", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "cache_salt", "model", "n", "best_of", "logprobs", "prompt_logprobs", "echo", "bad_words", "priority", "user", "traceparent", "default_max_tokens", "truncate_prompt_tokens", "keep_first_tokens", "stop_regex", "decoder_prompt_token_ids", "decoder_prompt", "sound", "alignment", "return_context_logits", "return_generation_logits", "beam_search", "add_special_tokens", "prompt_embedding_table", "pictures", "return_hidden_states", "return_progress", "return_pooled", "second_segment", "return_token_vectors", "token_head", "suffix", "middle", "resumable")
+    __slots__ = ("request_id", "prompt", "prompt_token_ids", "chat", "prompt_embeds", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "cache_salt", "model", "n", "best_of", "logprobs", "prompt_logprobs", "echo", "bad_words", "priority", "user", "traceparent", "default_max_tokens", "truncate_prompt_tokens", "keep_first_tokens", "stop_regex", "decoder_prompt_token_ids", "decoder_prompt", "sound", "alignment", "return_context_logits", "return_generation_logits", "beam_search", "add_special_tokens", "prompt_embedding_table", "pictures", "return_hidden_states", "return_progress", "return_pooled", "second_segment", "return_token_vectors", "token_head", "suffix", "middle", "excerpts", "resumable")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -177,6 +177,7 @@ class GenerateRequest(_message.Message):
     TOKEN_HEAD_FIELD_NUMBER: _ClassVar[int]
     SUFFIX_FIELD_NUMBER: _ClassVar[int]
     MIDDLE_FIELD_NUMBER: _ClassVar[int]
+    EXCERPTS_FIELD_NUMBER: _ClassVar[int]
     RESUMABLE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt: str
@@ -223,8 +224,17 @@ class GenerateRequest(_message.Message):
     token_head: _pooling_pb2.TokenHead
     suffix: str
     middle: str
+    excerpts: _containers.RepeatedCompositeFieldContainer[Excerpt]
     resumable: bool
-    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., prompt_embeds: _Optional[_Union[PromptEmbeds, _Mapping]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., model: _Optional[str] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., echo: _Optional[bool] = ..., bad_words: _Optional[_Iterable[str]] = ..., priority: _Optional[int] = ..., user: _Optional[str] = ..., traceparent: _Optional[str] = ..., default_max_tokens: _Optional[int] = ..., truncate_prompt_tokens: _Optional[int] = ..., keep_first_tokens: _Optional[bool] = ..., stop_regex: _Optional[_Iterable[str]] = ..., decoder_prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., decoder_prompt: _Optional[str] = ..., sound: _Optional[_Union[_source_pb2.Source, _Mapping]] = ..., alignment: _Optional[_Union[_source_pb2.Alignment, _Mapping]] = ..., return_context_logits: _Optional[bool] = ..., return_generation_logits: _Optional[bool] = ..., beam_search: _Optional[_Union[_sampling_pb2.BeamSearch, _Mapping]] = ..., add_special_tokens: _Optional[bool] = ..., prompt_embedding_table: _Optional[_Union[PromptEmbeds, _Mapping]] = ..., pictures: _Optional[_Iterable[_Union[MessagePicture, _Mapping]]] = ..., return_hidden_states: _Optional[bool] = ..., return_progress: _Optional[bool] = ..., return_pooled: _Optional[bool] = ..., second_segment: _Optional[int] = ..., return_token_vectors: _Optional[bool] = ..., token_head: _Optional[_Union[_pooling_pb2.TokenHead, str]] = ..., suffix: _Optional[str] = ..., middle: _Optional[str] = ..., resumable: _Optional[bool] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., prompt_embeds: _Optional[_Union[PromptEmbeds, _Mapping]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., model: _Optional[str] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., echo: _Optional[bool] = ..., bad_words: _Optional[_Iterable[str]] = ..., priority: _Optional[int] = ..., user: _Optional[str] = ..., traceparent: _Optional[str] = ..., default_max_tokens: _Optional[int] = ..., truncate_prompt_tokens: _Optional[int] = ..., keep_first_tokens: _Optional[bool] = ..., stop_regex: _Optional[_Iterable[str]] = ..., decoder_prompt_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., decoder_prompt: _Optional[str] = ..., sound: _Optional[_Union[_source_pb2.Source, _Mapping]] = ..., alignment: _Optional[_Union[_source_pb2.Alignment, _Mapping]] = ..., return_context_logits: _Optional[bool] = ..., return_generation_logits: _Optional[bool] = ..., beam_search: _Optional[_Union[_sampling_pb2.BeamSearch, _Mapping]] = ..., add_special_tokens: _Optional[bool] = ..., prompt_embedding_table: _Optional[_Union[PromptEmbeds, _Mapping]] = ..., pictures: _Optional[_Iterable[_Union[MessagePicture, _Mapping]]] = ..., return_hidden_states: _Optional[bool] = ..., return_progress: _Optional[bool] = ..., return_pooled: _Optional[bool] = ..., second_segment: _Optional[int] = ..., return_token_vectors: _Optional[bool] = ..., token_head: _Optional[_Union[_pooling_pb2.TokenHead, str]] = ..., suffix: _Optional[str] = ..., middle: _Optional[str] = ..., excerpts: _Optional[_Iterable[_Union[Excerpt, _Mapping]]] = ..., resumable: _Optional[bool] = ...) -> None: ...
+
+class Excerpt(_message.Message):
+    __slots__ = ("filename", "text")
+    FILENAME_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    filename: str
+    text: str
+    def __init__(self, filename: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class ResumeRequest(_message.Message):
     __slots__ = ("request_id", "num_received", "digest")

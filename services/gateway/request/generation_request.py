@@ -354,7 +354,9 @@ async def _read_input(
         return await sources.read_text_beside(message, tokenizer), None, source
     if message.HasField("suffix"):
         check_size(message, limits)
-        return await _read_gap(message, tokenizer), None, None
+        return await _read_gap(message, limits), None, None
+    if message.excerpts:
+        raise InvalidRequest("excerpts belong to a prompt with a suffix", "excerpts")
     if kind == "prompt_token_ids":
         return message.prompt_token_ids.ids, None, None
     if kind == "prompt_embeds":
@@ -414,8 +416,9 @@ def _cut(given: Sequence[int], message: gateway_pb2.GenerateRequest, max_source_
     return given[:num_kept] if message.keep_first_tokens else given[-num_kept:]
 
 
-async def _read_gap(message: gateway_pb2.GenerateRequest, tokenizer: Tokenizer) -> list[int]:
+async def _read_gap(message: gateway_pb2.GenerateRequest, limits: ModelLimits) -> list[int]:
     """Token ids of a prompt and a suffix between which the answer stands. Raises `InvalidRequest`."""
+    tokenizer = limits.model.tokenizer
     tokenizer.fill_in_middle.check()
     kind = message.WhichOneof("input")
     if kind not in ("prompt", "prompt_token_ids"):
@@ -429,9 +432,16 @@ async def _read_gap(message: gateway_pb2.GenerateRequest, tokenizer: Tokenizer) 
         )
     prefix = message.prompt if kind == "prompt" else message.prompt_token_ids.ids
     adds_special_tokens = not message.HasField("add_special_tokens") or message.add_special_tokens
-    size = len(prefix) + len(message.suffix) + len(message.middle)
+    excerpts = [(each.filename, each.text) for each in message.excerpts]
+
+    def room(num_tokens: int) -> int:
+        rest = limits.max_model_len - num_tokens
+        return rest - max(1, message.max_tokens) if message.HasField("max_tokens") else rest // 2
+
+    size = len(prefix) + len(message.suffix) + len(message.middle) + sum(len(text) for _, text in excerpts)
+    encode = tokenizer.fill_in_middle.encode
     return await tokenizer.off_loop(
-        size, tokenizer.fill_in_middle.encode, prefix, message.suffix, message.middle, adds_special_tokens
+        size, encode, prefix, message.suffix, message.middle, adds_special_tokens, excerpts, room
     )
 
 
@@ -494,6 +504,8 @@ def _num_characters(message: gateway_pb2.GenerateRequest | gateway_pb2.TokenizeR
     """Of the text that becomes the prompt's tokens."""
     if isinstance(message, gateway_pb2.GenerateRequest):
         count = len(message.prompt) + len(message.suffix) + len(message.middle)
+        for excerpt in message.excerpts:
+            count += len(excerpt.filename) + len(excerpt.text)
     else:
         count = len(message.text)
     for each in message.chat.messages:

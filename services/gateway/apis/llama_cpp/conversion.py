@@ -28,6 +28,8 @@ async def llama_cpp_messages(
     for message in messages:
         if isinstance(body, InfillBody):
             message.suffix, message.middle, message.echo = body.input_suffix, body.prompt or "", False
+            for each in body.input_extra or ():
+                message.excerpts.add(filename=each.filename, text=each.text)
         if body.cache_prompt is False:
             message.cache_salt = secrets.token_hex(16)  # no other prompt has the same
         message.return_progress = bool(body.return_progress and body.stream)

@@ -48,6 +48,7 @@ MAX_SAMPLERS = 64
 RANDOM_SEEDS = (-1, 2**32 - 1)  # llama.cpp's names of a random seed
 ALL = -1
 MAX_RESPONSE_FIELDS = 64
+MAX_EXTRAS = 256
 
 
 Bias = float | Literal[False]
@@ -221,18 +222,27 @@ class LlamaCppBody(SamplingFields, AnswerFields, StructuredOutputFields):
         return self.model_copy(update=changes)
 
 
+class InfillExtra(pydantic.BaseModel):
+    """A part of another file."""
+
+    text: str = ""
+    filename: str = "tmp"
+
+
 class InfillBody(LlamaCppBody):
     """Two texts, and what stands between them so far; llama.cpp's options."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **LlamaCppBody.unsupported,
-        "input_extra": ([],),
         "suffix": ("",),
     }
 
     prompt: str | None = Field(None, description="The beginning of the middle, which the answer continues")  # type: ignore[assignment]
     input_prefix: str = Field(description="The text before the answer")
     input_suffix: str = Field(description="The text after the answer")
+    input_extra: Annotated[list[InfillExtra], at_most(MAX_EXTRAS)] | None = Field(
+        None, description="Parts of other files. Of their tokens the last ones are kept for which there is room"
+    )
 
     @property
     def prompts_given(self) -> list[str | list[str | int]]:

@@ -119,11 +119,29 @@ def test_completions_stand_between_prompt_and_suffix(tmp_path: Path) -> None:
             with pytest.raises(openai.BadRequestError) as refused:
                 await api.completions.create(prompt=PREFIX, suffix=SUFFIX, extra_body=fields, **options)
             assert refused.value.param == param
-        extra = await client.post("/infill", json={**body, "input_extra": [{"filename": "a", "text": "b"}]})
-        assert extra.status_code == 400 and "input_extra" in extra.json()["error"]["message"]
+        extra = [{"filename": "a.py", "text": "b = 1\n"}, {"text": "c"}]
+        assert (await client.post("/infill", json={**body, "input_extra": extra})).status_code == 200
+        long = [{"filename": "a.py", "text": "b = 1\n" * 4000}]
+        assert (await client.post("/infill", json={**body, "input_extra": long})).status_code == 200
 
     dense = FakeDense(lambda submit: [*answer, pad, tokenizer.eos_token_id])
     with_coder(tmp_path, dense, test)
     text = PUBLISHED["qwen"].format(prefix=PREFIX, suffix=SUFFIX)
     prompts = [list(submit.spec.prompt_token_ids) for submit in dense.submits]
+    *prompts, with_extra, cut = prompts
     assert prompts == [tokenizer.encode(text), tokenizer.encode("a"), tokenizer.encode(text + " tot")]
+    files = "<|file_sep|>a.py\nb = 1\n<|file_sep|>tmp\nc<|file_sep|>filename\n"
+    assert with_extra == tokenizer.encode(f"<|repo_name|>myproject\n{files}{text}")
+    bos, *gap = prompts[0]
+    assert (cut[0], cut[-len(gap) :], len(cut)) == (bos, gap, 2048 - 50)
+
+
+def test_without_tokens_for_files_excerpts_are_snippets() -> None:
+    tokenizer = coder("deepseek")
+    gap = PUBLISHED["deepseek"].format(prefix=PREFIX, suffix=SUFFIX)
+    excerpts, room = [("a.py", "b = 1"), ("c.py", "d")], [100, 3, -1]
+    encoded = [FillInMiddle(tokenizer).encode(PREFIX, SUFFIX, "", False, excerpts, lambda _, n=n: n) for n in room]
+    first, few, none = encoded
+    assert tokenizer.decode(first) == f"\n\n--- snippet ---\n\nb = 1\n\n--- snippet ---\n\nd{gap}"
+    assert few == first[-len(few) :] and len(few) == len(none) + 3
+    assert none == tokenizer.encode(gap, add_special_tokens=False)
