@@ -198,21 +198,8 @@ class StepPlanner:
     ) -> None:
         """Adds the rows, the sequences that are forked, and the other sequences that need a single token."""
         session = self._session
-        lacks_block = session.rows.lacks_block(rows, session.ledger.block_size)
-        growing = rows[lacks_block]
-        step.num_tokens -= len(rows)
-        step.num_logits -= len(rows)
-        takes_blocks = len(growing) or (decodes and len(rows))
-        growing_by_cache = session.rows.by_cache(growing, session.ledgers) if takes_blocks else []
-        if self._may_be_short(growing_by_cache, decodes):
-            self._plan_by_order(step, growing, self._in_order(rows, decodes), is_shared=is_shared)
-            num_left_out = len(rows) - len(step.decodes.positions)
-            step.num_tokens += num_left_out
-            step.num_logits += num_left_out
-            decodes = []
-        else:
-            session.rows.grow(growing_by_cache, session.ledgers)
-            step.decodes = session.rows.advance(rows, lacks_block)
+        if len(rows):
+            decodes = self._plan_decode_rows(step, rows, decodes, is_shared=is_shared)
         if session.to_fork and may_fork:
             for sequence in self._forks.plan(step, session):
                 self._residency.preempt(sequence)
@@ -220,6 +207,26 @@ class StepPlanner:
             decodes = put_largest_last(decodes)
         for sequence in decodes:
             self._plan(step, sequence, 1, is_last=True)
+
+    def _plan_decode_rows(
+        self, step: PlanBuilder, rows: np.ndarray, decodes: list[Sequence], *, is_shared: bool
+    ) -> list[Sequence]:
+        """Adds the rows; where blocks may be too few, in order with the other sequences. Returns those left to add."""
+        session = self._session
+        lacks_block = session.rows.lacks_block(rows, session.ledger.block_size)
+        growing = rows[lacks_block]
+        step.num_tokens -= len(rows)
+        step.num_logits -= len(rows)
+        growing_by_cache = session.rows.by_cache(growing, session.ledgers) if len(growing) or decodes else []
+        if not self._may_be_short(growing_by_cache, decodes):
+            session.rows.grow(growing_by_cache, session.ledgers)
+            step.decodes = session.rows.advance(rows, lacks_block)
+            return decodes
+        self._plan_by_order(step, growing, self._in_order(rows, decodes), is_shared=is_shared)
+        num_left_out = len(rows) - len(step.decodes.positions)
+        step.num_tokens += num_left_out
+        step.num_logits += num_left_out
+        return []
 
     def _may_be_short(self, growing_by_cache: list[tuple[int, np.ndarray]], decodes: list[Sequence]) -> bool:
         """Whether a KV cache may have too few blocks for these rows, which need one each, and for these sequences."""
