@@ -96,7 +96,7 @@ class LoadedModel:
             max_num_seqs=scheduler.max_num_seqs,
             hidden_size=config.hidden_size if self.gives_hidden_states else 0,
             continues_sequences=continues_sequences,
-            rehearses=attachment.link is not None,
+            rehearses=attachment.rehearses,
         )
 
 

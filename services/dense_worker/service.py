@@ -277,7 +277,7 @@ def attach_options(config: Config, model: LoadedModel, rank: int = 0) -> AttachO
         is_deterministic=config.dense.deterministic,
         num_lanes=scheduler.num_lanes,
         splits_context=config.attention.split_context,
-        takes_plan_link=device.type == "cuda",
+        rehearses=device.type == "cuda",
     )
 
 

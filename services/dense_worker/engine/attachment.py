@@ -41,6 +41,7 @@ class Attachment:
     layer_window: int | None = None  # of layers whose blocks the attention worker drops by itself; None: there are none
     max_num_sequences: int | None = None  # that a KV cache keeps at a time; None: as many as have blocks
     link: MessageLink | None = None  # for plans and answers; None: they go by gRPC
+    rehearses: bool = False  # whether both workers get ready for requests that are announced
     ranks: LeadingRanks | None = None  # the other ranks, of which each has an attention worker; None: there are none
 
     def abort(self) -> None:

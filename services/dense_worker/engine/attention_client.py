@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
@@ -85,7 +85,7 @@ class AttachOptions:
     is_deterministic: bool = False  # the config's `dense.deterministic`
     num_lanes: int = 1  # the config's `scheduler.num_lanes`
     splits_context: bool = False  # the config's `attention.split_context`
-    takes_plan_link: bool = False  # its thread would take a core from one that computes, where there are no GPUs
+    rehearses: bool = False  # on CPUs that would take a core from those who read the request
 
 
 class AttentionClient:
@@ -211,14 +211,15 @@ class AttentionClient:
     async def _attach_once(self) -> Attachment:
         """Raises an error of gRPC, or what `map_channels` raises."""
         request = attach_request(self._options)
-        request.takes_plan_link = self._options.takes_plan_link
+        request.takes_plan_link = True
         reply = await self._stub.Attach(request, timeout=self._connect_timeout_s)
         return self._map(reply)
 
     def _map(self, reply: attn_pb2.AttachReply) -> Attachment:
         channels = map_channels(reply, self._options.spec, self._options.device, self._options.wait_timeout_s)
         link = self._connect(reply.plan_link) if reply.plan_link else None
-        return describe_attachment(reply, channels, [describe_cache(reply)], link)
+        rehearses = link is not None and self._options.rehearses
+        return replace(describe_attachment(reply, channels, [describe_cache(reply)]), link=link, rehearses=rehearses)
 
     def _connect(self, name: str) -> MessageLink | None:
         try:
@@ -331,7 +332,6 @@ def describe_attachment(
     reply: attn_pb2.AttachReply,
     channels: Mapping[int, Channel],
     caches: Sequence[AttachedCache],
-    link: MessageLink | None = None,
 ) -> Attachment:
     """The attachment to attention workers with these caches, of which the first one has given the reply."""
     return Attachment(
@@ -345,7 +345,6 @@ def describe_attachment(
         num_sink_tokens=reply.num_sink_tokens,
         layer_window=reply.layer_window if reply.HasField("layer_window") else None,
         max_num_sequences=reply.max_num_sequences or None,
-        link=link,
     )
 
 

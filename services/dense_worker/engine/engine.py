@@ -467,9 +467,7 @@ class Engine(GatewayEngine):
             return
         self._session = Session(attachment)  # the watchdog watches from now on; attaching takes long on a GPU
         self._scheduler.begin(self._session)
-        # On a GPU. On a CPU rehearsals would take a core from those who read the request.
-        has_link = attachment.link is not None
-        self._rehearsal = Rehearsal(self._scheduler.limits, attachment) if has_link else None
+        self._rehearsal = Rehearsal(self._scheduler.limits, attachment) if attachment.rehearses else None
         log.info("attached", epoch=f"{attachment.epoch:016x}", num_blocks=attachment.caches[0].num_blocks)
         self._attention.ready(attachment)
 

@@ -41,7 +41,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[StepPlan]:
 
 
 def attachment(num_blocks: int = 400) -> Attachment:
-    return replace(make_attachment(RecordingAttention(), 1, num_blocks), link=Mock())
+    return replace(make_attachment(RecordingAttention(), 1, num_blocks), link=Mock(), rehearses=True)
 
 
 def plain(num_tokens: int) -> Sequence:
@@ -103,7 +103,7 @@ def served() -> Iterator[tuple[Engine, SlowRunner, Attention, queue.Queue[StepRe
     engine = Engine(LIMITS, runner, attention, reports.put, result_timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
     attention.engine = engine
     engine.start()
-    engine.on_attached(replace(make_attachment(attention, 1), link=Mock()))
+    engine.on_attached(replace(make_attachment(attention, 1), link=Mock(), rehearses=True))
     yield engine, runner, attention, reports
     runner.has_ended.set()
     engine.stop(TIMEOUT_S)
