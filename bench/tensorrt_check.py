@@ -42,7 +42,8 @@ from services.common.config import EMBEDDED_MODEL, DenseSection
 from services.common.errors import TwostrokeError
 from services.common.model_config import ModelConfig, load_model_config
 from services.dense_worker.backends import DenseBackend
-from services.dense_worker.backends.torch_backend import TorchBackend, torch_backend
+from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.backends.torch_on_device import torch_backend
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import load_weights, random_weights
 from services.dense_worker.tensorrt.api import TensorRT, load_tensorrt

@@ -14,7 +14,7 @@ from services.common.errors import ConfigError
 from services.common.families.shape import Activation
 from services.common.resolve import ResolvedModel
 from services.dense_worker.backends import DenseBackend
-from services.dense_worker.backends.torch_backend import torch_backend
+from services.dense_worker.backends.torch_on_device import torch_backend
 from services.dense_worker.batch_invariant.check import check_batch_invariance
 from services.dense_worker.kernels.experts.routed_experts import ExpertLinear
 from services.dense_worker.kernels.linear.linear import PlainWeight

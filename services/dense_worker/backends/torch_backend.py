@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 import torch
 
-from services.common.model_config import ModelConfig
 from services.dense_worker.backends import GivenEmbeds, InputEmbeds
-from services.dense_worker.batch_invariant.torch_operations import BatchInvariantTorchOperations
-from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.operations import Operations
 from services.dense_worker.model.segments import segments_of
 from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.sampling.upload import upload
 from services.step import StepPlan, positions_of
-
-if TYPE_CHECKING:
-    from services.dense_worker.backends.cuda_backend import CudaBackend
 
 
 class TorchBackend:
@@ -84,22 +75,3 @@ class TorchBackend:
     ) -> None:
         """Computes the selected rows without logits."""
         self._segments.last.hidden(self._operations, attn_out, residual, rows, hidden_out)
-
-
-def torch_backend(
-    weights: ModelWeights,
-    config: ModelConfig,
-    max_num_tokens: int,
-    lora: LoraStore | None = None,
-    *,
-    is_deterministic: bool = False,
-    rows_of_graphs: Sequence[int] = (),
-) -> TorchBackend | CudaBackend:
-    """The fastest backend without TensorRT on the device of `weights`; if `is_deterministic`, a batch-invariant one."""
-    if weights.device.type == "cpu":
-        return TorchBackend(weights, (BatchInvariantTorchOperations if is_deterministic else TorchOperations)(lora))
-    from services.dense_worker.backends.cuda_backend import CudaBackend  # needs triton
-
-    return CudaBackend(
-        weights, config, max_num_tokens, lora, is_deterministic=is_deterministic, rows_of_graphs=rows_of_graphs
-    )

@@ -19,7 +19,7 @@ from services.common.errors import ConfigError, TwostrokeError
 from services.common.model_config import ModelConfig, load_model_config
 from services.common.terminal import ERASE_LINE
 from services.common.vision.vision_config import VisionConfig, load_vision_config
-from services.dense_worker.backends.torch_backend import torch_backend
+from services.dense_worker.backends.torch_on_device import torch_backend
 from services.dense_worker.encoders.vision.operations import PREFIX
 from services.dense_worker.encoders.vision.tensorrt.tower_plans import PROFILES
 from services.dense_worker.model.on_the_fly import with_quantization

@@ -18,7 +18,7 @@ import torch
 from services.common.config import DenseSection, ModelSection
 from services.common.errors import ConfigError, TwostrokeError
 from services.common.resolve import ResolvedModel
-from services.dense_worker.backends.torch_backend import torch_backend
+from services.dense_worker.backends.torch_on_device import torch_backend
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.tensorrt.api import INSTALL, TensorRT, is_installed, load_tensorrt, require
 from services.dense_worker.tensorrt.backend import TensorRTBackend
