@@ -14,10 +14,11 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import structlog
-from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from services.gateway.http.json_line import json_line
 
 log = structlog.get_logger()
 
@@ -148,7 +149,7 @@ class BodyWriter:
         write_bytes, num_bytes = self._write, len(before) + len(after)
 
         def write_text(text: str) -> None:
-            piece = to_json(text)
+            piece = json_line(text)
             write_bytes(b"%x\r\n%b%b%b\r\n" % (num_bytes + len(piece), before, piece, after))
 
         return write_text

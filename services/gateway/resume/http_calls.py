@@ -12,7 +12,6 @@ import hashlib
 import json
 import re
 
-from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -21,6 +20,7 @@ from services.common.shorten import quote
 from services.gateway.http.connection import while_connected
 from services.gateway.http.errors import describe, dialect_of, error_response
 from services.gateway.http.headers import header_values
+from services.gateway.http.json_line import json_line
 from services.gateway.resources.memory_budget import HeldMemory, hold_body
 from services.gateway.resume.recording import AnswerReader, Received, Recording
 from services.gateway.resume.resumption import Call, Resumption
@@ -238,4 +238,4 @@ def _failure(error: TwostrokeError, scope: Scope) -> bytes:
     dialect = dialect_of(scope)
     body = describe(error)[1] if dialect is None else dialect.write_error(error, scope)
     name = f"event: {body['type']}\n" if "type" in body else ""
-    return name.encode() + b"data: " + to_json(body) + END_OF_EVENT
+    return name.encode() + b"data: " + json_line(body) + END_OF_EVENT

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pydantic_core import to_json
-
 from services.gateway.apis.openai.answer_objects import UsageObject
 from services.gateway.apis.openai.fields import OpenAIFields
 from services.gateway.apis.openai.logprobs import prompt_logprobs
@@ -15,6 +13,7 @@ from services.gateway.apis.shared.feature_fields import asked_reports, report_ob
 from services.gateway.core.chunks import Finish, Prompt
 from services.gateway.core.request_service import RequestService
 from services.gateway.features.report import ReportPart
+from services.gateway.http.json_line import json_line
 from services.gateway.resources.repeatable import created_at
 
 PLACEHOLDER = "\N{OBJECT REPLACEMENT CHARACTER}"  # in the place of a text
@@ -143,11 +142,11 @@ class TextObjects:
     def event(self, index: int, text: str) -> bytes:
         """The event, which has no name, of the object with this index and text."""
         frame = self._frame(index)
-        return b"%b%b%b" % (frame[0], to_json(text), frame[1])
+        return b"%b%b%b" % (frame[0], json_line(text), frame[1])
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
         if (frame := self._frames.get(index)) is not None:
             return frame
-        before, _, after = to_json(self._make(index, PLACEHOLDER)).rpartition(to_json(PLACEHOLDER))
+        before, _, after = json_line(self._make(index, PLACEHOLDER)).rpartition(json_line(PLACEHOLDER))
         frame = self._frames[index] = (b"data: " + before, after + b"\n\n")
         return frame

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from pydantic_core import to_json
-
 from services.gateway.features.report import JsonPieces
+from services.gateway.http.json_line import json_line
 
 MAX_PIECE_VALUES = 1024  # less than a millisecond, with what makes them
 UNLIKE = ("choices", "output")  # lists with large elements
@@ -35,7 +34,7 @@ class WrittenJson(JsonPieces):
     """A value that several objects have, and whose JSON is made once."""
 
     def __init__(self, value: Any) -> None:
-        self._json = to_json(value)
+        self._json = json_line(value)
 
     def json_pieces(self) -> Iterator[bytes]:
         yield self._json
@@ -43,7 +42,7 @@ class WrittenJson(JsonPieces):
 
 def json_at_once(value: Any) -> bytes:
     """The JSON of a value that is not large."""
-    return to_json(value, fallback=iter)  # of a `LazyList`, or of `JsonPieces`
+    return json_line(value, fallback=iter)  # of a `LazyList`, or of `JsonPieces`
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
@@ -55,14 +54,14 @@ def json_pieces(value: Any) -> Iterator[bytes]:
     elif isinstance(value, list | Iterator | LazyList):
         yield from _list_pieces(iter(value))
     else:
-        yield to_json(value)
+        yield json_line(value)
 
 
 def text_pieces(text: str) -> Iterator[bytes]:
     """The JSON of a long text."""
     yield b'"'
     for start in range(0, len(text), MAX_PIECE_CHARACTERS):
-        yield to_json(text[start : start + MAX_PIECE_CHARACTERS])[1:-1]
+        yield json_line(text[start : start + MAX_PIECE_CHARACTERS])[1:-1]
     yield b'"'
 
 
@@ -87,14 +86,14 @@ def _object_pieces(value: dict[str, Any]) -> Iterator[bytes]:
             if num_small < MAX_PIECE_VALUES:
                 continue
         if small:
-            yield separator + to_json(small)[1:-1]
+            yield separator + json_line(small)[1:-1]
             separator, small, num_small = b",", {}, 0
         if num_values > MAX_PIECE_VALUES:
-            yield separator + to_json(key) + b":"
+            yield separator + json_line(key) + b":"
             yield from _list_pieces(iter(each), has_large=True) if has_large else json_pieces(each)
             separator = b","
     if small:
-        yield separator + to_json(small)[1:-1]
+        yield separator + json_line(small)[1:-1]
     yield b"}" if value else b"{}"
 
 
@@ -107,7 +106,7 @@ def _list_pieces(elements: Iterator[Any], *, has_large: bool = False) -> Iterato
             if len(plain) < MAX_PIECE_VALUES:
                 continue
         if plain:
-            yield separator + to_json(plain)[1:-1]
+            yield separator + json_line(plain)[1:-1]
             separator, plain = b",", []
             if not isinstance(element, dict | list | Iterator):
                 continue
@@ -115,10 +114,10 @@ def _list_pieces(elements: Iterator[Any], *, has_large: bool = False) -> Iterato
             yield separator
             yield from json_pieces(element)
         else:
-            yield separator + to_json(element)
+            yield separator + json_line(element)
         separator = b","
     if plain:
-        yield separator + to_json(plain)[1:-1]
+        yield separator + json_line(plain)[1:-1]
         separator = b","
     yield b"[]" if separator == b"[" else b"]"
 

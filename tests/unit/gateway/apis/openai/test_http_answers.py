@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import httpx2
@@ -109,6 +110,38 @@ def test_a_streamed_completion_consists_of_events_and_done(tmp_path: Path) -> No
         assert last == {"index": 0, "text": "", "logprobs": None, **ended}
         assert usage["choices"] == []
         assert usage["usage"]["completion_tokens"] == len(ids(text)) + 1
+
+    with_client(tmp_path, FakeDense(lambda submit: [*ids(text), EOS], step_s=0.01), test)
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/v1/completions", {"prompt": "Tell me"}),
+        ("/v1/completions", {"prompt": "Tell me", "logprobs": 1}),
+        ("/v1/chat/completions", {"messages": USER}),
+        ("/v1/messages", {"messages": USER}),
+        ("/v1/responses", {"input": "Tell me"}),
+        ("/api/generate", {"prompt": "Tell me"}),
+        ("/api/chat", {"messages": USER}),
+        ("/completion", {"prompt": "Tell me"}),
+        ("/generate_stream", {"inputs": "Tell me"}),
+    ],
+)
+def test_ends_of_lines_for_str_splitlines_end_no_line_of_a_stream(
+    path: str, prompt: dict[str, object], tmp_path: Path
+) -> None:
+    """Some clients read lines with it, as httpx does."""
+    text = " one\x85two\u2028three\u2029four"
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        response = await client.post(path, json={"model": MODEL, "max_tokens": 50, "stream": True, **prompt})
+        assert response.status_code == 200, response.text
+        lines = [line.removeprefix("data:") for line in response.text.splitlines() if not line.startswith("event:")]
+        found = [json.loads(line) for line in lines if line.strip() not in ("", "[DONE]")]
+        assert len(found) > 3
+        for end in ("\\u0085", "\\u2028", "\\u2029"):
+            assert end in response.text
 
     with_client(tmp_path, FakeDense(lambda submit: [*ids(text), EOS], step_s=0.01), test)
 

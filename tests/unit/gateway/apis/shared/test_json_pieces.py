@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from services.gateway.apis.shared.json_pieces import json_pieces
 
@@ -19,7 +19,9 @@ VALUES = st.recursive(
 
 @given(VALUES | st.fixed_dictionaries({"id": st.text(), "choices": st.lists(VALUES), "usage": VALUES}))
 def test_the_pieces_together_are_the_whole_json(value: Any) -> None:
-    assert b"".join(json_pieces(value)) == to_json(value)
+    joined = b"".join(json_pieces(value))
+    assert from_json(joined) == from_json(to_json(value))
+    assert len(joined.decode().splitlines()) == 1, "for no reader of lines it has several"
 
 
 @pytest.mark.parametrize("num_answers", [1, 20])
