@@ -9,6 +9,7 @@ from services.common.errors import AbortedByCaller, InvalidRequest
 from services.gateway.access.access import Caller
 from services.gateway.apis.responses.answer_objects import ResponseObject
 from services.gateway.apis.responses.format import ResponsesFormat
+from services.gateway.apis.responses.response_store import StoredResponse
 from services.gateway.apis.responses.stored_record import owner_of
 from services.gateway.apis.shared.generations import Generations
 from services.gateway.core.request_service import RequestService
@@ -17,13 +18,19 @@ from services.gateway.http.headers import REQUEST_ID_HEADER
 from services.gateway.resources.memory_budget import BYTES_PER_BODY_BYTE, HeldMemory, hold_body
 from services.pb import gateway_pb2
 
+_Key = tuple[Hashable, str]  # owner and id of the response
+
 
 class BackgroundResponses:
-    """Those of one gateway, each in a task. They end with the gateway, in whose memory responses are stored."""
+    """Those of one gateway, each in a task. They end with the gateway, in whose memory responses are stored.
+
+    A response is stored when it has ended. Until then it is here, so that no other one takes its place in the store.
+    """
 
     def __init__(self, service: RequestService) -> None:
         self._service = service
-        self._running: dict[tuple[Hashable, str], asyncio.Task[None]] = {}  # by owner and id of the response
+        self._tasks: dict[_Key, asyncio.Task[None]] = {}
+        self._started: dict[_Key, StoredResponse] = {}  # of those that are not refused any more
 
     async def start(
         self, message: gateway_pb2.GenerateRequest, form: ResponsesFormat, caller: Caller, held: HeldMemory
@@ -33,51 +40,60 @@ class BackgroundResponses:
         `held`: of the connection, which may end before the request.
         """
         key = owner_of(caller), form.response_id
-        if key in self._running:
+        if key in self._tasks:
             raise InvalidRequest(f"the response {form.response_id} is running already", REQUEST_ID_HEADER)
-        started = asyncio.Event()
-        task = self._running[key] = asyncio.create_task(self._run(message, form, caller, held, started))
-        task.add_done_callback(lambda _: self._running.pop(key))
+        stored, started = form.running(), asyncio.Event()
+        task = self._tasks[key] = asyncio.create_task(self._run(key, message, form, caller, held, stored, started))
+        task.add_done_callback(lambda _: self._forget(key))
         starting = asyncio.create_task(started.wait())
-        await asyncio.wait({task, starting}, return_when=asyncio.FIRST_COMPLETED)
-        if not started.is_set():
+        try:
+            await asyncio.wait({task, starting}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
             starting.cancel()
+        if not started.is_set():
             if task.cancelled():
                 raise AbortedByCaller(f"the response {form.response_id} was cancelled")
             await task  # raises why it was refused
         return form.response("queued")
 
+    def find(self, owner: Hashable, response_id: str) -> StoredResponse | None:
+        """A response that runs; None if there is none, or it has ended."""
+        return self._started.get((owner, response_id))
+
     async def cancel(self, owner: Hashable, response_id: str) -> None:
         """Ends a response that is running, and returns when the store knows it."""
-        if (task := self._running.get((owner, response_id))) is not None:
+        if (task := self._tasks.get((owner, response_id))) is not None:
             task.cancel()
             await asyncio.wait({task})
 
     async def close(self) -> None:
         """Ends all of them."""
-        tasks = list(self._running.values())
+        tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(
         self,
+        key: _Key,
         message: gateway_pb2.GenerateRequest,
         form: ResponsesFormat,
         caller: Caller,
         of_connection: HeldMemory,
+        stored: StoredResponse,
         started: asyncio.Event,
     ) -> None:
         held = HeldMemory(of_connection.budget, of_connection.client)
         hold_body(held)
         generations = Generations(self._service.heavy_work)
         try:
-            num_bytes = BYTES_PER_BODY_BYTE * message.ByteSize()
+            # The response is here as JSON and as objects, which have what the message has not, such as metadata.
+            num_bytes = BYTES_PER_BODY_BYTE * message.ByteSize() + stored.num_bytes + len(stored.response)
             await held.reserve(num_bytes, "a request in the background", "input")
             with client_field_names(form.param_names):
                 await generations.start(self._service, [message], caller)
             await form.begin([each.request.spec.prompt_token_ids for each in generations.running])
-            form.kept("in_progress")
+            self._started[key] = stored
             started.set()
             form.whole(await generations.completions())
         except asyncio.CancelledError:
@@ -89,5 +105,11 @@ class BackgroundResponses:
             form.failure(error)
             form.kept("failed")
         finally:
-            await generations.close()
-            held.release()
+            try:
+                await generations.close()
+            finally:  # also if it is cancelled again meanwhile
+                held.release()
+
+    def _forget(self, key: _Key) -> None:
+        del self._tasks[key]
+        self._started.pop(key, None)

@@ -8,6 +8,7 @@ from typing import Any
 
 from services.gateway.apis.responses.answer_objects import ResponseError, ResponseObject, ResponseUsage
 from services.gateway.apis.responses.output_items import Event, OutputItems
+from services.gateway.apis.responses.response_store import StoredResponse
 from services.gateway.apis.responses.schema import ResponsesRequest
 from services.gateway.apis.responses.stored_record import ResponseRecord
 from services.gateway.apis.responses.tool_conversion import OfferedTool
@@ -131,6 +132,11 @@ class ResponsesFormat(Format):
         if self._record is not None:
             self._record.keep(response)
         return response
+
+    def running(self) -> StoredResponse:
+        """The response as a client finds it while it runs in the background. Raises `InvalidRequest`."""
+        assert self._record is not None, "only stored responses run in the background"
+        return self._record.running(self.response("in_progress"))
 
     def response(self, status: Any) -> ResponseObject:
         """The response as it is now."""

@@ -21,7 +21,6 @@ class StoredResponse:
     response: bytes  # JSON of the whole object
     input_items: tuple[bytes, ...]  # JSON lists; joined they are the items that the model was given, oldest first
     output_items: bytes  # a JSON list
-    is_open: bool = False  # whether it has not ended
     is_background: bool = False
 
     @property
@@ -50,7 +49,7 @@ class ResponseStore:
 
     def __init__(self, max_responses_of_owner: int, max_bytes_of_owner: int, max_bytes: int) -> None:
         self._max_responses_of_owner = max_responses_of_owner
-        self._max_bytes_of_owner = min(max_bytes_of_owner, max_bytes)
+        self.max_bytes_of_owner = min(max_bytes_of_owner, max_bytes)
         self._max_bytes = max_bytes
         self._shelves: defaultdict[Hashable, _Shelf] = defaultdict(_Shelf)
         self._by_use: OrderedDict[tuple[Hashable, str], None] = OrderedDict()
@@ -59,9 +58,9 @@ class ResponseStore:
 
     def put(self, owner: Hashable, response_id: str, stored: StoredResponse) -> None:
         """Keeps a response, in place of another one with this id. One that is too large for its owner is not kept."""
-        if stored.num_bytes > self._max_bytes_of_owner:
+        if stored.num_bytes > self.max_bytes_of_owner:
             log.warning(
-                "response not stored", id=response_id, num_bytes=stored.num_bytes, max_bytes=self._max_bytes_of_owner
+                "response not stored", id=response_id, num_bytes=stored.num_bytes, max_bytes=self.max_bytes_of_owner
             )
             return
         with self._lock:
@@ -71,7 +70,7 @@ class ResponseStore:
             shelf.num_bytes += stored.num_bytes
             self.num_bytes += stored.num_bytes
             self._by_use[owner, response_id] = None
-            while len(shelf) > self._max_responses_of_owner or shelf.num_bytes > self._max_bytes_of_owner:
+            while len(shelf) > self._max_responses_of_owner or shelf.num_bytes > self.max_bytes_of_owner:
                 self._drop(owner, next(iter(shelf)))
             while self.num_bytes > self._max_bytes:
                 self._drop(*next(iter(self._by_use)))

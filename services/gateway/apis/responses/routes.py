@@ -9,13 +9,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from services.common.errors import InvalidRequest
+from services.common.shorten import quote
 from services.gateway.apis.responses.answer_objects import InputTokens, ResponseObject
 from services.gateway.apis.responses.background import BackgroundResponses
 from services.gateway.apis.responses.conversion import responses_message
 from services.gateway.apis.responses.format import PARAM_NAMES, ResponsesFormat
 from services.gateway.apis.responses.response_store import ResponseStore
 from services.gateway.apis.responses.schema import ResponsesRequest
-from services.gateway.apis.responses.stored_record import ResponseRecord, owner_of
+from services.gateway.apis.responses.stored_record import FIELD, ResponseRecord, owner_of
 from services.gateway.apis.responses.tool_conversion import OfferedTool, offered_tools
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.routes import NAMED_STREAM_CONTENT, json_router, streamed
@@ -75,13 +76,17 @@ def responses_routes(
             return responses_message(body, request_id, tools, earlier, defaults)
 
         if store is not None:
-            record = ResponseRecord(store, owner_of(request.state.caller), request_id, body)
+            owner, previous_id = owner_of(request.state.caller), body.previous_response_id
+            if previous_id is not None and background.find(owner, previous_id) is not None:
+                name = quote(previous_id)
+                raise InvalidRequest(f"the response {name} is running: it can be continued when it has ended", FIELD)
+            record = ResponseRecord(store, owner, request_id, body)
             limits = service.section.max_body_bytes, service.section.max_body_values
             return await record.after_earlier(make, *limits, service.heavy_work, request.state.held), record
         if body.previous_response_id is not None:
             raise InvalidRequest(
                 "previous_response_id cannot be used here: this server stores no responses (gateway.store_responses)",
-                "previous_response_id",
+                FIELD,
             )
         return make(()), None
 

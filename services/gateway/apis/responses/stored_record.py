@@ -44,9 +44,6 @@ class ResponseRecord:
             previous = store.get(owner, body.previous_response_id)
             if previous is None:
                 raise _no_previous(body.previous_response_id)
-            if previous.is_open:
-                name = quote(body.previous_response_id)
-                raise InvalidRequest(f"the response {name} is running: it can be continued when it has ended", FIELD)
             self._conversation = previous.conversation
         self._own_items = _own_items(body, request_id) if self._is_stored else b""
 
@@ -84,11 +81,22 @@ class ResponseRecord:
     def keep(self, response: Mapping[str, Any]) -> None:
         """Keeps a response without log-probabilities, unless the request says not to."""
         if self._is_stored:
-            whole, output = (to_json(each, fallback=_nothing) for each in (response, response["output"]))
-            is_open = response["status"] == "in_progress"
-            inputs = (*self._conversation, self._own_items)
-            stored = StoredResponse(whole, inputs, output, is_open, response["background"])
-            self._store.put(self._owner, response["id"], stored)
+            self._store.put(self._owner, response["id"], self._as_stored(response))
+
+    def running(self, response: Mapping[str, Any]) -> StoredResponse:
+        """What a client finds of a response that has not ended. Raises `InvalidRequest` if it could not be kept."""
+        stored, most = self._as_stored(response), self._store.max_bytes_of_owner
+        if stored.num_bytes > most:
+            raise InvalidRequest(
+                f"the response would be stored with its conversation as {stored.num_bytes} bytes, of one client at "
+                f"most {most} are (gateway.max_stored_response_bytes, max_all_stored_response_bytes)",
+                "background",
+            )
+        return stored
+
+    def _as_stored(self, response: Mapping[str, Any]) -> StoredResponse:
+        whole, output = (to_json(each, fallback=_nothing) for each in (response, response["output"]))
+        return StoredResponse(whole, (*self._conversation, self._own_items), output, response["background"])
 
 
 @contextlib.asynccontextmanager

@@ -73,7 +73,8 @@ def stored_response_routes(
                 f"Response with id {quote(response_id)} not found: this server stores none (gateway.store_responses)",
                 "response_id",
             )
-        stored = store.get(owner_of(request.state.caller), response_id)
+        owner = owner_of(request.state.caller)
+        stored = background.find(owner, response_id) or store.get(owner, response_id)
         if stored is None:
             raise NotFound(f"Response with id {quote(response_id)} not found: it is none of this client", "response_id")
         return stored

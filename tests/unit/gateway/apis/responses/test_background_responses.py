@@ -121,3 +121,59 @@ def test_others_neither_see_nor_cancel_it(tmp_path: Path) -> None:
 
     options = {"store_responses": True, "api_keys_file": keys_file(tmp_path)}
     with_api(tmp_path, dense_of(ids(" a") * LONG), test, **options)
+
+
+def test_what_runs_is_found_however_little_is_stored(tmp_path: Path) -> None:
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        begin: dict[str, Any] = {"model": MODEL, "input": "Hi", "max_output_tokens": 1500}
+        running = [(await api.responses.create(**begin, background=True)).id for _ in range(4)]
+        assert [(await api.responses.retrieve(each)).status for each in running] == ["in_progress"] * 4
+        assert len((await api.responses.input_items.list(running[0])).data) == 1
+        assert [(await api.responses.cancel(each)).status for each in running] == ["cancelled"] * 4
+        await until(lambda: len(dense.cancelled_seq_ids) == 4)
+        for each in running[:2]:
+            with pytest.raises(openai.NotFoundError):  # two are stored, those that ended last
+                await api.responses.retrieve(each)
+
+    dense = dense_of(ids(" a") * LONG)
+    with_api(tmp_path, dense, test, store_responses=True, max_stored_responses=2)
+
+
+def test_a_response_too_large_to_be_stored_is_refused_at_once(tmp_path: Path) -> None:
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        with pytest.raises(openai.BadRequestError, match=r"as \d{4} bytes.* at most 3000 .*max_stored_response_bytes"):
+            await api.responses.create(model=MODEL, input="Hi" * 1000, background=True)
+
+    with_api(tmp_path, dense_of([EOS]), test, store_responses=True, max_stored_response_bytes=3000)
+
+
+def test_what_runs_holds_memory_for_all_that_it_came_with_until_it_ends(tmp_path: Path) -> None:
+    """What the model does not see is kept, too."""
+    unseen = "a" * 100_000
+    summary = {"type": "reasoning", "id": "rs", "summary": [{"type": "summary_text", "text": unseen}]}
+    bodies: tuple[dict[str, Any], ...] = (
+        {"metadata": {"a": unseen}, "input": "Hi"},
+        {"input": [summary, {"role": "user", "content": "Hi"}]},
+    )
+
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        for body in bodies:
+            running = list[str]()
+
+            async def begin(body: dict[str, Any] = body, running: list[str] = running) -> None:
+                request = api.responses.create(model=MODEL, max_output_tokens=1500, background=True, **body)
+                running.append((await request).id)
+
+            with pytest.raises(openai.RateLimitError, match="max_held_bytes"):
+                for _ in range(30):
+                    await begin()
+            for each in running:  # several at once: none may keep what another one gives back
+                await asyncio.gather(*(api.responses.cancel(each) for _ in range(5)))
+            num_before = len(running)
+            running.clear()
+            for _ in range(num_before):
+                await begin()
+            await asyncio.gather(*map(api.responses.delete, running))
+
+    limits: Any = {"max_held_bytes": 2_000_000, "max_held_wait_s": 0.2}
+    with_api(tmp_path, dense_of(ids(" a") * LONG), test, store_responses=True, **limits)
