@@ -30,12 +30,12 @@ class Attachment:
         # Gets the error of a step that fails between calls, which ends the attachment.
         self.fail: Callable[[Exception], None] = lambda error: None
 
-    def accept_link(self, send_timeout_s: float, max_message_bytes: int) -> MessageLink:
+    def accept_link(self, max_message_bytes: int) -> MessageLink:
         """The link to the dense worker, which has connected to the offer. Raises `PeerError` if it has not."""
         if self.offer is None:
             raise PeerError(f"attachment {self.attachment_id} offers no link for plans, or its link is in use")
         offer, self.offer = self.offer, None
-        self._link = offer.accept(send_timeout_s, max_message_bytes)
+        self._link = offer.accept(max_message_bytes)
         return self._link
 
     def progress(self, num_steps: int, num_layers: int) -> Progress | None:

@@ -347,7 +347,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
         put_on_stream: PutAnswer,
     ) -> None:
         """Has the engine thread read every plan that comes by the link, and answer by it. Errors end the stream."""
-        link = attachment.accept_link(self._wait_timeout_s, self._max_message_bytes)
+        link = attachment.accept_link(self._max_message_bytes)
 
         def put(result: attn_pb2.PlanAnswer | Exception) -> None:
             if isinstance(result, Exception):

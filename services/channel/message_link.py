@@ -2,8 +2,9 @@
 
 A message on the gRPC stream of plans passes the event loops of both workers, which takes it some tenths of a
 millisecond and more when they are busy. Over a Unix socket the engine thread sends a plan itself, and that of the
-receiver reads it; answers are handed on by a thread. The attention worker offers a socket for each attachment, beside
-its data region in shared memory; the dense worker connects to it.
+receiver reads it; answers are handed on by a thread. Neither waits until the other has read: an engine thread reads
+nothing during a step, in which it may wait for the one that sends. The attention worker offers a socket for each
+attachment, beside its data region in shared memory; the dense worker connects to it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import socket
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,6 @@ from typing import Self
 from services.channel.shm_cleanup import LINK_SUFFIX, NAME_PREFIX, SHM_DIR
 from services.common.errors import PeerError
 
-_TIMEVAL = struct.Struct("ll")  # seconds, microseconds
 _LENGTH = struct.Struct("!I")  # of a message, in front of it
 
 
@@ -46,7 +47,7 @@ class LinkOffer:
         """What the peer passes to `MessageLink.connect`."""
         return self._path.name
 
-    def accept(self, send_timeout_s: float, max_message_bytes: int) -> MessageLink:
+    def accept(self, max_message_bytes: int) -> MessageLink:
         """The link to the peer, which has connected already. Raises `PeerError` if it has not."""
         try:
             connected, _ = self._socket.accept()
@@ -54,7 +55,7 @@ class LinkOffer:
             raise PeerError(f"nobody has connected to {self._path}: {error}") from error
         finally:
             self.close()
-        return MessageLink(connected, send_timeout_s, max_message_bytes)
+        return MessageLink(connected, max_message_bytes)
 
     def close(self) -> None:
         """Removes the socket; nobody can connect any more. May be called again."""
@@ -65,21 +66,19 @@ class LinkOffer:
 class MessageLink:
     """One end of a connection. `send` and `close` may be called from any thread."""
 
-    def __init__(self, connected: socket.socket, send_timeout_s: float, max_message_bytes: int) -> None:
+    def __init__(self, connected: socket.socket, max_message_bytes: int) -> None:
         """Takes the socket."""
-        seconds, fraction = divmod(send_timeout_s, 1.0)
         connected.setblocking(True)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(seconds), int(fraction * 1e6)))
         self._socket = connected
-        self._send_timeout_s = send_timeout_s
         self._max_message_bytes = max_message_bytes
         self._sending = threading.Lock()
+        self._unsent = deque[memoryview]()  # what had no room in the socket; while there is any, a thread sends it
         self._receiver: threading.Thread | None = None
         self._is_read = False  # by a thread, which releases the socket
         self._is_closed = False  # by this end
 
     @classmethod
-    def connect(cls, name: str, send_timeout_s: float, max_message_bytes: int) -> Self:
+    def connect(cls, name: str, max_message_bytes: int) -> Self:
         """Connects to the offer of that name. Raises `PeerError`."""
         path = SHM_DIR / Path(name).name
         try:
@@ -91,21 +90,21 @@ class MessageLink:
                 raise
         except OSError as error:
             raise PeerError(f"cannot connect to {path}: {error}") from error
-        return cls(connected, send_timeout_s, max_message_bytes)
+        return cls(connected, max_message_bytes)
 
     def send(self, message: bytes) -> None:
-        """Sends a message. Raises `PeerError`.
+        """Sends a message; never waits for the peer. Raises `PeerError`.
 
-        Waits only while the peer does not read, each time at most `send_timeout_s`.
+        A thread sends what the peer has no room for yet. More than two of the largest messages never wait for that.
         """
         if len(message) > self._max_message_bytes:
             raise PeerError(f"a message has {len(message)} bytes, the limit is {self._max_message_bytes}")
         try:
             with self._sending:
-                self._socket.sendall(_LENGTH.pack(len(message)) + message)
+                self._send(memoryview(_LENGTH.pack(len(message)) + message))
         except OSError as error:
             self.close()  # a part of the message may have been sent
-            raise PeerError(f"the other worker does not read: {error}, limit {self._send_timeout_s} s") from error
+            raise PeerError(f"no message to the other worker: {error}") from error
 
     def receive(self, on_message: Callable[[bytes], None], on_error: Callable[[PeerError], None]) -> None:
         """Starts a thread that calls `on_message` for each message, in order, until either side closes the link.
@@ -138,6 +137,36 @@ class MessageLink:
         if not self._is_read:
             self._release()
 
+    def _send(self, message: memoryview) -> None:
+        """By one thread at a time."""
+        if self._is_closed:
+            raise OSError("the link is closed")
+        if self._unsent:
+            if (num_unsent := sum(map(len, self._unsent))) > self._max_message_bytes:
+                raise OSError(f"it has not read {num_unsent} bytes, the limit is {self._max_message_bytes}")
+            self._unsent.append(message)
+            return
+        num_sent = 0
+        with contextlib.suppress(BlockingIOError):
+            num_sent = self._socket.send(message, socket.MSG_DONTWAIT)
+        if num_sent < len(message):
+            own = self._socket.dup()  # the other may be closed while the thread uses this one
+            self._unsent.append(message[num_sent:])
+            threading.Thread(target=self._send_rest, args=(own,), name="plan-link-rest", daemon=True).start()
+
+    def _send_rest(self, connected: socket.socket) -> None:
+        """Sends what has not been sent, until nothing is left or either side closes the link."""
+        try:
+            with connected:
+                is_any_left = True
+                while is_any_left:
+                    connected.sendall(self._unsent[0])
+                    with self._sending:  # what comes when nothing is left is sent without this thread
+                        self._unsent.popleft()
+                        is_any_left = bool(self._unsent)
+        except OSError:
+            self.close()
+
     def _receive(self, on_message: Callable[[bytes], None], on_error: Callable[[PeerError], None]) -> None:
         while self._receive_next(on_message, on_error):
             pass
@@ -162,7 +191,7 @@ class MessageLink:
 
     def _read_message(self) -> bytes | None:
         """None: an end is closed."""
-        header = self._socket.recv(_LENGTH.size, socket.MSG_WAITALL)
+        header = self._read(_LENGTH.size)
         if not header:
             return None
         if len(header) < _LENGTH.size:
@@ -170,11 +199,22 @@ class MessageLink:
         [num_bytes] = _LENGTH.unpack(header)
         if num_bytes > self._max_message_bytes:
             raise OSError(f"it has {num_bytes} bytes")
-        message = self._socket.recv(num_bytes, socket.MSG_WAITALL)
+        message = self._read(num_bytes)
         if len(message) < num_bytes:
             raise OSError(f"it breaks off after {len(message)} of {num_bytes} bytes")
         return message
 
+    def _read(self, num_bytes: int) -> bytes:
+        """Waits for so many bytes; fewer: an end is closed."""
+        content = self._socket.recv(num_bytes, socket.MSG_WAITALL)
+        while 0 < len(content) < num_bytes:  # a signal has ended the wait, or an end is closed
+            if not (more := self._socket.recv(num_bytes - len(content), socket.MSG_WAITALL)):
+                break
+            content += more
+        return content
+
     def _release(self) -> None:
+        with contextlib.suppress(OSError):  # the peer has closed it
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends the thread that sends, too
         with self._sending:  # otherwise a message might go to another file that gets the number
             self._socket.close()

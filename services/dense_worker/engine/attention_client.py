@@ -145,7 +145,7 @@ class AttentionClient:
         self._post(attachment, "ready")
 
     def publish(self, attachment: Attachment, plan: StepPlan) -> None:
-        """Sends a plan. Called on the engine thread; waits only while the attention worker does not read."""
+        """Sends a plan. Called on the engine thread; never blocks."""
         if attachment.link is None:
             self._post(attachment, plan)
             return
@@ -223,7 +223,7 @@ class AttentionClient:
 
     def _connect(self, name: str) -> MessageLink | None:
         try:
-            return MessageLink.connect(name, self._options.wait_timeout_s, self._max_message_bytes)
+            return MessageLink.connect(name, self._max_message_bytes)
         except PeerError as error:
             log.warning("plans go by gRPC, which takes longer", reason=str(error))
             return None

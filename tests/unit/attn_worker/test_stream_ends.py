@@ -70,7 +70,7 @@ class Plans:
         self.link = None
         self.errors: list[PeerError] = []
         if reply.plan_link:
-            self.link = MessageLink.connect(reply.plan_link, TEST_LIMIT_S, MAX_PLAN_BYTES)
+            self.link = MessageLink.connect(reply.plan_link, MAX_PLAN_BYTES)
             loop = asyncio.get_running_loop()
             self.link.receive(lambda message: loop.call_soon_threadsafe(self._put, message), self.errors.append)
             metadata.append(("plan-link", "1"))

@@ -123,8 +123,8 @@ def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Mess
     """The two ends of a link, the attention worker's first."""
     monkeypatch.setattr(message_link, "SHM_DIR", tmp_path)  # where no server cleans up
     offer = LinkOffer(secrets.randbits(64), 1)
-    own = MessageLink.connect(offer.name, TEST_LIMIT_S, 1 << 20)
-    peer = offer.accept(TEST_LIMIT_S, 1 << 20)
+    own = MessageLink.connect(offer.name, 1 << 20)
+    peer = offer.accept(1 << 20)
     yield peer, own
     peer.close()
     own.close()
