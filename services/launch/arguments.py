@@ -46,6 +46,11 @@ def parse_args(
     embedded one in their place.
     """
     parser = make_parser(program, description)
+    for argument in argv:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:  # it could not be written to the file that the services read
+            parser.error(f"argument {quote(argument)} is not UTF-8")
     arguments, unknown = parser.parse_known_args(dashed(argv))
     if unknown:
         parser.error(describe_unknown(unknown, [*OWN_FLAGS, *(flag.name for flag in FLAGS)]))

@@ -85,7 +85,7 @@ def _count(text: str) -> int:
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also for a number of more than 4,300 digits
         raise argparse.ArgumentTypeError(f"{quote(text)} is not JSON: {error}") from error
 
 
@@ -400,7 +400,7 @@ OTHER_FLAGS = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds all flags. One that is not given is None, and so is a switch behind which `--no-` and its name stand."""
+    """Adds all flags. One that is not given is None; `--no-` and the name of a switch give the opposite, or None."""
     all_names = {flag.name for flag in FLAGS}
     for flag in FLAGS:
         about = flag.help.replace("%", "%%")
@@ -412,8 +412,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(*names, action="store_const", const=flag.values[""], help=about)
             opposite = _opposite(flag.name)
             if opposite not in all_names:
-                hidden = argparse.SUPPRESS
-                parser.add_argument(opposite, dest=flag.attribute, action="store_const", const=None, help=hidden)
+                value, hidden = flag.values[""], argparse.SUPPRESS
+                undone = not value if isinstance(value, bool) else None
+                parser.add_argument(opposite, dest=flag.attribute, action="store_const", const=undone, help=hidden)
         else:
             words = ",".join(flag.values)
             parser.add_argument(*names, type=_word_of(flag.values, about), metavar=f"{{{words}}}", help=about)
@@ -449,6 +450,8 @@ def read_flags(arguments: argparse.Namespace) -> dict[str, object]:
         values["dense.max_loras"] = max(1, len(modules), given["--max-loras"] or 0)
     elif given["--max-loras"] is not None:
         raise ConfigError(f"--max-loras {given['--max-loras']} needs --enable-lora")
+    elif given["--enable-lora"] is not None:
+        values["dense.max_loras"] = 0
     if given["--speculative-config"] is not None:
         values |= read_speculative_config(given["--speculative-config"])
     return values
@@ -504,7 +507,7 @@ def _read_module(text: str) -> str:
         return text
     try:
         module: dict[str, Any] = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--lora-modules {quote(text)} is not JSON: {error}") from error
     for key, value in module.items():
         if key == _BASE_MODEL and value is None:

@@ -18,6 +18,7 @@ FILE = "generation_config.json"
 KEY = "gateway.sampling_overrides"
 OPTIONS = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float}
 ALL = (0, -1)  # of top_k: all tokens
+MAX_INTEGER = 2**31 - 1  # what a message may have as top_k
 
 SamplingDefaults = Mapping[str, float]
 NO_DEFAULTS: SamplingDefaults = MappingProxyType({})
@@ -47,8 +48,7 @@ def override(defaults: SamplingDefaults, entries: Sequence[str]) -> SamplingDefa
         try:
             given[name] = OPTIONS[name](text)
         except ValueError as error:
-            kind = "an integer" if OPTIONS[name] is int else "a number"
-            raise ConfigError(f"{KEY} has {name} {quote(text)}, expected {kind}") from error
+            raise ConfigError(f"{KEY} has {name} {quote(text)}, expected {_kind(name)}") from error
     try:
         checked = _checked(given)
     except InvalidRequest as error:
@@ -56,13 +56,19 @@ def override(defaults: SamplingDefaults, entries: Sequence[str]) -> SamplingDefa
     return {name: value for name, value in defaults.items() if name not in given} | checked
 
 
+def _kind(name: str) -> str:
+    return "an integer" if OPTIONS[name] is int else "a number"
+
+
 def _checked(options: Mapping[str, object]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, value in options.items():
         if type(value) not in (OPTIONS[name], int):
-            raise InvalidRequest(f"{name} is {show(value)}, expected a number")
+            raise InvalidRequest(f"{name} is {show(value)}, expected {_kind(name)}")
         if name == "top_k" and value in ALL:
             continue
+        if isinstance(value, int) and abs(value) > MAX_INTEGER:
+            raise InvalidRequest(f"{name} is {show(value)}, at most {MAX_INTEGER} allowed")
         found[name] = OPTIONS[name](value)  # type: ignore[arg-type]
         SamplingParams(**{name: found[name]}).validate()  # type: ignore[arg-type]
     return found

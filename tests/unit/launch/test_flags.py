@@ -122,6 +122,19 @@ def test_the_file_says_what_flags_leave_open_and_set_wins_over_both(tmp_path: Pa
     assert (config.gateway.http_address, config.gateway.tool_parser) == ("a:2", "none")
 
 
+def test_a_switch_that_is_undone_wins_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    switches = {"log.access": True, "gateway.enable_prompt_embeds": True, "model.images": False, "dense.max_loras": 2}
+    sections = [key.split(".") for key in switches]
+    file.write_text("".join(
+        f"[{section}]\n{key} = {json.dumps(switches[f'{section}.{key}'])}\n" for section, key in sections
+    ))  # fmt: skip
+    undone = ["--no-access-log", "--no-enable-prompt-embeds", "--no-language-model-only", "--no-enable-lora"]
+    for argv, of_switches in ([], switches), (undone, {key: not value for key, value in switches.items()}):
+        config, _ = parse_args(["--config", str(file), *argv])
+        assert {key: value_of(config, key) for key in switches} == of_switches
+
+
 @pytest.mark.parametrize("argv", [["DIR"], ["--port", "1", "DIR"], ["--model", "DIR"], ["DIR", "--port=1"]])
 def test_the_model_may_be_given_without_a_flag(
     argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -163,6 +176,9 @@ def test_the_model_may_be_given_without_a_flag(
         (["--default-chat-template-kwargs", "null"], 2, "'null' is not an object"),
         (["--override-generation-config", '{"top_p": 1.5}'], 2, "top_p is 1.5, must be"),
         (["--override-generation-config", '{"max_new_tokens": 5}'], 2, "has 'max_new_tokens'; it may have temperature"),
+        (["--override-generation-config", '{"top_k": ' + "9" * 5000 + "}"], 2, "is not JSON: Exceeds"),
+        (["--override-generation-config", '{"top_k": 2147483648}'], 2, "top_k is 2147483648, at most 2147483647"),
+        (["--default-chat-template-kwargs", '{"a": "\udcff"}'], 2, "is not UTF-8"),
         (["--limit-mm-per-prompt", "image=4"], 2, "'image=4' is not JSON"),
         (["--limit-mm-per-prompt", '{"video": 1}'], 2, "is not an object with the key image"),
         (["--limit-mm-per-prompt", '{"image": 1.5}'], 2, "'image' is 1.5, must be a number from 0"),

@@ -96,8 +96,10 @@ def test_they_need_not(model: Path, tmp_path: Path) -> None:
     [
         ('{"temperature": "hot"}', "temperature is 'hot', expected a number"),
         ('{"top_p": true}', "top_p is true, expected a number"),
-        ('{"top_k": 2.5}', "top_k is 2.5, expected a number"),
+        ('{"top_k": 2.5}', "top_k is 2.5, expected an integer"),
         ('{"top_p": 1.5}', "top_p is 1.5, must be"),
+        ('{"top_k": 2147483648}', "top_k is 2147483648, at most 2147483647 allowed"),
+        ('{"temperature": 1' + "0" * 400 + "}", r"temperature is 1000.*, at most 2147483647 allowed"),
         ('{"top_k": -3}', "top_k is -3, must be at least 1"),
     ],
 )
