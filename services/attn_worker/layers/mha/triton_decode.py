@@ -80,7 +80,7 @@ def choose_decode_tiles(
     sizes of heads.
     """
     is_exact = cache_dtype.itemsize > 1
-    num_programs = _programs_of_many(is_exact, group, programs_per_sm)
+    num_programs = _programs_of_many(cache_dtype, group, programs_per_sm)
     if head_dim > 256:
         return DecodeTiles(16 if dtype == torch.float32 else 32, 8, 2, num_programs)
     if dtype == torch.float32:
@@ -100,16 +100,16 @@ def choose_decode_tiles(
     return DecodeTiles(32, num_warps, 3, num_programs)
 
 
-def _programs_of_many(is_exact: bool, group: int, programs_per_sm: float) -> int:
-    """Into how many programs per SM contexts are split if they are not few.
+def _programs_of_many(cache_dtype: torch.dtype, group: int, programs_per_sm: float) -> int:
+    """Into how many programs per SM contexts are split if tiles are not those for few sequences.
 
     Over a cache of 8 bits an SM runs up to 14 programs, and many short ones leave it idle for less time in the end.
     Over 16 bits only the longest of many contexts are split, so that no program ends long after the others. With
     several heads per kv head a program reads less, and so many pieces cost more than they gain.
     """
     if group > 1:
-        return 2
-    if is_exact:
+        return 4 if cache_dtype == torch.int8 and 1 / 8 < programs_per_sm <= 3 else 2
+    if cache_dtype.itemsize > 1:
         return 2 if programs_per_sm < FEW_BELOW else 4
     if programs_per_sm < ONE_WARP_FROM_ALONE:
         return 8
