@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,26 @@ def test_completions_stand_between_prompt_and_suffix(tmp_path: Path) -> None:
     assert with_extra == tokenizer.encode(f"<|repo_name|>myproject\n{files}{text}")
     bos, *gap = prompts[0]
     assert (cut[0], cut[-len(gap) :], len(cut)) == (bos, gap, 2048 - 50)
+
+
+@pytest.mark.parametrize("extra", [[{"filename": "a" * 20_000}], [{"text": ""}] * 256])
+def test_long_names_and_many_excerpts_are_encoded_in_a_thread(
+    extra: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+
+    def encode(*arguments: Any) -> list[int]:
+        threads.append(threading.current_thread())
+        return [5]
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        monkeypatch.setattr(FillInMiddle, "encode", encode)
+        for extras, is_inline in (extra, False), ([{"text": "a"}], True):
+            body = {"input_prefix": "a", "input_suffix": "b", "n_predict": 1, "input_extra": extras}
+            assert (await client.post("/infill", json=body)).status_code == 200
+            assert (threads.pop() is threading.current_thread()) is is_inline
+
+    with_coder(tmp_path, FakeDense(lambda submit: [5]), test)
 
 
 def test_without_tokens_for_files_excerpts_are_snippets() -> None:
