@@ -47,19 +47,19 @@ class PlanReceiver:
 
     def receive(self, message: step_pb2.StepPlan) -> None:
         """Passes a plan to the engine thread. Raises `InvalidRequest`, which ends the stream."""
-        self._engine.post(self._run, *self._read(message))  # all of it at once: the thread wakes once
+        plan, received_s = self._read(message), time.perf_counter()
+        self._engine.post(self._run, plan, received_s)  # all of it at once: the thread wakes once
 
-    def run(self, message: step_pb2.StepPlan) -> StepPlan:
-        """The same on the engine thread. Returns the plan."""
-        plan, received_s = self._read(message)
+    def run(self, message: step_pb2.StepPlan, received_s: float) -> StepPlan:
+        """The same on the engine thread, of a plan that was sent at `received_s`. Returns the plan."""
+        plan = self._read(message)
         self._run(plan, received_s)
         return plan
 
-    def _read(self, message: step_pb2.StepPlan) -> tuple[StepPlan, float]:
-        """The plan, and when it was here."""
-        plan, received_s = decode_plan(message), time.perf_counter()
+    def _read(self, message: step_pb2.StepPlan) -> StepPlan:
+        plan = decode_plan(message)
         self._check(plan)
-        return plan, received_s
+        return plan
 
     def _check(self, plan: StepPlan) -> None:
         lanes, max_num_tokens = list(self._attachment.channels), self._attachment.max_num_tokens

@@ -364,7 +364,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             try:
                 rehearsal = engine.rehearsal
                 if message:
-                    plan = receiver.run(step_pb2.StepPlan.FromString(message))
+                    plan = receiver.run(step_pb2.StepPlan.FromString(message), link.sent_s)
                     if rehearsal is not None:
                         rehearsal.note(message, plan)
                 elif rehearsal is not None and (old := rehearsal.read()) is not None:  # an empty one announces another

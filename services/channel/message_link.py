@@ -14,6 +14,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +24,7 @@ from typing import Self
 from services.channel.shm_cleanup import LINK_SUFFIX, NAME_PREFIX, SHM_DIR
 from services.common.errors import PeerError
 
-_LENGTH = struct.Struct("!I")  # of a message, in front of it
+_HEADER = struct.Struct("!Id")  # in front of a message: its bytes, and when it was sent
 
 
 class LinkOffer:
@@ -69,6 +70,8 @@ class MessageLink:
     def __init__(self, connected: socket.socket, max_message_bytes: int) -> None:
         """Takes the socket."""
         connected.setblocking(True)
+        # When the message that was read last was sent: on `time.perf_counter`, one clock for all processes of a host.
+        self.sent_s = 0.0
         self._socket = connected
         self._max_message_bytes = max_message_bytes
         self._sending = threading.Lock()
@@ -101,7 +104,7 @@ class MessageLink:
             raise PeerError(f"a message has {len(message)} bytes, the limit is {self._max_message_bytes}")
         try:
             with self._sending:
-                self._send(memoryview(_LENGTH.pack(len(message)) + message))
+                self._send(memoryview(_HEADER.pack(len(message), time.perf_counter()) + message))
         except OSError as error:
             self.close()  # a part of the message may have been sent
             raise PeerError(f"no message to the other worker: {error}") from error
@@ -191,12 +194,12 @@ class MessageLink:
 
     def _read_message(self) -> bytes | None:
         """None: an end is closed."""
-        header = self._read(_LENGTH.size)
+        header = self._read(_HEADER.size)
         if not header:
             return None
-        if len(header) < _LENGTH.size:
-            raise OSError("its length breaks off")
-        [num_bytes] = _LENGTH.unpack(header)
+        if len(header) < _HEADER.size:
+            raise OSError("its header breaks off")
+        num_bytes, self.sent_s = _HEADER.unpack(header)
         if num_bytes > self._max_message_bytes:
             raise OSError(f"it has {num_bytes} bytes")
         message = self._read(num_bytes)

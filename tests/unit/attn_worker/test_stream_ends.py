@@ -167,7 +167,7 @@ def test_a_plan_that_is_too_large_for_the_link_ends_the_stream(tmp_path: Path) -
         async with attention_worker(tmp_path) as (_, stub):
             plans, _ = await open_one(stub, await attach(stub, takes_plan_link=True))
             assert plans.link is not None
-            plans.link._socket.sendall(struct.pack("!i", MAX_PLAN_BYTES + 1))  # its length comes first
+            plans.link._socket.sendall(struct.pack("!Id", MAX_PLAN_BYTES + 1, 0.0))  # its length comes first
             assert await plans.call.code() is grpc.StatusCode.UNAVAILABLE
             assert str(MAX_PLAN_BYTES) in await plans.call.details()
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,11 @@ def fail(error: PeerError) -> None:
     raise error  # in the receiving thread, which pytest turns into a warning
 
 
+def header(num_bytes: int) -> bytes:
+    """What comes in front of a message of so many bytes."""
+    return struct.pack("!Id", num_bytes, 0.0)
+
+
 def test_messages_arrive_whole_and_in_order_in_both_directions(ends: tuple[MessageLink, MessageLink]) -> None:
     messages = [secrets.token_bytes(size) for size in (0, 1, 100, 70_000, MAX_BYTES, 3)]
     for sender, receiver in (ends, ends[::-1]):
@@ -98,7 +104,7 @@ def test_messages_arrive_whole_however_their_bytes_come(ends: tuple[MessageLink,
     messages = [b"", b"one", secrets.token_bytes(900), b"", b"end"]
     received: queue.Queue[bytes] = queue.Queue()
     ends[1].receive(received.put, fail)
-    content = b"".join(struct.pack("!I", len(each)) + each for each in messages)
+    content = b"".join(header(len(each)) + each for each in messages)
     for start in range(0, len(content), num_bytes):
         ends[0]._socket.sendall(content[start : start + num_bytes])
         time.sleep(0)  # so that not all of it is read at once
@@ -147,6 +153,17 @@ def test_nobody_waits_for_a_peer_that_does_not_read_yet(ends: tuple[MessageLink,
         assert [received.get(timeout=TEST_LIMIT_S) for _ in expected] == expected
 
 
+def test_a_message_says_when_it_was_sent_however_late_it_is_read(ends: tuple[MessageLink, MessageLink]) -> None:
+    times = [time.perf_counter()]
+    for _ in range(2):
+        ends[0].send(b"a plan")
+        times.append(time.perf_counter())
+    sent: queue.Queue[float] = queue.Queue()
+    ends[1].receive(lambda message: sent.put(ends[1].sent_s), fail)
+    for before, after in pairwise(times):
+        assert before <= sent.get(timeout=TEST_LIMIT_S) <= after
+
+
 def test_messages_stay_in_order_when_some_have_no_room_at_once(ends: tuple[MessageLink, MessageLink]) -> None:
     received: queue.Queue[bytes] = queue.Queue()
     ends[1].receive(received.put, fail)
@@ -189,8 +206,8 @@ def test_a_signal_within_a_message_breaks_it_off_nowhere(ends: tuple[MessageLink
         thread = ends[1]._receiver
         assert thread is not None and thread.ident is not None
         message = secrets.token_bytes(9)
-        content = struct.pack("!I", len(message)) + message
-        for start, end in ((0, 2), (2, 8), (8, len(content))):
+        content = header(len(message)) + message
+        for start, end in ((0, 2), (2, 16), (16, len(content))):
             ends[0]._socket.sendall(content[start:end])
             for _ in range(50):
                 signal.pthread_kill(thread.ident, signal.SIGUSR1)
@@ -212,8 +229,8 @@ def test_a_message_that_is_too_large_is_refused_with_both_numbers(ends: tuple[Me
 
 @pytest.mark.parametrize(
     "content",
-    [struct.pack("!I", MAX_BYTES + 1), struct.pack("!I", 9) + b"half", b"\0\0"],
-    ids=["too large", "breaks off", "its length breaks off"],
+    [header(MAX_BYTES + 1), header(9) + b"half", b"\0\0"],
+    ids=["too large", "breaks off", "its header breaks off"],
 )
 def test_a_message_that_cannot_be_read_is_reported_with_the_limit(
     ends: tuple[MessageLink, MessageLink], content: bytes

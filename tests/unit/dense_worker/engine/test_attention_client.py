@@ -162,7 +162,7 @@ def test_an_answer_that_is_too_large_ends_the_attachment(ends: tuple[MessageLink
         attachment: Any = SimpleNamespace(epoch=1, attachment_id=1, link=own)
         client = make_client(Attention("nothing comes by the stream"))
         serving = asyncio.create_task(client._serve(attachment, Listener(), Watcher()))
-        peer._socket.sendall(struct.pack("!i", (1 << 20) + 1))  # its length comes first
+        peer._socket.sendall(struct.pack("!Id", (1 << 20) + 1, 0.0))  # its length comes first
         end = await serving
         assert end.is_crash and str(1 << 20) in end.reason
 
