@@ -44,7 +44,7 @@ class BackgroundResponses:
             raise InvalidRequest(f"the response {form.response_id} is running already", REQUEST_ID_HEADER)
         stored, started = form.running(), asyncio.Event()
         task = self._tasks[key] = asyncio.create_task(self._run(key, message, form, caller, held, stored, started))
-        task.add_done_callback(lambda _: self._forget(key))
+        task.add_done_callback(lambda ended: self._forget(key, ended))
         starting = asyncio.create_task(started.wait())
         try:
             await asyncio.wait({task, starting}, return_when=asyncio.FIRST_COMPLETED)
@@ -110,6 +110,8 @@ class BackgroundResponses:
             finally:  # also if it is cancelled again meanwhile
                 held.release()
 
-    def _forget(self, key: _Key) -> None:
+    def _forget(self, key: _Key, ended: asyncio.Task[None]) -> None:
         del self._tasks[key]
         self._started.pop(key, None)
+        if not ended.cancelled():
+            ended.exception()  # its client, who would be told of it, may have gone away

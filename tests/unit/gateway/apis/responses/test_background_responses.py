@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
-from services.pb import dense_pb2
+from services.gateway.apis.responses.background import BackgroundResponses
+from services.gateway.apis.responses.response_store import StoredResponse
+from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
+from services.pb import dense_pb2, gateway_pb2
 from tests.support.clients.gateway_calls import EOS, ids
 from tests.support.clients.http_clients import async_client
 from tests.support.clients.http_gateway import MODEL
@@ -177,3 +182,24 @@ def test_what_runs_holds_memory_for_all_that_it_came_with_until_it_ends(tmp_path
 
     limits: Any = {"max_held_bytes": 2_000_000, "max_held_wait_s": 0.2}
     with_api(tmp_path, dense_of(ids(" a") * LONG), test, store_responses=True, **limits)
+
+
+def test_a_refusal_whose_client_has_gone_is_no_error_of_the_server() -> None:
+    async def test() -> None:
+        unhandled: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+        background: Any = BackgroundResponses(SimpleNamespace(heavy_work=None))  # type: ignore[arg-type]
+        form = SimpleNamespace(response_id="resp_1", running=lambda: StoredResponse(b"{}", (), b"[]"))
+        caller = SimpleNamespace(key=None, client_id=1)
+        held = HeldMemory(MemoryBudget(max_bytes=10), 1)
+        client = asyncio.create_task(background.start(gateway_pb2.GenerateRequest(prompt="Hi"), form, caller, held))
+        await asyncio.sleep(0)  # the request has a task
+        client.cancel()
+        await asyncio.wait({client})
+        await until(lambda: not background._tasks)
+        assert client.cancelled()
+        del client  # which refers to the request's task
+        gc.collect()
+        assert not unhandled
+
+    asyncio.run(test())
