@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from services.common.token_logprobs import TokenLogprobs
 from services.gateway.apis.openai.answer_objects import FinishReasonName
@@ -44,7 +44,7 @@ class ChatFormat(OpenAIFormat):
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         super().__init__(service, body, kind, f"chatcmpl-{request_id}")
         self._body = body
-        self.param_names = _param_names(body)
+        self.param_names = _param_names(body) | {"request_id": body.source_of(request_id)}
         self._lead = _last_of_assistant(body) if body.echo else ""
         self._is_named = isinstance(body.tool_choice, NamedToolChoice)
         self._must_call = self._is_named or body.tool_choice in ("required", "any")
@@ -190,7 +190,7 @@ def _piece(index: int, delta: Delta) -> ChunkChoice:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _param_names(body: ChatRequest) -> Mapping[str, str]:
+def _param_names(body: ChatRequest) -> dict[str, str]:
     """Some fields have two names, of which the request has one."""
     names = dict(PARAM_NAMES)
     if body.max_completion_tokens is not None:

@@ -16,7 +16,6 @@ from services.gateway.apis.openai.format import OpenAIFormat
 from services.gateway.apis.openai.logprobs import LegacyLogprobsBuilder
 from services.gateway.core.chunks import Chunk, Completion, Prompt
 from services.gateway.core.request_service import RequestService
-from services.gateway.http.headers import REQUEST_ID_HEADER
 
 
 class CompletionFormat(OpenAIFormat):
@@ -24,7 +23,7 @@ class CompletionFormat(OpenAIFormat):
 
     def __init__(self, service: RequestService, body: CompletionRequest, request_id: str) -> None:
         length = "max_tokens" if body.n_predict is None else "n_predict"
-        names = {"prompt_token_ids": "prompt", "request_id": REQUEST_ID_HEADER, "max_tokens": length}
+        names = {"prompt_token_ids": "prompt", "request_id": body.source_of(request_id), "max_tokens": length}
         self.param_names: Mapping[str, str] = names
         super().__init__(service, body, "text_completion", f"cmpl-{request_id}")
         self._body = body

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from services.common.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES, NUMBERS
 from services.gateway.apis.shared.request_model import CountOrAll, Int32, Int64, RequestModel, UInt32, at_most
-from services.gateway.http.headers import MAX_CHARACTERS_OF_BODY, fault_in, name_by_body
+from services.gateway.http.headers import MAX_CHARACTERS_OF_BODY, REQUEST_ID_HEADER, fault_in, name_by_body
 from services.gateway.request.generation_request import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_TOKENS
 
 MAX_METADATA = 16  # OpenAI's limit
@@ -103,6 +103,11 @@ class NamedFields(RequestModel):
 
     def name_request(self, request: Request) -> None:
         name_by_body(request.scope, self.rid if self.request_id is None else self.request_id)
+
+    def source_of(self, request_id: str) -> str:
+        """The field or header that has given this name."""
+        given: dict[str | None, str] = {self.rid: "rid", self.request_id: "request_id"}
+        return given.get(request_id, REQUEST_ID_HEADER)
 
 
 class IgnoredFields(RequestModel):

@@ -45,6 +45,25 @@ def test_a_body_may_name_its_request_and_the_header_wins(tmp_path: Path) -> None
     with_client(tmp_path, dense, test)
 
 
+def test_a_name_in_use_is_refused_with_the_field_that_gave_it(tmp_path: Path) -> None:
+    bodies = {"/v1/completions": {"prompt": "Tell me"}, "/v1/chat/completions": {"messages": USER}}
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        running = {"prompt": "Tell me", "max_tokens": 1500, "stream": True, "request_id": "busy"}
+        async with client.stream("POST", "/v1/completions", json=running):
+            await until(lambda: len(dense.running) == 1)
+            for path, body in bodies.items():
+                for field in ("request_id", "rid"):
+                    check_error(
+                        await client.post(path, json=body | {field: "busy"}), 400, field, f"{field} 'busy' is in"
+                    )
+                answer = await client.post(path, json=body | {"rid": "free"}, headers={"x-request-id": "busy"})
+                check_error(answer, 400, "x-request-id", "x-request-id 'busy' is in use")
+
+    dense = FakeDense(lambda submit: ids(" a") * 5000, step_s=0.002)
+    with_client(tmp_path, dense, test)
+
+
 def test_a_completion_has_openais_format(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         response = await client.post(
