@@ -64,10 +64,13 @@ def stored_response_routes(
         if not _find(response_id, request).is_background:
             raise InvalidRequest("Cannot cancel a synchronous response. Only one in the background can be", None)
         await background.cancel(owner_of(request.state.caller), response_id)
-        return Response(_find(response_id, request).response, media_type="application/json")
+        return Response(_get(response_id, request).response, media_type="application/json")
 
     def _find(response_id: str, request: Request) -> StoredResponse:
         service.count_requests(1, request.state.caller)
+        return _get(response_id, request)
+
+    def _get(response_id: str, request: Request) -> StoredResponse:
         if store is None:
             raise NotFound(
                 f"Response with id {quote(response_id)} not found: this server stores none (gateway.store_responses)",

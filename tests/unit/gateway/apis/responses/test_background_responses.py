@@ -203,3 +203,16 @@ def test_a_refusal_whose_client_has_gone_is_no_error_of_the_server() -> None:
         assert not unhandled
 
     asyncio.run(test())
+
+
+def test_a_cancel_is_one_request_of_the_clients_limit(tmp_path: Path) -> None:
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        ann = {"extra_headers": {"authorization": bearer("ann")}}
+        begun = await api.responses.create(model=MODEL, input="Hi", background=True, max_output_tokens=1500, **ann)
+        assert (await api.responses.cancel(begun.id, **ann)).status == "cancelled"
+        assert (await api.responses.retrieve(begun.id, **ann)).status == "cancelled"
+        with pytest.raises(openai.RateLimitError, match="used up its 3 requests a minute"):
+            await api.responses.retrieve(begun.id, **ann)
+
+    options = {"store_responses": True, "api_keys_file": keys_file(tmp_path, "requests_per_minute = 3")}
+    with_api(tmp_path, dense_of(ids(" a") * LONG), test, **options)
