@@ -30,6 +30,7 @@ class Source(Feature):
 
     name = "source"
     field = "sound"
+    goes_with_beams = True
 
     def read(self, message: gateway_pb2.GenerateRequest, vocab_size: int) -> bytes | None:
         """Nothing: the prompt has not been tokenized yet."""

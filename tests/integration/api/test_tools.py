@@ -55,7 +55,7 @@ def test_whatever_the_model_wants_it_writes_a_valid_call(api: openai.OpenAI, cho
         whole = api.chat.completions.create(**GIVEN, **options)
         [call] = whole.choices[0].message.tool_calls[:1]
         jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
-        assert whole.choices[0].message.content is None
+        assert not whole.choices[0].message.content
         with api.chat.completions.stream(**GIVEN, **options) as stream:
             streamed = stream.get_final_completion().choices[0].message
         assert [each.function.arguments for each in streamed.tool_calls] == [
