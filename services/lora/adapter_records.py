@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -70,9 +69,13 @@ class AdapterRecords:
     def _remove_abandoned(self) -> None:
         """Removes what processes have left that were killed within `write`."""
         for file in self._directory.glob(f"{NEW_PREFIX}*"):
-            with contextlib.suppress(FileNotFoundError):  # it has just been renamed
+            try:
                 if time.time() - file.stat().st_mtime > MAX_WRITE_S:
                     file.unlink()
+            except FileNotFoundError:  # it has just been renamed
+                pass
+            except OSError as error:  # of another user: no reason to write none
+                log.warning("a part of an adapter's record cannot be removed", file=str(file), reason=str(error))
 
     def _file(self, owner: str, name: str) -> Path:
         prefix = f"{_hash(owner)}-" if owner else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,9 +31,14 @@ class HiddenStatesList(JsonPieces):
         yield from rows[self.num_prompt_tokens :]
 
     @property
-    def last(self) -> list[float]:
-        """The row of the answer's last token that was computed; empty if there is only the prompt."""
-        return self.rows.array()[-1].tolist() if self.rows.num_rows > self.num_prompt_tokens else []
+    def last(self) -> list[float | None]:
+        """The row of the answer's last token that was computed; empty if there is only the prompt.
+
+        None in place of a value that is no number, as JSON has none for it.
+        """
+        if self.rows.num_rows <= self.num_prompt_tokens:
+            return []
+        return [value if math.isfinite(value) else None for value in self.rows.array()[-1].tolist()]
 
     def json_pieces(self) -> Iterator[bytes]:
         for index, row in enumerate(self.rows.array()):

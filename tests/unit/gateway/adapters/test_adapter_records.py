@@ -20,7 +20,7 @@ from services.gateway.adapters.adapters import Adapters
 from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.request.model_names import ModelNames
 from services.lora.adapter import Adapter
-from services.lora.adapter_records import DIRECTORY, AdapterRecords
+from services.lora.adapter_records import DIRECTORY, NEW_PREFIX, AdapterRecords
 from services.lora.shapes import adapted_shapes
 from tests.support.adapters import make_adapter
 
@@ -157,3 +157,20 @@ def test_what_a_process_has_left_that_was_killed_while_it_wrote_is_removed(
     os.utime(left, (0, 0))
     records.write("", "y", Path("b"))
     assert not left.exists() and records.read() == [("", "y", "b")]
+
+
+def test_what_cannot_be_removed_keeps_no_record_from_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    records = AdapterRecords(tmp_path)
+    records.write("", "x", Path("a"))
+    left = tmp_path / DIRECTORY / f"{NEW_PREFIX}of-another-user"
+    left.touch()
+    os.utime(left, (0, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refused)
+        records.write("", "y", Path("b"))
+    assert records.read() == [("", "x", "a"), ("", "y", "b")]
