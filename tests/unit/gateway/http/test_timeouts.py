@@ -185,12 +185,19 @@ def test_a_body_gets_no_408_while_it_waits_for_memory(tmp_path: Path) -> None:
     run(body())
 
 
-@pytest.mark.parametrize("sends_all", [True, False], ids=["whole body", "part of the body"])
-@pytest.mark.parametrize("resets", [True, False], ids=["reset", "closed"])
+@pytest.mark.parametrize(
+    ("resets", "num_sent"),
+    [(True, 2_000_000), (True, 300_000), (False, 100_000)],
+    ids=["reset after the whole body", "reset within it", "closed within it"],
+)
 def test_a_client_that_leaves_while_its_body_waits_for_memory_frees_its_place_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, sends_all: bool, resets: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, resets: bool, num_sent: int
 ) -> None:
-    """Nobody gets memory meanwhile, and nothing of its connection is read."""
+    """Nobody gets memory meanwhile, and nothing of its connection is read.
+
+    So the end of a connection that is closed, which comes behind what was sent, is seen if that has room in the
+    system's buffer; a reset is seen in any case.
+    """
     data = json.dumps({"prompt": "Hello"}).encode() + b" " * 1_000_000
     large = request_bytes("/v1/completions", data, {"host": "localhost"})
 
@@ -213,7 +220,7 @@ def test_a_client_that_leaves_while_its_body_waits_for_memory_frees_its_place_at
             await until(lambda: len(dense.running) == 1)
             for _ in range(3):  # each has the only place
                 _, leaving = await asyncio.open_connection("127.0.0.1", port)
-                leaving.write(large if sends_all else large[:300_000])
+                leaving.write(large[:num_sent])
                 await until(lambda: budget.num_waiting == 1)
                 if resets:
                     linger = struct.pack("ii", 1, 0)
