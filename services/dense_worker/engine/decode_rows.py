@@ -80,13 +80,13 @@ class DecodeRows:
     num_known: int64, tokens of the prompt, and of the output as far as it is here
     ends: int64, the number of computed tokens after which no further one is needed
     num_of_client: rows by client
-    forms: what knows some next tokens of a sequence, see `SequenceFeature.forces_tokens`; mostly no row has that
+    forced_by: what knows some next tokens of a sequence, see `SequenceFeature.forces_tokens`; mostly no row has that
     """
 
     def __init__(self) -> None:
         self.version = 0  # changes whenever a sequence enters or leaves
         self.num_of_client = Counter[Client]()
-        self.forms: dict[Sequence, SequenceFeature] = {}
+        self.forced_by: dict[Sequence, SequenceFeature] = {}
         self._order = np.zeros(0, np.int64)  # the slots in the order of the queue
         self._in_order: list[Sequence] = []  # their sequences
         self._stop_counts = Counter[int]()  # how many rows a token ends
@@ -126,8 +126,8 @@ class DecodeRows:
         self._order = np.concatenate((self._order[:index], (slot,), self._order[index:]))
         self.num_of_client[sequence.spec.client_id] += 1
         self._stop_counts.update(sequence.spec.stop_token_ids)
-        if (form := sequence.forced_by) is not None:
-            self.forms[sequence] = form
+        if (feature := sequence.forced_by) is not None:
+            self.forced_by[sequence] = feature
 
     def leave(self, sequence: Sequence) -> None:
         """Takes the row away: the sequence has its counts itself again."""
@@ -144,7 +144,7 @@ class DecodeRows:
         assert self._in_order.pop(index) is sequence
         self._order = np.concatenate((self._order[:index], self._order[index + 1 :]))
         _subtract(self.num_of_client, sequence.spec.client_id)
-        self.forms.pop(sequence, None)
+        self.forced_by.pop(sequence, None)
         for token_id in sequence.spec.stop_token_ids:
             _subtract(self._stop_counts, token_id)
 

@@ -75,7 +75,7 @@ class StepPlanner:
         session = self._session
         session.lanes[self._lane].short_caches.clear()
         step = PlanBuilder(self._limits.max_num_batched_tokens, self._limits.max_num_seqs, session.rows.none)
-        slow = [each for each, form in session.rows.forms.items() if form.host_s > SLOW_S]
+        slow = [each for each, feature in session.rows.forced_by.items() if feature.host_s > SLOW_S]
         if slow and sum(map(_host_s, [*slow, *session.others])) > MAX_HOST_S:  # they take turns
             for sequence in slow:
                 session.leave_row(sequence)
