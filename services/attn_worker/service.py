@@ -21,7 +21,7 @@ from services.attn_worker.cache.make_spec import StepLimits
 from services.attn_worker.kv_events.kv_events import KVEvents
 from services.attn_worker.layers.select import select_backend
 from services.attn_worker.servicer import AttentionServicer
-from services.channel.shm_cleanup import remove_stale_regions
+from services.channel.region import remove_stale_regions
 from services.common.child_options import ChildOptions
 from services.common.config import AttentionSection, Config
 from services.common.errors import CapacityError

@@ -22,8 +22,7 @@ from services.attn_worker.plan_receiver import PlanReceiver, PutAnswer
 from services.channel import Channel, ChannelSpec
 from services.channel.factory import create_channel
 from services.channel.message_link import LinkOffer
-from services.channel.region import shared_memory_id
-from services.channel.shm_cleanup import SHM_DIR, remove_stale_regions
+from services.channel.region import SHM_DIR, remove_stale_regions, shared_memory_id
 from services.common.attention.learned import Learned
 from services.common.errors import CapacityError, InvalidRequest, PeerError, StaleEpoch, ends_process
 from services.common.process import resident_bytes

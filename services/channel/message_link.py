@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from services.channel.shm_cleanup import LINK_SUFFIX, NAME_PREFIX, SHM_DIR
+from services.channel.region import LINK_SUFFIX, NAME_PREFIX, SHM_DIR
 from services.common.errors import PeerError
 
 _HEADER = struct.Struct("!Id")  # in front of a message: its bytes, and when it was sent

@@ -20,10 +20,13 @@ from pathlib import Path
 from typing import Self
 
 from services.channel import ChannelAborted
-from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
 from services.common.errors import CapacityError, PeerError, StaleEpoch
 from services.common.process import is_ending
 
+SHM_DIR = Path("/dev/shm")
+NAME_PREFIX = "twostroke-"
+FIRST_LANE = 0
+LINK_SUFFIX = "-plans"  # of sockets, see `message_link`
 HEADER_BYTES = 4096
 # The header consists of 64-bit words. Words that different processes write lie on separate cache lines.
 WORD_BYTES = 8
@@ -226,6 +229,35 @@ def abort_regions_of(pid: int) -> None:
     for _, words in _headers():
         if process in (words[_OWNER], words[_PEER]):
             _abort(words)
+
+
+def remove_stale_regions() -> list[str]:
+    """Removes regions and sockets whose creator is dead and returns their names.
+
+    Each region is aborted before: another launcher's, which has not seen the death yet, will not find it.
+    """
+    removed = []
+    for path in SHM_DIR.glob(f"{NAME_PREFIX}*"):
+        try:
+            file = os.open(path, os.O_RDWR)
+        except OSError:
+            continue  # another user's, or just removed
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(OSError, ValueError), _header_of(path) as words:  # just removed, or cut short
+                _abort(words)
+            path.unlink(missing_ok=True)  # its creator, or another cleanup, may have removed it already
+            removed.append(path.name)
+        except BlockingIOError:
+            pass  # its creator lives
+        finally:
+            os.close(file)
+    for path in SHM_DIR.glob(f"{NAME_PREFIX}*{LINK_SUFFIX}"):  # they have no lock, but exist beside a region only
+        if not path.with_name(f"{path.name.removesuffix(LINK_SUFFIX)}-{FIRST_LANE}").exists():
+            with contextlib.suppress(OSError):  # another user's, or just removed
+                path.unlink()
+                removed.append(path.name)
+    return removed
 
 
 def unread_flags_of(pid: int) -> dict[str, list[int]]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from services.channel.shm_cleanup import SHM_DIR
+from services.channel.region import SHM_DIR
 from services.common.config import Config
 from services.common.errors import CapacityError, ConfigError, ModelError
 from services.common.max_model_len import check_max_model_len, read_shape

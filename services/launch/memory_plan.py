@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from services.channel.shm_cleanup import SHM_DIR
+from services.channel.region import SHM_DIR
 from services.common.batch_buckets import batch_buckets, chunk_buckets, token_buckets
 from services.common.config import Config
 from services.common.errors import CapacityError, ConfigError

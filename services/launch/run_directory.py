@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from services.channel.shm_cleanup import SHM_DIR
+from services.channel.region import SHM_DIR
 
 NAME_PREFIX = "twostroke-run-"
 HIDDEN_PREFIX = f".{NAME_PREFIX}"  # in shared memory, where the names of the workers' regions begin alike

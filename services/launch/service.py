@@ -15,7 +15,7 @@ from typing import Any
 
 import structlog
 
-from services.channel.shm_cleanup import SHM_DIR, remove_stale_regions
+from services.channel.region import SHM_DIR, remove_stale_regions
 from services.common.config import Config, add_api_key, service_manager_of_environment
 from services.common.encoders.encoder_types import is_encoder
 from services.common.errors import PeerError

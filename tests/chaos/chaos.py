@@ -17,7 +17,7 @@ from random import Random
 
 import httpx2
 
-from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
+from services.channel.region import NAME_PREFIX, SHM_DIR
 from services.pb import gateway_pb2, launch_pb2
 from tests.chaos.cases import Cancelled, draw_messages, draw_search, seen_over, send, transports
 from tests.chaos.drafts import speculation_settings

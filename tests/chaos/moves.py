@@ -26,7 +26,7 @@ from random import Random
 
 import grpc
 
-from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
+from services.channel.region import NAME_PREFIX, SHM_DIR
 from services.common.config import EMBEDDED_MODEL
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, gateway_pb2, launch_pb2
 from tests.chaos.cases import GRPC, Cancelled, draw_messages, draw_search, send

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import grpc
 
-from services.channel.shm_cleanup import FIRST_LANE, LINK_SUFFIX, NAME_PREFIX, SHM_DIR
+from services.channel.region import FIRST_LANE, LINK_SUFFIX, NAME_PREFIX, SHM_DIR
 from services.pb import (
     attn_pb2,
     attn_pb2_grpc,

@@ -20,7 +20,7 @@ from services.attn_worker.cache.tiers.block_copier import CpuBlockCopier
 from services.attn_worker.cache.tiers.cuda_block_copier import CudaBlockCopier
 from services.attn_worker.cache.tiers.pinned_file import PinnedFile
 from services.attn_worker.cache.tiers.region import TierRegion
-from services.channel.shm_cleanup import SHM_DIR
+from services.channel.region import SHM_DIR
 from tests.gpu.gpu_cluster import DEVICE, gpu_cluster
 from tests.support.clients.streams import collect_all
 from tests.support.cluster import free_port, request

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from services.channel.shm_cleanup import SHM_DIR
+from services.channel.region import SHM_DIR
 from services.launch.run_directory import live_directories, remove_stale_directories, run_directory
 from tests.support.cluster import (
     NO_STANDBYS,

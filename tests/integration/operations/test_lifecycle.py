@@ -16,7 +16,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from services.channel.shm_cleanup import SHM_DIR
+from services.channel.region import SHM_DIR
 from services.common.config import EMBEDDED_MODEL
 from services.pb import gateway_pb2_grpc
 from tests.support.cluster import (

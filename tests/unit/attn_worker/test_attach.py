@@ -23,7 +23,7 @@ from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.servicer import AttentionServicer
 from services.channel import Channel
-from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
+from services.channel.region import NAME_PREFIX, SHM_DIR
 from services.common.config import AttentionSection, ModelSection
 from services.common.errors import CapacityError, ConfigError, DeviceError, InvalidRequest, PeerError
 from services.common.families.shape import GatedDelta, RelativeBias

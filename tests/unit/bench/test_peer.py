@@ -15,7 +15,7 @@ from bench import handoff
 from bench.gpu import peer
 from bench.gpu.peer import MAX_STEPS_AHEAD, DeviceWait, ParentProcess, PeerProcess, closing, replay_steps
 from services.channel import Channel, ChannelAborted, ChannelTimeout
-from services.channel.shm_cleanup import SHM_DIR
+from services.channel.region import SHM_DIR
 from services.common.errors import PeerError
 
 

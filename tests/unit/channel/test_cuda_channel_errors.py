@@ -18,8 +18,7 @@ import pytest
 import torch
 
 from services.channel import ChannelSpec, Flag
-from services.channel.region import HEADER_BYTES, SharedRegion
-from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
+from services.channel.region import HEADER_BYTES, NAME_PREFIX, SHM_DIR, SharedRegion
 from services.common.errors import CapacityError, ConfigError, DeviceError, PeerError
 
 EPOCH = 0x5EA1_ED5E_0000_0003

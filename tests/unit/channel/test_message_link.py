@@ -21,10 +21,9 @@ from pathlib import Path
 
 import pytest
 
-from services.channel import message_link, region, shm_cleanup
+from services.channel import message_link, region
 from services.channel.message_link import LinkOffer, MessageLink
-from services.channel.region import SharedRegion
-from services.channel.shm_cleanup import remove_stale_regions
+from services.channel.region import SharedRegion, remove_stale_regions
 from services.common.engine_thread import EngineThread
 from services.common.errors import PeerError
 
@@ -36,7 +35,7 @@ MAX_BYTES = 1 << 20
 def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """In place of /dev/shm, where a server that starts meanwhile would clean up. Names of sockets must be short."""
     with tempfile.TemporaryDirectory(prefix="link-", dir="/tmp") as name:
-        for module in (message_link, region, shm_cleanup):
+        for module in (message_link, region):
             monkeypatch.setattr(module, "SHM_DIR", Path(name))
         yield Path(name)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.channel.shm_cleanup import LINK_SUFFIX, NAME_PREFIX
+from services.channel.region import LINK_SUFFIX, NAME_PREFIX
 from tests.support import cluster
 from tests.support.cluster import assert_nothing_left, stale_regions
 

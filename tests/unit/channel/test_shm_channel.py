@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from services.channel import ChannelAborted, ChannelSpec, ChannelTimeout, Flag, region, shm, shm_cleanup
+from services.channel import ChannelAborted, ChannelSpec, ChannelTimeout, Flag, region, shm
+from services.channel.region import SHM_DIR, remove_stale_regions
 from services.channel.shm import ShmChannel
-from services.channel.shm_cleanup import SHM_DIR, remove_stale_regions
 from services.common.errors import CapacityError, PeerError, StaleEpoch
 
 SPEC = ChannelSpec(max_tokens=8, qkv_size=12, attn_size=4, dtype=torch.bfloat16)
@@ -163,12 +163,12 @@ def test_too_little_shared_memory_is_an_error_with_its_size() -> None:
 @pytest.fixture
 def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of shared memory in the test: a cleanup finds no regions of other tests there."""
-    for module in (region, shm_cleanup):
-        monkeypatch.setattr(module, "SHM_DIR", tmp_path)
+    monkeypatch.setattr(region, "SHM_DIR", tmp_path)
     return tmp_path
 
 
-def test_only_regions_of_dead_processes_are_removed(own_directory: Path) -> None:
+def test_only_regions_of_dead_processes_are_removed_and_first_aborted(own_directory: Path) -> None:
+    """Their launcher may not have seen the death yet, and would not find them any more."""
     code = (
         "import sys, time, torch\n"
         "from pathlib import Path\n"
@@ -184,11 +184,17 @@ def test_only_regions_of_dead_processes_are_removed(own_directory: Path) -> None
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     name = process.stdout.readline().strip()
+    peer = ShmChannel.map(name.encode(), SPEC, EPOCH, 2, wait_timeout_s=20.0)
     assert remove_stale_regions() == [], "both creators live"
     process.kill()
     process.wait()
     process.stdout.close()
+    peer.check()
     assert remove_stale_regions() == [name]
+    with pytest.raises(ChannelAborted):
+        peer.check()
+    owner.check()
+    peer.close()
     assert [path.name for path in own_directory.iterdir()] == [owner.handle.decode()]
     owner.close()
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from services.channel import ChannelAborted, ChannelSpec
-from services.channel.region import _OWNER, ABORT_WORD, WORD_BYTES, _process_word, abort_regions_of
+from services.channel.region import _OWNER, ABORT_WORD, SHM_DIR, WORD_BYTES, _process_word, abort_regions_of
 from services.channel.shm import ShmChannel
-from services.channel.shm_cleanup import SHM_DIR
 from services.common.errors import StaleEpoch
 from services.dense_worker.runner.cuda_model_runner import _Launched
 

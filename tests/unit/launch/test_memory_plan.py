@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from services.attn_worker.cache.make_spec import StepLimits, make_cache_spec
-from services.channel.shm_cleanup import NAME_PREFIX, SHM_DIR
+from services.channel.region import NAME_PREFIX, SHM_DIR
 from services.common.config import EMBEDDED_MODEL, Config, load_config
 from services.common.errors import CapacityError, ConfigError, ModelError
 from services.common.model_config import load_model_config

@@ -27,7 +27,7 @@ import torch
 
 from services.attn_worker.cache.tiers.pinned_file import PinnedFile
 from services.channel import align_up
-from services.channel.shm_cleanup import SHM_DIR
+from services.channel.region import SHM_DIR
 from services.common.errors import CapacityError, ConfigError
 
 log = structlog.get_logger()

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from services.channel import ChannelAborted, ChannelSpec, Flag, qkv_flag, rows_of_layer
+from services.channel.region import SHM_DIR
 from services.channel.shm import ShmChannel
-from services.channel.shm_cleanup import SHM_DIR
 from services.dense_worker.attention_workers.joined_channel import JoinedChannel, LayerSizes
 
 SPEC = ChannelSpec(max_tokens=8, qkv_size=6, attn_size=4, dtype=torch.float32)
