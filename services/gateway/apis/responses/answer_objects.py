@@ -62,7 +62,7 @@ class ResponseObject(TypedDict):
     created_at: int
     completed_at: int | None
     status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
-    background: Literal[False]
+    background: bool
     error: ResponseError | None
     incomplete_details: IncompleteDetails | None
     frequency_penalty: float

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Hashable
 
 from services.common.errors import AbortedByCaller, InvalidRequest
 from services.gateway.access.access import Caller
 from services.gateway.apis.responses.answer_objects import ResponseObject
+from services.gateway.apis.responses.event_log import EventLog
 from services.gateway.apis.responses.format import ResponsesFormat
 from services.gateway.apis.responses.response_store import StoredResponse
 from services.gateway.apis.responses.stored_record import owner_of
@@ -29,20 +31,29 @@ class BackgroundResponses:
 
     def __init__(self, service: RequestService) -> None:
         self._service = service
-        self._tasks: dict[_Key, asyncio.Task[None]] = {}
+        self._tasks: dict[_Key, asyncio.Task[ResponseObject]] = {}
         self._started: dict[_Key, StoredResponse] = {}  # of those that are not refused any more
 
     async def start(
-        self, message: gateway_pb2.GenerateRequest, form: ResponsesFormat, caller: Caller, held: HeldMemory
-    ) -> ResponseObject:
-        """Starts a request; the response as it is then. Raises a `TwostrokeError` if it is refused.
+        self,
+        message: gateway_pb2.GenerateRequest,
+        form: ResponsesFormat,
+        caller: Caller,
+        of_connection: HeldMemory,
+        *,
+        is_stream: bool,
+    ) -> StoredResponse:
+        """Starts a request; what is found of it then. Raises a `TwostrokeError` if it is refused.
 
-        `held`: of the connection, which may end before the request.
+        `of_connection`: of the connection, which may end before the request. `is_stream`: keep its events.
         """
         key = owner_of(caller), form.response_id
         if key in self._tasks:
             raise InvalidRequest(f"the response {form.response_id} is running already", REQUEST_ID_HEADER)
+        held = HeldMemory(of_connection.budget, of_connection.client)
         stored, started = form.running(), asyncio.Event()
+        if is_stream:
+            stored = dataclasses.replace(stored, events=EventLog(held))
         task = self._tasks[key] = asyncio.create_task(self._run(key, message, form, caller, held, stored, started))
         task.add_done_callback(lambda ended: self._forget(key, ended))
         starting = asyncio.create_task(started.wait())
@@ -54,17 +65,19 @@ class BackgroundResponses:
             if task.cancelled():
                 raise AbortedByCaller(f"the response {form.response_id} was cancelled")
             await task  # raises why it was refused
-        return form.response("queued")
+        return stored
 
     def find(self, owner: Hashable, response_id: str) -> StoredResponse | None:
         """A response that runs; None if there is none, or it has ended."""
         return self._started.get((owner, response_id))
 
-    async def cancel(self, owner: Hashable, response_id: str) -> None:
-        """Ends a response that is running, and returns when the store knows it."""
-        if (task := self._tasks.get((owner, response_id))) is not None:
-            task.cancel()
-            await asyncio.wait({task})
+    async def cancel(self, owner: Hashable, response_id: str) -> ResponseObject | None:
+        """Ends a response that is running, and returns it when the store knows it. None: it has not run."""
+        if (task := self._tasks.get((owner, response_id))) is None:
+            return None
+        task.cancel()
+        await asyncio.wait({task})
+        return None if task.cancelled() or task.exception() is not None else task.result()
 
     async def close(self) -> None:
         """Ends all of them."""
@@ -79,13 +92,13 @@ class BackgroundResponses:
         message: gateway_pb2.GenerateRequest,
         form: ResponsesFormat,
         caller: Caller,
-        of_connection: HeldMemory,
+        held: HeldMemory,
         stored: StoredResponse,
         started: asyncio.Event,
-    ) -> None:
-        held = HeldMemory(of_connection.budget, of_connection.client)
+    ) -> ResponseObject:
+        """The response as it has ended."""
         hold_body(held)
-        generations = Generations(self._service.heavy_work)
+        generations, log = Generations(self._service.heavy_work), stored.events
         try:
             # The response is here as JSON and as objects, which have what the message has not, such as metadata.
             num_bytes = BYTES_PER_BODY_BYTE * message.ByteSize() + stored.num_bytes + len(stored.response)
@@ -94,23 +107,37 @@ class BackgroundResponses:
                 await generations.start(self._service, [message], caller)
             await form.begin([each.request.spec.prompt_token_ids for each in generations.running])
             self._started[key] = stored
+            if log is not None:
+                log.add(form.opening())
             started.set()
-            form.whole(await generations.completions())
+            if log is None:
+                return form.whole(await generations.completions())
+            while (found := await generations.next_chunk()) is not None:
+                log.add(form.chunk(*found))
+            log.add(last := form.closing())
+            return last[-1]["response"]
         except asyncio.CancelledError:
-            form.kept("cancelled")
-            raise
+            if not started.is_set():
+                raise
+            return form.kept("cancelled")
         except Exception as error:
             if not started.is_set():
                 raise
-            form.failure(error)
-            form.kept("failed")
+            failure = form.failure(error)
+            if log is not None:
+                log.add(failure)
+            return form.kept("failed")
         finally:
+            if log is not None:
+                log.end()
+                if started.is_set():
+                    form.keep_events(log)
             try:
                 await generations.close()
             finally:  # also if it is cancelled again meanwhile
                 held.release()
 
-    def _forget(self, key: _Key, ended: asyncio.Task[None]) -> None:
+    def _forget(self, key: _Key, ended: asyncio.Task[ResponseObject]) -> None:
         del self._tasks[key]
         self._started.pop(key, None)
         if not ended.cancelled():

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from services.gateway.apis.responses.answer_objects import ResponseError, ResponseObject, ResponseUsage
+from services.gateway.apis.responses.event_log import EventLog
 from services.gateway.apis.responses.output_items import Event, OutputItems
 from services.gateway.apis.responses.response_store import StoredResponse
 from services.gateway.apis.responses.schema import ResponsesRequest
@@ -99,10 +100,7 @@ class ResponsesFormat(Format):
         self._add(completion.all_deltas(), completion)
         status = self._end_status()
         self._items.end(is_cut=status == "incomplete")
-        response = self.kept(status)
-        if self._timings is not None and completion.finish is not None:
-            response = {**response, "timings": timings(completion.finish)}
-        return response
+        return self.kept(status)
 
     def failure(self, error: Exception) -> Sequence[Event]:
         """The response has failed; the items that were complete remain."""
@@ -133,6 +131,11 @@ class ResponsesFormat(Format):
             self._record.keep(response)
         return response
 
+    def keep_events(self, events: EventLog) -> None:
+        """Keeps the events of a response that was kept, too."""
+        if self._record is not None:
+            self._record.keep_events(events)
+
     def running(self) -> StoredResponse:
         """The response as a client finds it while it runs in the background. Raises `InvalidRequest`."""
         assert self._record is not None, "only stored responses run in the background"
@@ -141,7 +144,7 @@ class ResponsesFormat(Format):
     def response(self, status: Any) -> ResponseObject:
         """The response as it is now."""
         is_open = status in ("queued", "in_progress")
-        return {
+        response: ResponseObject = {
             **self._head,  # type: ignore[typeddict-item]
             "status": status,
             "completed_at": int(time.time()) if status == "completed" else None,
@@ -150,6 +153,9 @@ class ResponsesFormat(Format):
             "output": [] if is_open else self._items.items,
             "usage": None if self._finish is None else _usage(self._finish),
         }
+        if self._timings is not None and self._finish is not None:
+            response["timings"] = timings(self._finish)
+        return response
 
 
 def _head(service: RequestService, body: ResponsesRequest, request_id: str, *, is_stored: bool) -> dict[str, Any]:

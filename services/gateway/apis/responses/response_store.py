@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import structlog
 
+from services.gateway.apis.responses.event_log import EventLog
+
 log = structlog.get_logger()
 
 OVERHEAD_BYTES = 1024  # of one response, beside its JSON
@@ -22,11 +24,13 @@ class StoredResponse:
     input_items: tuple[bytes, ...]  # JSON lists; joined they are the items that the model was given, oldest first
     output_items: bytes  # a JSON list
     is_background: bool = False
+    events: EventLog | None = None  # if it was streamed in the background
 
     @property
     def num_bytes(self) -> int:
         """Also counts what it shares with earlier responses of its conversation."""
-        return len(self.response) + sum(map(len, self.input_items)) + len(self.output_items) + OVERHEAD_BYTES
+        num_bytes = len(self.response) + sum(map(len, self.input_items)) + len(self.output_items) + OVERHEAD_BYTES
+        return num_bytes if self.events is None else num_bytes + self.events.num_bytes
 
     @property
     def conversation(self) -> tuple[bytes, ...]:

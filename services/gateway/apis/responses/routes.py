@@ -13,6 +13,7 @@ from services.common.shorten import quote
 from services.gateway.apis.responses.answer_objects import InputTokens, ResponseObject
 from services.gateway.apis.responses.background import BackgroundResponses
 from services.gateway.apis.responses.conversion import responses_message
+from services.gateway.apis.responses.event_log import LoggedEvents
 from services.gateway.apis.responses.format import PARAM_NAMES, ResponsesFormat
 from services.gateway.apis.responses.response_store import ResponseStore
 from services.gateway.apis.responses.schema import ResponsesRequest
@@ -40,7 +41,7 @@ def responses_routes(
         if body.has_logprobs and (body.tools or service.tokenizer.chat_formats.has_reasoning):
             raise InvalidRequest(
                 "log-probabilities are for answers of plain text: not with tools, nor of a model that reasons",
-                "top_logprobs",
+                body.logprobs_field,
             )
         if body.background:
             _check_background(body, is_stored=store is not None)
@@ -50,8 +51,11 @@ def responses_routes(
         answer_format = ResponsesFormat(service, body, request_id, tools, record)
         if body.background:
             message.traceparent = request.headers.get("traceparent", "")
-            state = request.state
-            return JSONResponse(await background.start(message, answer_format, state.caller, state.held))
+            caller, held = request.state.caller, request.state.held
+            started = await background.start(message, answer_format, caller, held, is_stream=bool(body.stream))
+            if started.events is not None:
+                return LoggedEvents(started.events)
+            return JSONResponse(answer_format.response("queued"))
         return Answer(service, [message], answer_format, is_stream=bool(body.stream))
 
     @router.post("/v1/responses/input_tokens", responses={200: {"model": InputTokens}})
@@ -100,7 +104,6 @@ def _check_background(body: ResponsesRequest, *, is_stored: bool) -> None:
     if not is_stored:
         reason = "this server stores no responses (gateway.store_responses)"
         raise InvalidRequest(f"background cannot be used here: {reason}", "background")
-    if body.stream:
-        raise InvalidRequest("stream cannot be used with background: stored responses have no events", "stream")
     if body.has_logprobs:
-        raise InvalidRequest("top_logprobs cannot be used with background: they are not stored", "top_logprobs")
+        reason = "log-probabilities cannot be used with background: they are not stored"
+        raise InvalidRequest(reason, body.logprobs_field)

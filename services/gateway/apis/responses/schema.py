@@ -125,7 +125,7 @@ class ResponsesRequest(IgnoredFields):
         None, description=f"{LOGPROBS}, or values without an effect here"
     )
     background: bool | None = Field(
-        None, description="Answer at once, and go on: GET /v1/responses/{id} has the response. Not with stream"
+        None, description="Answer at once, and go on: GET /v1/responses/{id} has the response, and the rest of a stream"
     )
     store: bool | None = Field(
         None, description="false: do not keep the answer. None is kept without gateway.store_responses"
@@ -154,3 +154,8 @@ class ResponsesRequest(IgnoredFields):
     def has_logprobs(self) -> bool:
         """Whether the answer has log-probabilities."""
         return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
+
+    @property
+    def logprobs_field(self) -> str:
+        """The field that asks for log-probabilities."""
+        return "top_logprobs" if self.top_logprobs else "include"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from pydantic_core import to_json
 from services.common.errors import InvalidRequest
 from services.common.shorten import quote
 from services.gateway.access.access import Caller
+from services.gateway.apis.responses.event_log import EventLog
 from services.gateway.apis.responses.items import Input
 from services.gateway.apis.responses.response_store import ResponseStore, StoredResponse
 from services.gateway.apis.responses.schema import ResponsesRequest
@@ -46,6 +48,7 @@ class ResponseRecord:
                 raise _no_previous(body.previous_response_id)
             self._conversation = previous.conversation
         self._own_items = _own_items(body, request_id) if self._is_stored else b""
+        self._kept: tuple[str, StoredResponse] | None = None
 
     async def after_earlier(
         self,
@@ -81,7 +84,14 @@ class ResponseRecord:
     def keep(self, response: Mapping[str, Any]) -> None:
         """Keeps a response without log-probabilities, unless the request says not to."""
         if self._is_stored:
-            self._store.put(self._owner, response["id"], self._as_stored(response))
+            self._kept = response["id"], self._as_stored(response)
+            self._store.put(self._owner, *self._kept)
+
+    def keep_events(self, events: EventLog) -> None:
+        """Keeps all events of the response that was kept, unless it is too large with them."""
+        if self._kept is not None:
+            response_id, stored = self._kept
+            self._store.put(self._owner, response_id, dataclasses.replace(stored, events=events))
 
     def running(self, response: Mapping[str, Any]) -> StoredResponse:
         """What a client finds of a response that has not ended. Raises `InvalidRequest` if it could not be kept."""

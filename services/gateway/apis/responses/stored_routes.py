@@ -11,6 +11,7 @@ from services.common.errors import InvalidRequest, NotFound
 from services.common.shorten import quote
 from services.gateway.apis.responses.answer_objects import ResponseObject
 from services.gateway.apis.responses.background import BackgroundResponses
+from services.gateway.apis.responses.event_log import LoggedEvents
 from services.gateway.apis.responses.response_store import ResponseStore, StoredResponse
 from services.gateway.apis.responses.stored_record import owner_of, read_conversation
 from services.gateway.core.request_service import RequestService
@@ -27,11 +28,22 @@ def stored_response_routes(
     router = APIRouter(tags=["Responses"], responses=ERROR_RESPONSES)
 
     @router.get(PATH, responses={200: {"model": ResponseObject}})
-    async def find_response(response_id: str, request: Request, stream: bool = False) -> Response:
-        """A stored response."""
-        if stream:
-            raise InvalidRequest("stream is true: stored responses cannot be streamed", "stream")
-        return Response(_find(response_id, request).response, media_type="application/json")
+    async def find_response(
+        response_id: str, request: Request, stream: bool = False, starting_after: int | None = None
+    ) -> Response:
+        """A stored response, or its events behind the one with the `sequence_number` `starting_after`."""
+        if not stream:
+            if starting_after is not None:
+                raise InvalidRequest("starting_after is for streams: stream is not true", "starting_after")
+            return Response(_find(response_id, request).response, media_type="application/json")
+        log = _find(response_id, request).events
+        if log is None:
+            raise InvalidRequest(
+                "stream is true, but the response has no events: only those begun with stream and background have, "
+                "unless they were too large to be stored",
+                "stream",
+            )
+        return LoggedEvents(log, starting_after)
 
     @router.delete(PATH)
     async def delete_response(response_id: str, request: Request) -> Response:
@@ -63,7 +75,9 @@ def stored_response_routes(
         """Ends a response in the background. One that has ended stays as it is, as with OpenAI."""
         if not _find(response_id, request).is_background:
             raise InvalidRequest("Cannot cancel a synchronous response. Only one in the background can be", None)
-        await background.cancel(owner_of(request.state.caller), response_id)
+        ended = await background.cancel(owner_of(request.state.caller), response_id)
+        if ended is not None:  # which may have been dropped from the store since
+            return JSONResponse(ended)
         return Response(_get(response_id, request).response, media_type="application/json")
 
     def _find(response_id: str, request: Request) -> StoredResponse:

@@ -87,8 +87,9 @@ def test_a_running_response_can_be_cancelled_and_deleted(tmp_path: Path) -> None
 def test_a_refused_request_is_an_error_at_once(tmp_path: Path) -> None:
     refused: list[tuple[dict[str, Any], str, str]] = [
         ({"store": False}, "background", "background can only be used when `store` is true"),
-        ({"stream": True}, "stream", "stream cannot be used with background"),
+        ({"stream": True, "temperature": -1}, "temperature", "-1"),
         ({"top_logprobs": 2}, "top_logprobs", "they are not stored"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "they are not stored"),
         ({"temperature": -1}, "temperature", "-1"),
         ({"input": "a " * 4000}, "input", "maximum context length"),
     ]
@@ -192,7 +193,8 @@ def test_a_refusal_whose_client_has_gone_is_no_error_of_the_server() -> None:
         form = SimpleNamespace(response_id="resp_1", running=lambda: StoredResponse(b"{}", (), b"[]"))
         caller = SimpleNamespace(key=None, client_id=1)
         held = HeldMemory(MemoryBudget(max_bytes=10), 1)
-        client = asyncio.create_task(background.start(gateway_pb2.GenerateRequest(prompt="Hi"), form, caller, held))
+        message = gateway_pb2.GenerateRequest(prompt="Hi")
+        client = asyncio.create_task(background.start(message, form, caller, held, is_stream=False))
         await asyncio.sleep(0)  # the request has a task
         client.cancel()
         await asyncio.wait({client})
@@ -216,3 +218,124 @@ def test_a_cancel_is_one_request_of_the_clients_limit(tmp_path: Path) -> None:
 
     options = {"store_responses": True, "api_keys_file": keys_file(tmp_path, "requests_per_minute = 3")}
     with_api(tmp_path, dense_of(ids(" a") * LONG), test, **options)
+
+
+async def replayed(api: openai.AsyncOpenAI, response_id: str, **options: Any) -> list[Any]:
+    return [each async for each in await api.responses.retrieve(response_id, stream=True, **options)]
+
+
+def test_a_stream_goes_on_without_its_client_which_gets_the_rest_later(tmp_path: Path) -> None:
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        same: dict[str, Any] = {"model": MODEL, "input": "Hi", "temperature": 0, "stream": True}
+        plain = [each async for each in await api.responses.create(**same)]
+        whole = [each async for each in await api.responses.create(**same, background=True)]
+        assert [each.type for each in whole] == [each.type for each in plain]
+        assert [each.sequence_number for each in whole] == list(range(len(whole)))
+        last = whole[-1].response
+        assert (last.status, last.background, last.output_text) == ("completed", True, plain[-1].response.output_text)
+        assert (await api.responses.retrieve(last.id)).to_dict() == last.to_dict()
+        assert await replayed(api, last.id) == whole
+        assert await replayed(api, last.id, starting_after=5) == whole[6:]
+        assert await replayed(api, last.id, starting_after=len(whole) - 1) == []
+
+        stream = await api.responses.create(**same, background=True)
+        begun = [await anext(stream) for _ in range(3)]
+        await stream.close()
+        response_id = begun[0].response.id
+        two = await asyncio.gather(*(replayed(api, response_id, starting_after=2) for _ in range(2)))
+        assert two[0] == two[1]
+        assert [each.type for each in (*begun, *two[0])] == [each.type for each in whole]
+        assert two[0][-1].response == await api.responses.retrieve(response_id)
+
+    with_api(tmp_path, dense_of([*ids(" one two three") * 20, EOS]), test, store_responses=True)
+
+
+def test_a_wrong_position_or_a_response_without_events_is_refused(tmp_path: Path) -> None:
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        begin: dict[str, Any] = {"model": MODEL, "input": "Hi"}
+        plain = await api.responses.create(**begin)
+        whole = await api.responses.create(**begin, background=True)
+        streamed = [each async for each in await api.responses.create(**begin, background=True, stream=True)]
+        last, response_id = len(streamed) - 1, streamed[-1].response.id
+        refused = [
+            (plain.id, "stream=true", "stream", "has no events"),
+            (whole.id, "stream=true", "stream", "has no events"),
+            (response_id, f"stream=true&starting_after={last + 1}", "starting_after", f"0 to {last}"),
+            (response_id, "stream=true&starting_after=-1", "starting_after", "-1"),
+            (response_id, "starting_after=1", "starting_after", "stream is not true"),
+        ]
+        async with async_client(gateway.http_address) as client:
+            for each, query, param, words in refused:
+                response = await client.get(f"/v1/responses/{each}?{query}")
+                error = response.json()["error"]
+                assert (response.status_code, error["param"]) == (400, param) and words in error["message"], error
+
+    with_api(tmp_path, dense_of([*ids(" one"), EOS]), test, store_responses=True)
+
+
+def test_readers_of_a_cancelled_stream_come_to_its_end(tmp_path: Path) -> None:
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        begin: dict[str, Any] = {"model": MODEL, "input": "Hi", "background": True, "max_output_tokens": 1500}
+        stream = await api.responses.create(**begin, stream=True)
+        first = await anext(stream)
+        response_id = first.response.id
+        assert (await api.responses.cancel(response_id)).status == "cancelled"
+        seen = [first, *[each async for each in stream]]
+        assert "response.completed" not in [each.type for each in seen]
+        assert await replayed(api, response_id) == seen
+        assert (await api.responses.retrieve(response_id)).status == "cancelled"
+
+    with_api(tmp_path, dense_of(ids(" a") * LONG), test, store_responses=True)
+
+
+def test_events_that_memory_has_no_room_for_are_lost_and_the_response_is_not(tmp_path: Path) -> None:
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        begin: dict[str, Any] = {"model": MODEL, "input": "Hi", "background": True, "max_output_tokens": 1500}
+        stream = await api.responses.create(**begin, stream=True)
+        response_id = (await anext(stream)).response.id
+        with pytest.raises(openai.APIError, match="max_held_bytes"):
+            async for _ in stream:
+                pass
+        with pytest.raises(openai.APIStatusError, match="max_held_bytes") as gone:
+            await replayed(api, response_id)
+        assert gone.value.status_code == 410
+        assert (await ended(api, response_id)).usage.output_tokens == 1500
+
+    limits: Any = {"max_held_bytes": 300_000}
+    with_api(tmp_path, dense_of(ids(" a") * LONG), test, store_responses=True, **limits)
+
+
+def test_events_that_are_too_large_to_be_stored_leave_the_response(tmp_path: Path) -> None:
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        begin: dict[str, Any] = {"model": MODEL, "input": "Hi", "background": True}
+        whole = [each async for each in await api.responses.create(**begin, stream=True)]
+        assert whole[-1].type == "response.completed"
+        assert await api.responses.retrieve(whole[-1].response.id) == whole[-1].response
+        with pytest.raises(openai.BadRequestError, match="has no events"):
+            await replayed(api, whole[-1].response.id)
+
+    dense = dense_of([*ids(" one two three") * 20, EOS])
+    with_api(tmp_path, dense, test, store_responses=True, max_stored_response_bytes=8000)
+
+
+def test_times_are_those_of_the_answer(tmp_path: Path) -> None:
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        begin: dict[str, Any] = {"model": MODEL, "input": "Hi", "extra_body": {"timings_per_token": True}}
+        whole = await ended(api, (await api.responses.create(**begin, background=True)).id)
+        streamed = [each async for each in await api.responses.create(**begin, background=True, stream=True)]
+        for response in (whole, streamed[-1].response, await api.responses.retrieve(streamed[-1].response.id)):
+            assert response.to_dict()["timings"]["predicted_n"] == response.usage.output_tokens
+
+    with_api(tmp_path, dense_of([*ids(" one two"), EOS]), test, store_responses=True)
+
+
+def test_all_of_many_that_are_cancelled_at_once_are_answered(tmp_path: Path) -> None:
+    """Also those that the store has no room for afterwards."""
+
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        begin: dict[str, Any] = {"model": MODEL, "input": "Hi", "max_output_tokens": 1500, "background": True}
+        running = [(await api.responses.create(**begin)).id for _ in range(20)]
+        cancelled = await asyncio.gather(*map(api.responses.cancel, running))
+        assert [(each.id, each.status) for each in cancelled] == [(each, "cancelled") for each in running]
+
+    with_api(tmp_path, dense_of(ids(" a") * LONG), test, store_responses=True, max_stored_responses=2)
