@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from services.common.token_logprobs import TokenLogprobs
@@ -42,8 +43,10 @@ class GenerateFormat(Format):
         self._weight_version = service.model.weights_hash
         self._body = body
         self._request_id = request_id
-        self._num_answers = body.num_answers  # to each prompt
-        self.repeats_prompt, self.repeats_logprobs = body.shows_prompt_logprobs, bool(body.return_logprob)
+        self._each = each = body.each  # of the prompts
+        self._num_answers = next((one.sampling_params.n or 1 for one in each), 1)  # to each prompt
+        self.repeats_prompt = any(one.shows_prompt_logprobs for one in each)
+        self.repeats_logprobs = any(one.return_logprob for one in each)
         self._is_list = body.is_batch or self._num_answers > 1
         self._prompts: Sequence[list[int]] = ()
         self._answers: dict[int, Completion] = {}  # so far, by index
@@ -54,17 +57,17 @@ class GenerateFormat(Format):
         self._prompts = prompts
 
     def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Any]:
-        index = prompt_index * self._num_answers + chunk.index
+        index, body = prompt_index * self._num_answers + chunk.index, self._each[prompt_index]
         answer = self._answers.setdefault(index, Completion(chunk.index))
         answer.append(chunk)
-        if chunk.prompt is not None and chunk.prompt.logprobs is not None and self._body.shows_prompt_logprobs:
+        if chunk.prompt is not None and chunk.prompt.logprobs is not None and body.shows_prompt_logprobs:
             self._shown_prompts[index] = chunk.prompt
         is_first = index not in self._num_sent
         num_characters, num_tokens = self._num_sent.get(index, (0, 0))
         num_new, length = len(answer.text) - num_characters, len(answer.text)
         if not num_new:  # such as ids beyond the tokenizer
             num_new, length = len(answer.token_ids) - num_tokens, len(answer.token_ids)
-        if self._body.return_logprob:
+        if body.return_logprob:
             is_due = len(answer.token_ids) - num_tokens > num_tokens // MAX_LOGPROB_REPEATS
         else:
             is_due = num_new > length // MAX_REPEATS
@@ -85,6 +88,7 @@ class GenerateFormat(Format):
 
     def _describe(self, prompt_index: int, answer: Completion, prompt: Prompt | None) -> GenerateObject:
         finish, index = answer.finish, prompt_index * self._num_answers + answer.index
+        body = self._each[prompt_index]
         about: MetaInfo = {
             "id": self._name(prompt_index, index),
             "finish_reason": None if finish is None else _finish_reason(finish),
@@ -97,53 +101,49 @@ class GenerateFormat(Format):
                 "e2e_latency": finish.timings.total_s,
                 "weight_version": self._weight_version,
             }
-        if self._body.return_logprob:
-            start = self._body.logprob_start_len
-            named = self._body.named_tokens(prompt_index)
-            about |= self._logprobs("output", answer.token_ids, answer.logprobs, named)
-            shown = prompt is not None and prompt.logprobs is not None and self._body.shows_prompt_logprobs
-            if shown:
+        if body.return_logprob:
+            start, write = body.logprob_start_len, partial(self._logprobs, body)
+            about |= write("output", answer.token_ids, answer.logprobs)
+            if prompt is not None and prompt.logprobs is not None and body.shows_prompt_logprobs:
                 first = [None] if start == 0 else []  # nothing precedes a prompt's first token
-                rest = prompt.logprobs[max(0, start - 1) :]
-                about |= self._logprobs("input", prompt.token_ids[start:], rest, named, first)
+                about |= write("input", prompt.token_ids[start:], prompt.logprobs[max(0, start - 1) :], first)
             else:
-                about |= self._logprobs("input", [], [], named)
+                about |= write("input", [], [])
         if finish is not None:
-            about |= report_objects(self._body, answer.reports, finish.num_prompt_tokens)
-        text = "" if self._body.each_sampling[prompt_index].hides_prompt else answer.text
+            about |= report_objects(body, answer.reports, finish.num_prompt_tokens)
+        text = "" if body.sampling_params.hides_prompt else answer.text
         described: GenerateObject = {"text": text, "output_ids": answer.token_ids, "meta_info": about}
-        if self._body.return_prompt_token_ids:
+        if body.return_prompt_token_ids:
             described["prompt_token_ids"] = self._prompts[prompt_index]
         return described
 
     def _name(self, prompt_index: int, index: int) -> str:
         if isinstance(self._body.rid, list):
-            name = self._body.rid[prompt_index]
+            name = self._body.name_of(prompt_index, self._request_id)
             return name if self._num_answers == 1 else f"{name}-{index % self._num_answers}"
         return f"{self._request_id}-{index}" if self._is_list else self._request_id
 
     def _logprobs(
         self,
+        body: GenerateBody,
         kind: str,
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprobs],
-        named: Sequence[int],
         first: Sequence[None] = (),
     ) -> dict[str, Any]:
-        """Lists of [log-probability, token id, text]: of the tokens, of the most likely ones, and of those `named`.
+        """Lists of [log-probability, token id, text]: of the tokens, of the most likely ones, and of named ones.
 
         `first`: None for each token before those with log-probabilities.
         """
         pairs = zip(token_ids, itertools.chain(first, logprobs), strict=False)  # tokens after a stop were not asked for
         own = ((token_id, None if each is None else each.logprob) for token_id, each in pairs)
         found: dict[str, Any] = {f"{kind}_token_logprobs": self._triples(own)}
-        num_top = self._body.top_logprobs_num
-        if num_top:
+        if num_top := body.top_logprobs_num:
             found[f"{kind}_top_logprobs"] = (
                 None if each is None else list(self._triples(each.top[:num_top]))
                 for each in itertools.chain(first, logprobs)
             )
-        if named:
+        if named := body.token_ids_logprob:
             found[f"{kind}_token_ids_logprobs"] = (
                 None if each is None else self._of_named(each, named) for each in itertools.chain(first, logprobs)
             )

@@ -96,12 +96,13 @@ def generate_routes(service: RequestService, peers: GatewayPeers, worker_load: W
 
 def answer_generate(service: RequestService, body: GenerateBody, request: Request) -> Answer:
     """The answer to one or several prompts of /generate."""
-    request_id: str = request.state.request_id if isinstance(body.rid, list | None) else body.rid
-    for each in body.each_sampling[:1]:
-        each.log_unknown_fields(request)
+    request_id: str = request.state.request_id if isinstance(body.rid, list) else body.rid or request.state.request_id
+    each_body = body.each
+    for each in each_body[:1]:
+        each.sampling_params.log_unknown_fields(request)
     limits = service.limits
     answer_format = GenerateFormat(service, body, request_id)
-    are_cut = all(each.truncate_prompt_tokens is not None for each in body.each_sampling)
+    are_cut = all(each.sampling_params.truncate_prompt_tokens is not None for each in each_body)
     with client_field_names(answer_format.param_names):
         check_prompts(body.prompts, limits, are_cut=are_cut)
     messages = generate_messages(body, request_id, limits)

@@ -11,9 +11,9 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from services.common.config import MAX_PROMPTS
-from services.common.sampling_params import MAX_LOGPROB_TOKENS
+from services.common.sampling_params import MAX_LOGPROB_TOKENS, MAX_PRIORITY
 from services.gateway.apis.shared.feature_fields import FeatureFields, ReportObjects, asked_reports
-from services.gateway.apis.shared.generation_fields import BeamFields, Echo, LogitBias, Priority, SamplingFields, Suffix
+from services.gateway.apis.shared.generation_fields import BeamFields, Echo, LogitBias, SamplingFields, Suffix
 from services.gateway.apis.shared.other_servers import LLAMA_CPP_OPTIONS, OF_CHATS, UNSUPPORTED
 from services.gateway.apis.shared.prompts import Prompt, prompt_list
 from services.gateway.apis.shared.request_model import CountOrAll, Int64, RequestModel, UInt32, at_most
@@ -27,13 +27,32 @@ def _kind_of_named(value: Any) -> str:
     return "<lists>" if is_nested else "<token_ids>"
 
 
+def _of_all_or_each(kind: Any) -> Any:
+    """A value for all prompts, or a list of one for each."""
+    return Annotated[
+        Annotated[kind, Tag("<all>")]
+        | Annotated[list[kind], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("<each>")],
+        Discriminator(lambda value: "<each>" if isinstance(value, list) else "<all>"),
+    ]
+
+
+Priority = Annotated[
+    Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None,
+    Field(description="Requests with a higher number are served earlier, as with SGLang"),
+]
 _Named = Annotated[list[Int64], at_most(MAX_LOGPROB_TOKENS)]
-SeveralNames = Annotated[str | list[str] | None, at_most(MAX_PROMPTS)]
 NamedTokens = Annotated[
     Annotated[_Named, Tag("<token_ids>")]
     | Annotated[list[_Named | None], at_most(MAX_PROMPTS), Tag("<lists>")],
     Discriminator(_kind_of_named),
 ]
+
+
+# Fields that may be a list of a value for each prompt; `token_ids_logprob` if it is one of lists.
+OF_EACH_PROMPT = (
+    "sampling_params", "return_logprob", "top_logprobs_num", "token_ids_logprob", "logprob_start_len",
+    "return_hidden_states", "lora_path", "cache_salt", "extra_key",
+)  # fmt: skip
 
 
 class GenerateSampling(SamplingFields, BeamFields, StructuredOutputFields):
@@ -62,6 +81,7 @@ class GenerateSampling(SamplingFields, BeamFields, StructuredOutputFields):
     )
     min_new_tokens: UInt32 | None = Field(None, description="Shortest answer in tokens")
     sampling_seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    priority: Priority = None
 
     @property
     def hides_prompt(self) -> bool:
@@ -97,31 +117,42 @@ class GenerateBody(FeatureFields):
 
     text: Annotated[str | list[str] | None, at_most(MAX_PROMPTS)] = Field(None, description="The prompt, or several")
     input_ids: Prompt | None = Field(None, description="The same as token ids")
-    sampling_params: Annotated[
-        Annotated[GenerateSampling, Tag("<all>")]
-        | Annotated[list[GenerateSampling], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("<each>")],
-        Discriminator(lambda value: "<each>" if isinstance(value, list) else "<all>"),
-    ] = Field(default_factory=lambda: GenerateSampling(), description="Of all prompts, or a list: of each")
+    sampling_params: _of_all_or_each(GenerateSampling) = Field(  # type: ignore[valid-type]
+        default_factory=lambda: GenerateSampling(), description="Of all prompts, or a list: of each"
+    )
     stream: bool | None = Field(None, description="Send events, each with the whole text so far")
-    return_logprob: bool | None = Field(None, description="Give the log-probability of each token")
-    top_logprobs_num: UInt32 | None = Field(None, description="And of this many most likely tokens")
+    return_logprob: _of_all_or_each(bool | None) = Field(  # type: ignore[valid-type]
+        None, description="Give the log-probability of each token; this and what follows may be a list: of each prompt"
+    )
+    top_logprobs_num: _of_all_or_each(UInt32 | None) = Field(  # type: ignore[valid-type]
+        None, description="And of this many most likely tokens"
+    )
     token_ids_logprob: NamedTokens | None = Field(
         None,
         description="With return_logprob: give the log-probabilities of these tokens at each position; for several "
         "prompts also a list for each",
     )
-    logprob_start_len: CountOrAll | None = Field(
+    logprob_start_len: _of_all_or_each(CountOrAll | None) = Field(  # type: ignore[valid-type]
         None, description="Give the log-probabilities of the prompt's tokens from this one on; -1, the default: of none"
     )
     return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = Field(None, description="Give the prompt's token ids; not of a stream")
-    rid: SeveralNames = Field(None, description="The request's name, for logs and meta_info.id; or of each prompt's")
-    lora_path: Annotated[str | list[str | None] | None, at_most(MAX_PROMPTS)] = Field(
-        None, description="The name of an adapter; or of one for each prompt, null: none"
+    return_hidden_states: _of_all_or_each(bool | None) = Field(  # type: ignore[valid-type]
+        None, description="Give the last hidden state of each token but the last one of the answer; not of a stream"
+    )
+    rid: _of_all_or_each(str | None) = Field(  # type: ignore[valid-type]
+        None, description="The request's name, for logs and meta_info.id; empty: none"
+    )
+    lora_path: _of_all_or_each(str | None) = Field(  # type: ignore[valid-type]
+        None, description="The name of an adapter"
     )
     priority: Priority = None
-    cache_salt: str | None = Field(None, description="Only requests with the same salt share prompt prefixes")
-    extra_key: str | None = Field(None, description="A second part of cache_salt")
+    cache_salt: _of_all_or_each(str | None) = Field(  # type: ignore[valid-type]
+        None, description="Only requests with the same salt share prompt prefixes"
+    )
+    extra_key: _of_all_or_each(str | None) = Field(  # type: ignore[valid-type]
+        None, description="A second part of cache_salt"
+    )
 
     @pydantic.field_validator("sampling_params", mode="before")
     @classmethod
@@ -130,24 +161,11 @@ class GenerateBody(FeatureFields):
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _take_lists(cls, body: Any) -> Any:
-        """Some options may be given for each prompt, too, if they are the same for all. `inputs` are no prompts."""
-        if not isinstance(body, dict):
-            return body
-        if body.get("inputs") is not None:
+    def _check_prompt_names(cls, body: Any) -> Any:
+        if isinstance(body, dict) and body.get("inputs") is not None:
             message = "{field} is Text Generation Inference's name of the prompt, it cannot be used with {other}"
             other = next(name for name in ("text", "input_ids") if body.get(name) is not None)
             raise PydanticCustomError("prompts", message, {"field": "inputs", "other": other})
-        prompts = body.get("text") if body.get("input_ids") is None else body["input_ids"]
-        num_prompts = len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
-        for field in ("return_logprob", "top_logprobs_num", "logprob_start_len"):
-            if isinstance(given := body.get(field), list) and given:
-                if not isinstance(prompts, list) or len(given) != num_prompts:
-                    context = {"count": len(given), "prompts": num_prompts, "field": field}
-                    raise PydanticCustomError("each", "has {count} elements for {prompts} prompts", context)
-                if any(each != given[0] for each in given):
-                    raise PydanticCustomError("same", "must be the same for all prompts", {"field": field})
-                body = {**body, field: given[0]}
         return body
 
     @pydantic.model_validator(mode="after")
@@ -156,76 +174,63 @@ class GenerateBody(FeatureFields):
             raise PydanticCustomError("prompt", "exactly one of text and input_ids is required", {"field": "text"})
         if isinstance(self.input_ids, str) or (self.input_ids and isinstance(self.input_ids[0], str)):
             raise PydanticCustomError("ids", "must be token ids, or lists of them", {"field": "input_ids"})
-        if self.token_ids_logprob:
-            self._check_named_tokens(self.token_ids_logprob)
-        asked = [*asked_reports(self), *(["return_prompt_token_ids"] if self.return_prompt_token_ids else [])]
-        for field in asked:
-            if self.stream:
-                raise PydanticCustomError("stream", "cannot be used with stream", {"field": field})
         self._check_lists()
+        for each in self.each:
+            each._check_options()
+        if len({each.sampling_params.n or 1 for each in self.each}) > 1:
+            context = {"field": "sampling_params"}
+            raise PydanticCustomError("n", "n must be the same for all prompts", context)
         return self
 
     def _check_lists(self) -> None:
         """Options for each of several prompts are as many as these."""
         num_prompts = len(self.prompts)
-        for field in ("sampling_params", "rid", "lora_path"):
+        for field in (*OF_EACH_PROMPT, "rid"):
             given = getattr(self, field)
+            if field == "token_ids_logprob" and _kind_of_named(given) == "<token_ids>":
+                continue
             if isinstance(given, list) and (not self.is_batch or len(given) != num_prompts):
                 context = {"count": len(given), "prompts": num_prompts, "field": field}
+                if field == "token_ids_logprob" and num_prompts == 1:
+                    raise PydanticCustomError("each", "must be a flat list of integers", context)
                 raise PydanticCustomError("each", "has {count} elements for {prompts} prompts", context)
-        if len({each.n or 1 for each in self.each_sampling}) > 1:
-            context = {"field": "sampling_params"}
-            raise PydanticCustomError("n", "n must be the same for all prompts", context)
+
+    def _check_options(self) -> None:
+        """Of one prompt."""
+        if self.token_ids_logprob:
+            if not self.return_logprob:
+                context: dict[str, Any] = {"field": "token_ids_logprob"}
+                raise PydanticCustomError("named", "has an effect only with return_logprob", context)
+            if (wrong := next((i for i in self.token_ids_logprob if not 0 <= i < 2**32), None)) is not None:
+                context = {"token_id": wrong, "field": "token_ids_logprob"}
+                raise PydanticCustomError("named", "has the out-of-vocabulary token {token_id}", context)
+        asked = [*asked_reports(self), *(["return_prompt_token_ids"] if self.return_prompt_token_ids else [])]
+        for field in asked:
+            if self.stream:
+                raise PydanticCustomError("stream", "cannot be used with stream", {"field": field})
+
+    @property
+    def each(self) -> list[GenerateBody]:
+        """The body of each prompt alone: one object for all if nothing is given for each."""
+        lists = {name: given for name in OF_EACH_PROMPT if isinstance(given := getattr(self, name), list)}
+        if _kind_of_named(self.token_ids_logprob) == "<token_ids>":
+            lists.pop("token_ids_logprob", None)
+        num_prompts = len(self.prompts)
+        if not lists:
+            return [self] * num_prompts
+        options = zip(*lists.values(), strict=True)
+        return [self.model_copy(update=dict(zip(lists, values, strict=True))) for values in options]
 
     @property
     def shows_prompt_logprobs(self) -> bool:
-        """Whether the answer has log-probabilities of the prompt's tokens."""
+        """Whether the answer to this one prompt has log-probabilities of its tokens."""
         return bool(self.return_logprob) and self.logprob_start_len not in (None, -1)
-
-    @property
-    def each_sampling(self) -> list[GenerateSampling]:
-        """The options of each prompt."""
-        given = self.sampling_params
-        return given if isinstance(given, list) else [given] * len(self.prompts)
-
-    @property
-    def num_answers(self) -> int:
-        """The answers to each prompt."""
-        return next((each.n or 1 for each in self.each_sampling), 1)
 
     def name_of(self, prompt_index: int, default: str) -> str:
         """The name of the request of one of the prompts; `default`: of all together."""
-        if isinstance(self.rid, list):
+        if isinstance(self.rid, list) and self.rid[prompt_index]:
             return self.rid[prompt_index]
-        name = self.rid or default
-        return f"{name}-{prompt_index}" if len(self.prompts) > 1 else name
-
-    def adapter_of(self, prompt_index: int) -> str | None:
-        """The adapter for one of the prompts."""
-        return self.lora_path[prompt_index] if isinstance(self.lora_path, list) else self.lora_path
-
-    def _check_named_tokens(self, given: list[int] | list[list[int] | None]) -> None:
-        prompt = self.text if self.input_ids is None else self.input_ids
-        num_prompts = len(prompt) if self.is_batch else 1
-        if not self.return_logprob:
-            raise PydanticCustomError("named", "has an effect only with return_logprob", {"field": "token_ids_logprob"})
-        if not isinstance(given[0], int) and (not self.is_batch or len(given) != num_prompts):
-            context = {"count": len(given), "prompts": num_prompts, "field": "token_ids_logprob"}
-            is_flat = "must be a flat list of integers"
-            raise PydanticCustomError(
-                "named", is_flat if num_prompts == 1 else "has {count} lists for {prompts} prompts", context
-            )
-        lists = [given] if isinstance(given[0], int) else given
-        if (wrong := next((i for each in lists for i in each or () if not 0 <= i < 2**32), None)) is not None:
-            context = {"token_id": wrong, "field": "token_ids_logprob"}
-            raise PydanticCustomError("named", "has the out-of-vocabulary token {token_id}", context)
-
-    def named_tokens(self, prompt_index: int) -> list[int]:
-        """The tokens of `token_ids_logprob` for one of the prompts."""
-        given = self.token_ids_logprob
-        if not given or isinstance(given[0], int):
-            return given or []  # type: ignore[return-value]
-        return given[prompt_index] or []  # type: ignore[return-value]
+        return f"{default}-{prompt_index}" if len(self.prompts) > 1 else default
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

@@ -189,8 +189,7 @@ class Answer(Response):
         form = self._format
         # A list of likely tokens takes as long to write as several plain tokens. Written as soon as their tokens come,
         # those of many streams would keep other requests, and the next tokens of all, waiting.
-        message = self._messages[0]
-        has_lists = message.logprobs > 0 or bool(message.sampling.logprob_token_ids)
+        has_lists = any(each.logprobs > 0 or each.sampling.logprob_token_ids for each in self._messages)
 
         def write(chunks: list[Chunk]) -> None:
             """All in one piece."""
@@ -227,7 +226,7 @@ class Answer(Response):
                     await generations.forward(write, writer.can_write, write_text)
                 next_chunk = await generations.next_chunk()
             end = form.end_of_stream
-            if self._messages[0].HasField("logprobs"):  # the last objects may repeat those of all tokens
+            if any(each.HasField("logprobs") for each in self._messages):  # the last objects may repeat all of them
                 await self._send_large(send, form.closing())
             else:
                 end = self._events(form.closing()) + end

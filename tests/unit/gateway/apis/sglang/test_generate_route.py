@@ -201,16 +201,69 @@ def test_options_of_log_probabilities_may_be_lists_for_the_prompts(tmp_path: Pat
         expected = await answers(return_logprob=True, top_logprobs_num=2, logprob_start_len=0)
         found = await answers(return_logprob=[True, True], top_logprobs_num=[2, 2], logprob_start_len=[0, 0])
         assert found == expected and all(len(each["input_top_logprobs"]) == 2 for each in found)
-        for field, value, what in (
-            ("return_logprob", [True, False], "must be the same for all prompts"),
-            ("top_logprobs_num", [1, 1, 1], "has 3 elements for 2 prompts"),
-        ):
+        mixed = await answers(return_logprob=[True, False], top_logprobs_num=[2, 0], logprob_start_len=[0, -1])
+        assert mixed == [expected[0], {}]
+        swapped = await answers(return_logprob=[None, True], top_logprobs_num=[0, 2], logprob_start_len=[-1, 0])
+        assert swapped == [{}, expected[1]]
+        for field, value, count in (("top_logprobs_num", [1, 1, 1], 3), ("return_logprob", [], 0)):
             error = (await client.post(URL, json={"text": ["a", "b"], field: value, **sampling})).json()["error"]
-            assert error["param"] == field and what in error["message"]
+            assert error["param"] == field and f"has {count} elements for 2 prompts" in error["message"]
         single = await client.post(URL, json={"input_ids": [5, 6], "top_logprobs_num": [1, 1]})
         assert single.status_code == 400 and single.json()["error"]["param"] == "top_logprobs_num"
 
     with_client(tmp_path, FakeDense(say(" one two")), test)
+
+
+def test_a_stream_of_prompts_has_the_log_probabilities_of_those_that_ask(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body: dict[str, Any] = {"text": ["a", "b"], "return_logprob": [False, True], "stream": True}
+        found = events((await client.post(URL, json=body | {"sampling_params": {"max_new_tokens": 3}})).text)
+        last = {each["index"]: each["meta_info"] for each in found}
+        assert "output_token_logprobs" not in last[0] and len(last[1]["output_token_logprobs"]) == 3
+
+    with_client(tmp_path, FakeDense(lambda submit: ids(" a") * 3), test)
+
+
+def test_salts_and_keys_may_be_lists_for_the_prompts(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        sampling = {"sampling_params": {"max_new_tokens": 1}}
+        for salt, key in (("a", None), ("a", "k"), (None, None)):
+            body = {"text": PROMPT, "cache_salt": salt, "extra_key": key, **sampling}
+            assert (await client.post(URL, json=body)).status_code == 200
+        lists = {"cache_salt": ["a", "a", None], "extra_key": [None, "k", ""]}
+        assert (await client.post(URL, json={"text": [PROMPT] * 3, **lists, **sampling})).status_code == 200
+        salts = [submit.spec.cache_salt for submit in dense.submits]
+        assert salts[3:] == salts[:3] and len(set(salts)) == 3
+
+    dense = FakeDense(lambda submit: ids("a"))
+    with_client(tmp_path, dense, test)
+
+
+def test_an_empty_name_is_none(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        names = []
+        for text, name in ((PROMPT, ""), (PROMPT, ""), (["a", "b"], ["", "mine"])):
+            body = {"text": text, "rid": name}
+            answer = (await client.post(URL, json=body)).json()
+            names += [each["meta_info"]["id"] for each in (answer if isinstance(answer, list) else [answer])]
+        assert all(names) and len(set(names)) == 4 and names[3] == "mine"
+
+    with_client(tmp_path, FakeDense(lambda submit: [*ids(TEXT), EOS]), test)
+
+
+def test_a_higher_number_is_served_earlier(tmp_path: Path) -> None:
+    """As with SGLang: elsewhere it is the lower one, as with vLLM."""
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for body in ({"priority": 7}, {"sampling_params": {"priority": 7}}):
+            assert (await client.post(URL, json={"text": PROMPT, **body})).status_code == 200
+        assert (await client.post(COMPLETIONS, json={"prompt": PROMPT, "priority": -7})).status_code == 200
+        assert [submit.spec.priority for submit in dense.submits] == [-7] * 3
+        too_high = await client.post(URL, json={"text": PROMPT, "priority": 101})
+        check_error(too_high, 400, "priority", "less than or equal to 100")
+
+    dense = FakeDense(lambda submit: [*ids(TEXT), EOS])
+    with_client(tmp_path, dense, test)
 
 
 def test_a_stream_has_the_log_probabilities_so_far(tmp_path: Path) -> None:
