@@ -246,6 +246,13 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             raise InvalidRequest("this KV cache has more of a sequence than blocks that are found by their digests")
         await moved_blocks.sender.send(moved_blocks.digests_of(request.identity, request.digests), context.write)
 
+    async def ForgetPrefixes(
+        self, request: attn_pb2.ForgetPrefixesRequest, context: grpc.aio.ServicerContext
+    ) -> attn_pb2.ForgetPrefixesReply:
+        engine = self._require_engine()
+        await asyncio.shield(asyncio.wrap_future(engine.submit(engine.cache.forget_prefixes, request.generation)))
+        return attn_pb2.ForgetPrefixesReply()
+
     async def GetStatus(
         self, request: attn_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> attn_pb2.AttentionStatus:

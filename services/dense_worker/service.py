@@ -163,7 +163,7 @@ class DenseWorker(Service):
     def _start_engine(self, observers: Sequence[EngineObserver]) -> None:
         config, model = self._config, self._model
         loop = asyncio.get_running_loop()
-        self._client = self._make_client()
+        self._client = self._servicer.attention = self._make_client()
 
         def deliver(report: StepReport) -> None:
             loop.call_soon_threadsafe(self._servicer.deliver, report)
@@ -209,7 +209,6 @@ class DenseWorker(Service):
                 *first[2:],
                 is_successor=options.is_restarted or options.has_predecessor or options.standby is not None,
             )
-            self._servicer.attention_workers = client
             self._metrics.watch_caches(lambda: self._engine.caches, lambda: client.addresses)
             return client
         if model.resolved.rank.count == 1:

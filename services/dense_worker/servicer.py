@@ -18,6 +18,7 @@ from services.common.errors import InvalidRequest, PeerError, RequestAborted, Tw
 from services.common.memory_file import can_read
 from services.common.process import resident_bytes
 from services.dense_worker.attention_workers.attention_workers_client import AttentionWorkersClient
+from services.dense_worker.engine.attention_client import AttentionClient
 from services.dense_worker.engine.gateway_engine import GatewayEngine
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput
 from services.dense_worker.engine.step_report import StepReport
@@ -49,7 +50,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         self._preparing: dict[asyncio.Task[None], Outbox] = {}  # of sequences that are not ready for the queue
         self.status = dense_pb2.DenseStatus(state=dense_pb2.DenseStatus.LOADING)  # `Readiness` updates it
         self.may_attach = asyncio.Event()  # set while this worker may attach
-        self.attention_workers: AttentionWorkersClient | None = None  # None: there is one, or none yet
+        self.attention: AttentionClient | None = None  # None: there is no KV cache, or none yet
         self._engine: GatewayEngine | None = None
         self._watchdog: Watchdog | None = None
         self._features: SequenceOf[Feature] = ()
@@ -170,11 +171,11 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
 
     def _require_attention_workers(self) -> AttentionWorkersClient:
         self._require_ready()
-        if self.attention_workers is None:
+        if not isinstance(self.attention, AttentionWorkersClient):
             raise InvalidRequest(
                 "this dense worker has a single attention worker: start it with attention.elastic, or with several"
             )
-        return self.attention_workers
+        return self.attention
 
     async def GetStatus(
         self, request: dense_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
@@ -189,8 +190,8 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             status.num_running = counts.num_running
             status.num_steps = counts.num_steps
             status.num_preemptions = counts.num_preemptions
-            if self.attention_workers is not None:
-                status.attention_workers.extend(self._describe_attention_workers(self.attention_workers.addresses))
+            if isinstance(self.attention, AttentionWorkersClient):
+                status.attention_workers.extend(self._describe_attention_workers(self.attention.addresses))
         return status
 
     def _describe_attention_workers(self, addresses: Mapping[int, str]) -> Iterator[dense_pb2.AttentionWorkerStatus]:
@@ -284,8 +285,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         elif kind == "resumed":
             self._keep(asyncio.create_task(self._close_orphans(engine, request.resumed.gateway, outbox)))
         elif kind == "forget_prefixes":
-            forgotten = engine.forget_prefixes(request.forget_prefixes.generation or None)
-            asyncio.wrap_future(forgotten).add_done_callback(partial(_confirm, outbox))
+            self._keep(asyncio.create_task(self._forget_prefixes(engine, request.forget_prefixes.generation, outbox)))
         elif kind == "cancel":
             self._streams.remove(request.cancel.seq_id)
             engine.cancel(request.cancel.seq_id)
@@ -317,6 +317,15 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             task.add_done_callback(self._preparing.pop)
         else:
             engine.submit(sequence)
+
+    async def _forget_prefixes(self, engine: GatewayEngine, wanted: int, outbox: Outbox) -> None:
+        try:
+            generation = await asyncio.wrap_future(engine.forget_prefixes(wanted or None))
+            if self.attention is not None:
+                await self.attention.forget_prefixes(generation)
+            outbox.put(dense_pb2.StepOutput(prefix_generation=generation))
+        except Exception as error:  # no one awaits this task
+            outbox.put(error)
 
     async def _close_orphans(self, engine: GatewayEngine, gateway: int, outbox: Outbox) -> None:
         preparing = [task for task, owner in self._preparing.items() if owner is outbox]
@@ -393,7 +402,3 @@ async def _read(
     except Exception as error:  # no one awaits this task
         outbox.put(error)
 
-
-def _confirm(outbox: Outbox, forgotten: asyncio.Future[int]) -> None:
-    if not forgotten.cancelled():
-        outbox.put(dense_pb2.StepOutput(prefix_generation=forgotten.result()))

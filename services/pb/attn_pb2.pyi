@@ -170,6 +170,16 @@ class BlockPart(_message.Message):
     checksums: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, content: _Optional[bytes] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class ForgetPrefixesRequest(_message.Message):
+    __slots__ = ("generation",)
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    def __init__(self, generation: _Optional[int] = ...) -> None: ...
+
+class ForgetPrefixesReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -50,6 +50,11 @@ class AttentionWorkerStub:
                 request_serializer=attn__pb2.ReadBlocksRequest.SerializeToString,
                 response_deserializer=attn__pb2.BlockPart.FromString,
                 _registered_method=True)
+        self.ForgetPrefixes = channel.unary_unary(
+                '/twostroke.attn.v1.AttentionWorker/ForgetPrefixes',
+                request_serializer=attn__pb2.ForgetPrefixesRequest.SerializeToString,
+                response_deserializer=attn__pb2.ForgetPrefixesReply.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/twostroke.attn.v1.AttentionWorker/GetStatus',
                 request_serializer=attn__pb2.GetStatusRequest.SerializeToString,
@@ -87,6 +92,14 @@ class AttentionWorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ForgetPrefixes(self, request, context):
+        """Sequences that are opened from now on find no blocks of a lower generation, see `NewSequence.prefix_generation`. Said
+        before the next sequence is opened, so that it outlives the dense worker and the gateways, which know it, too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Counters for people and tests.
         """
@@ -111,6 +124,11 @@ def add_AttentionWorkerServicer_to_server(servicer, server):
                     servicer.ReadBlocks,
                     request_deserializer=attn__pb2.ReadBlocksRequest.FromString,
                     response_serializer=attn__pb2.BlockPart.SerializeToString,
+            ),
+            'ForgetPrefixes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetPrefixes,
+                    request_deserializer=attn__pb2.ForgetPrefixesRequest.FromString,
+                    response_serializer=attn__pb2.ForgetPrefixesReply.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,

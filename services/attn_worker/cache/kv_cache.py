@@ -121,8 +121,12 @@ class KVCache:
 
     @property
     def prefix_generation(self) -> int:
-        """The highest generation of a sequence so far."""
+        """The highest generation so far, of a sequence or of `forget_prefixes`."""
         return self._prefixes.generation
+
+    def forget_prefixes(self, generation: int) -> None:
+        """No sequence that is opened from now on finds anything of those of a lower generation."""
+        self._prefixes.use_generation(generation)
 
     @property
     def num_sequences(self) -> int:

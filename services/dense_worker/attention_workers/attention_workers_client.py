@@ -180,6 +180,10 @@ class AttentionWorkersClient(AttentionClient):
         """Of the attached workers, by cache_id."""
         return {cache_id: link.worker.address for cache_id, link in self._links.items()}
 
+    @property
+    def _attached_stubs(self) -> Sequence[attn_pb2_grpc.AttentionWorkerStub]:
+        return [each.worker.stub for each in self._links.values()]
+
     async def add(self, address: str, timeout_s: float) -> None:
         """Attaches to a further worker, which then gets sequences, or waits for one that is known.
 

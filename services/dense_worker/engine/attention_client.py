@@ -99,6 +99,7 @@ class AttentionClient:
         self._address = address
         self._options = options
         self._connect_timeout_s = peers.connect_timeout_s
+        self._rpc_timeout_s = peers.rpc_timeout_s
         self._max_message_bytes = peers.max_message_bytes
         self._loop = asyncio.get_running_loop()
         self._grpc = open_channel(address, peers.max_message_bytes, read_peer_tls(peers))
@@ -137,6 +138,20 @@ class AttentionClient:
         """Releases an engine thread that waits for the attention worker. Called at shutdown."""
         if self._attachment is not None:
             self._attachment.abort()
+
+    async def forget_prefixes(self, generation: int) -> None:
+        """Tells those attention workers that are there what the next sequences tell all: see `ForgetPrefixes`."""
+        request = attn_pb2.ForgetPrefixesRequest(generation=generation)
+        calls = (each.ForgetPrefixes(request, timeout=self._rpc_timeout_s) for each in self._attached_stubs)
+        for error in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(error, grpc.aio.AioRpcError):
+                log.warning("an attention worker was not told of a flush", reason=error.details())
+            elif isinstance(error, BaseException):
+                raise error
+
+    @property
+    def _attached_stubs(self) -> Sequence[attn_pb2_grpc.AttentionWorkerStub]:
+        return [self._stub]
 
     def ready(self, attachment: Attachment) -> None:
         """Reports that the engine can run steps. Called on the engine thread; never blocks."""

@@ -98,7 +98,6 @@ class RankedAttentionClient(AttentionClient):
         """`rank`: the first one. `report_loading` gets what shards report that load; empty: none is waited for."""
         super().__init__(address, options, peers, may_attach)
         tls, max_bytes = read_peer_tls(peers), peers.max_message_bytes
-        self._rpc_timeout_s = peers.rpc_timeout_s
         self._rank = rank
         self._all_options = [options, *(each.options for each in others)]
         attention = [open_channel(each.attention_address, max_bytes, tls) for each in others]
@@ -123,6 +122,10 @@ class RankedAttentionClient(AttentionClient):
         finally:
             for channel in self._others:
                 await channel.close()
+
+    @property
+    def _attached_stubs(self) -> Sequence[attn_pb2_grpc.AttentionWorkerStub]:
+        return self._attention_stubs
 
     async def _attach_once(self) -> Attachment:
         await self._check_health()

@@ -1,18 +1,23 @@
-"""/flush_cache: later requests find nothing of earlier ones, also when the dense worker that was told so is killed."""
+"""/flush_cache: later requests find nothing of earlier ones, also when the processes that were told so are killed."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import time
+from pathlib import Path
 
 import httpx2
+import pytest
 
 from services.common.config import EMBEDDED_MODEL
-from tests.support.cluster import Cluster
+from tests.support.cluster import Cluster, free_port, running_cluster
 from tests.support.reference import reference_tokens
 
 NUM_TOKENS = 8
 NUM_STREAMED = 20  # each is followed by a flush
+WAIT_S = 60.0
 
 
 def num_cached(cluster: Cluster, prompt: list[int]) -> int:
@@ -44,6 +49,31 @@ def test_later_requests_find_nothing_of_earlier_ones_also_over_a_kill(cluster: C
     flush(cluster, "/flush_cache")
     os.kill(cluster.pid_of("dense_worker"), signal.SIGKILL)
     assert num_cached(cluster, first) == 0, "although no request has come between"
+
+
+@pytest.mark.parametrize("settings", [(), ("attention.workers=2",), ("dense.tensor_parallel_size=2",)], ids=" ".join)
+def test_only_the_attention_workers_live_on_after_a_flush(tmp_path: Path, settings: tuple[str, ...]) -> None:
+    prompt = list(range(100, 200))
+    http_address = f"gateway.http_address=127.0.0.1:{free_port()}"
+    with running_cluster(tmp_path, http_address, *settings, is_warm=True) as cluster:
+        assert num_cached(cluster, prompt) == 0 and num_cached(cluster, prompt) > 64
+        flush(cluster, "/flush_cache")
+        cluster.kill("gateway", "dense_worker")
+        wait_ready(cluster)
+        assert num_cached(cluster, prompt) == 0, "although no request has come between"
+        cluster.kill("gateway", "dense_worker")
+        wait_ready(cluster)
+        assert num_cached(cluster, prompt) > 64, "the KV cache outlives both"
+
+
+def wait_ready(cluster: Cluster) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        with contextlib.suppress(httpx2.TransportError):
+            if httpx2.get(f"http://{cluster.http_address}/health", timeout=WAIT_S).status_code == 200:
+                return
+        assert time.monotonic() < deadline, "the new gateway is not ready"
+        time.sleep(0.05)
 
 
 def test_a_stream_goes_on_while_the_cache_is_flushed(cluster: Cluster) -> None:
