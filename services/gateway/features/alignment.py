@@ -32,7 +32,7 @@ class Alignment(Report):
     def read(self, message: gateway_pb2.GenerateRequest, vocab_size: int) -> bytes:
         return message.alignment.SerializeToString()
 
-    def record(self) -> ReportRecord:
+    def record(self, spec: SequenceSpec, *, may_be_cut: bool) -> ReportRecord:
         return _Record()
 
     def held(self, size: RequestSize) -> HeldBytes:

@@ -26,6 +26,7 @@ class RequestSize:
     vocab_size: int
     hidden_size: int  # 0: the dense worker cannot give hidden states away
     num_messages: int  # copies of the answers as messages
+    may_be_cut: bool  # an answer may end before the last token that arrives
 
 
 @dataclass(frozen=True, slots=True)

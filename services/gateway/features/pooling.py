@@ -12,6 +12,7 @@ from services.gateway.features.feature import WITH_HIDDEN_STATES, HeldBytes, Req
 from services.gateway.features.report import Report, Reporter, ReportRecord
 from services.gateway.features.token_rows import BYTES_PER_VALUE, RowRecord
 from services.pb import gateway_pb2, pooling_pb2
+from services.step.sequence_spec import SequenceSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Pooling(Report):
         )
         return request.SerializeToString()
 
-    def record(self) -> ReportRecord:
+    def record(self, spec: SequenceSpec, *, may_be_cut: bool) -> ReportRecord:
         return _Record()
 
     def held(self, size: RequestSize) -> HeldBytes:

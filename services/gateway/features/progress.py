@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 from services.gateway.features.report import Report, Reporter, ReportRecord
+from services.step.sequence_spec import SequenceSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,5 +56,5 @@ class PromptProgress(Report):
     is_of_prompt = True
     is_in_grpc = False
 
-    def record(self) -> ReportRecord:
+    def record(self, spec: SequenceSpec, *, may_be_cut: bool) -> ReportRecord:
         return _Record()

@@ -50,7 +50,7 @@ class PromptLogprobs(Report):
         request = prompt_logprobs_pb2.PromptLogprobsRequest(num_likeliest=message.prompt_logprobs)
         return request.SerializeToString()
 
-    def record(self) -> ReportRecord:
+    def record(self, spec: SequenceSpec, *, may_be_cut: bool) -> ReportRecord:
         return _Record()
 
     def num_values(self, spec: SequenceSpec) -> int:

@@ -70,8 +70,8 @@ class Report(Feature):
     is_shown_with_prompt: bool = False  # in `Prompt.reports`; then the request shows its prompt, and needs no output
     is_in_grpc: bool = True  # `write` has a place in the messages of gRPC
 
-    def record(self) -> ReportRecord:
-        """For a sequence that reports it."""
+    def record(self, spec: SequenceSpec, *, may_be_cut: bool) -> ReportRecord:
+        """For a sequence that reports it. `may_be_cut`: its answer may end before the last token that arrives."""
         raise NotImplementedError
 
     def write(self, parts: Sequence[Any], message: AnswerMessage) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from services.gateway.features.feature import Feature, HeldBytes, RequestSize
 from services.gateway.features.report import AnswerMessage, Report, Reporter, ReportRecord
 from services.gateway.features.token_rows import BYTES_PER_VALUE, RowRecord, TokenRows
+from services.step.sequence_spec import SequenceSpec
 
 COPIES = 3  # as they arrive, all answers in one tensor, and what a client has not read yet
 
@@ -48,7 +49,7 @@ class ContextLogits(_Logits):
     is_of_prompt = True
     is_shown_with_prompt = True
 
-    def record(self) -> ReportRecord:
+    def record(self, spec: SequenceSpec, *, may_be_cut: bool) -> ReportRecord:
         return _ContextRecord()
 
     def num_rows(self, size: RequestSize) -> int:
@@ -61,7 +62,7 @@ class GenerationLogits(_Logits):
     name = "generation_logits"
     field = "return_generation_logits"
 
-    def record(self) -> ReportRecord:
+    def record(self, spec: SequenceSpec, *, may_be_cut: bool) -> ReportRecord:
         return _GenerationRecord()
 
     def num_rows(self, size: RequestSize) -> int:

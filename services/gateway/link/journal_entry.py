@@ -258,7 +258,11 @@ class JournalEntry:
         self.logprobs = LogprobRows()  # of the tokens that have not been taken yet, if requested
         self.records = NO_RECORDS  # of what features report, by their names
         if self.spec.features:
-            self.records = {name: REPORTS[name].record() for name in self.spec.features if name in REPORTS}
+            self.records = {
+                name: REPORTS[name].record(self.spec, may_be_cut=request.may_be_cut)
+                for name in self.spec.features
+                if name in REPORTS
+            }
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it first ran
         self.queue_s: float | None = None  # from its arrival at the dense worker until it first ran
         self.arrival = time.monotonic()

@@ -106,7 +106,13 @@ class GenerationRequest:
 
     def size(self, vocab_size: int, hidden_size: int, num_messages: int = 0) -> RequestSize:
         """What the memory for its features depends on; the arguments are as in `RequestSize`."""
-        return RequestSize(self.spec, self.best_of, self.max_tokens, vocab_size, hidden_size, num_messages)
+        sizes = vocab_size, hidden_size, num_messages
+        return RequestSize(self.spec, self.best_of, self.max_tokens, *sizes, may_be_cut=self.may_be_cut)
+
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether an answer may end before the last token that arrives: at a stop string, or after a call."""
+        return bool(self.stop or self.stop_regex) or self.parsing is not None
 
     @property
     def num_sequences(self) -> int:

@@ -105,6 +105,38 @@ def test_openais_objects_have_the_state_of_the_last_token_that_was_computed(clus
     np.testing.assert_allclose(found, whole["hidden_states"], atol=TOLERANCE, rtol=0)
 
 
+@torch.inference_mode()
+def test_several_choices_hold_no_states_that_none_of_them_shows(cluster: Cluster) -> None:
+    """Those of all tokens would be 170 MB, of which 20 may be held; the answers compute the prompt once."""
+    prompt = random_prompt(1500, seed=9)
+    body = {"prompt": prompt, "max_tokens": 4, "temperature": 2, "seed": 3, "ignore_eos": True, "n": 8}
+    body |= {"return_hidden_states": True, "return_token_ids": True}
+    for further in ({}, {"stop": ["never in any answer"]}):
+        choices = post(cluster, body | further, path="/v1/completions")["choices"]
+        assert len({tuple(each["token_ids"]) for each in choices}) == 8
+        for choice in choices[::7]:
+            tokens = torch.tensor([[*prompt, *choice["token_ids"][:-1]]])
+            wanted = reference_model(EMBEDDED_MODEL)(tokens, output_hidden_states=True).hidden_states[-1][0, -1]
+            np.testing.assert_allclose(choice["hidden_states"], wanted.numpy(), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("role", ["dense_worker", "attn_worker"])
+def test_the_last_state_is_right_after_a_worker_was_killed(cluster: Cluster, role: str) -> None:
+    body = {"prompt": random_prompt(60, seed=6), "max_tokens": 250, "temperature": 0, "ignore_eos": True}
+    body |= {"return_hidden_states": True}
+    path = "/v1/completions"
+    [wanted] = post(cluster, body, path=path)["choices"]
+    answer = over_a_kill(
+        lambda: post(cluster, body, path=path),
+        lambda: cluster.attention_status().num_computed_tokens,
+        100,
+        lambda: cluster.kill(role),
+    )
+    [found] = answer["choices"]
+    assert found["text"] == wanted["text"]
+    np.testing.assert_allclose(found["hidden_states"], wanted["hidden_states"], atol=TOLERANCE, rtol=0)
+
+
 def test_a_stop_string_cuts_the_states_too(cluster: Cluster) -> None:
     prompt = random_prompt(20, seed=5)
     whole = post(cluster, asking(prompt, max_new_tokens=30))

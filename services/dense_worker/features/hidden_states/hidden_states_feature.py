@@ -17,14 +17,18 @@ if TYPE_CHECKING:
     from services.step import SequenceSpec, StepResult
 
 NAME = "hidden_states"
+OF_ANSWER = b"answer"  # asks for those of the answer's tokens alone; b"": all
 
 
 class SequenceHiddenStates(SequenceFeature):
-    """All tokens are computed and reported, again if the sequence is computed again."""
+    """Tokens are reported that are computed, again if the sequence is computed again: all, or those of the answer."""
 
     reports = True
-    reports_prompt = True
-    ignores_prefix_cache = True
+
+    def __init__(self, start: int) -> None:
+        """start: index of the first token that is reported, 0 or that of the first one of the answer"""
+        self.start = start
+        self.reports_prompt = self.ignores_prefix_cache = start == 0
 
 
 class HiddenStateRows(StepPart):
@@ -51,7 +55,15 @@ class HiddenStatesFeature(Feature):
     sequence_type = SequenceHiddenStates
 
     def admit(self, spec: SequenceSpec, submit: dense_pb2.Submit, stream: int) -> SequenceHiddenStates:
-        return SequenceHiddenStates()
+        return SequenceHiddenStates(spec.num_prompt_tokens if spec.features[NAME] == OF_ANSWER else 0)
 
-    def prepare_step(self, step: StepView, rows: FeatureRows) -> HiddenStateRows:
-        return HiddenStateRows([computed_tokens(step, index) for index in rows.indexes.tolist()])
+    def prepare_step(self, step: StepView, rows: FeatureRows) -> HiddenStateRows | None:
+        found = []
+        for index, feature in zip(rows.indexes.tolist(), rows.features, strict=True):
+            assert isinstance(feature, SequenceHiddenStates)
+            tokens = computed_tokens(step, index)
+            num_before = max(0, feature.start - tokens.start)
+            if num_before < tokens.num_rows:
+                first, num_rows = tokens.first_row + num_before, tokens.num_rows - num_before
+                found.append(TokenRows(tokens.seq_id, tokens.start + num_before, first, num_rows))
+        return HiddenStateRows(found) if found else None

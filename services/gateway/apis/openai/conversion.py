@@ -240,6 +240,7 @@ def _common_message(
     add_logit_bias(message, body.logit_bias)
     add_extra_key(message, body.extra_key)
     add_features(message, body)
+    message.only_last_hidden_state = message.return_hidden_states  # a choice has no other one
     message.sampling.logprob_token_ids.extend(body.logprob_token_ids or ())
     if body.prompt_logprobs is not None:
         message.prompt_logprobs = limits.vocab_size if body.prompt_logprobs == ALL else body.prompt_logprobs

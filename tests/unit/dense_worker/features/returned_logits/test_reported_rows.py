@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from services.common.sampling_params import SamplingParams
+from services.dense_worker.features.hidden_states.hidden_states_feature import OF_ANSWER, SequenceHiddenStates
 from services.dense_worker.runner.model_runner import ModelRunner
 from services.dense_worker.sampling.sampler import Sampler
 from services.step import PlanEntry, StepResult
@@ -89,6 +90,21 @@ def test_a_report_of_each_token_of_the_prompt(name: str) -> None:
         assert values[:, 0].tolist() == list(PROMPT)
     else:
         assert values.shape == (4, 0)
+
+
+def test_hidden_states_of_an_answer_are_those_of_its_tokens_alone() -> None:
+    """So its prompt may be in the prefix cache, and other answers may be forked from it."""
+    runner = make_runner()
+    open_beside_a_plain_one(runner, features={"hidden_states": OF_ANSWER})
+    feature = SequenceHiddenStates(len(PROMPT))
+    assert not feature.reports_prompt and not feature.ignores_prefix_cache and feature.reports
+    result = run(runner, PlanEntry(1, 0, 2, 1), PlanEntry(2, 0, 4, 1))
+    [[_], [token_id]] = result.token_ids.rows()
+    assert not result.reports
+    [report] = run(runner, PlanEntry(1, 2, 1, 1), PlanEntry(2, 4, 1, 1)).reports
+    assert (report.start, report.rows[:, 0].tolist()) == (len(PROMPT), [token_id])
+    [again] = run(runner, PlanEntry(2, 2, 3, 1), PlanEntry(1, 3, 1, 1)).reports  # as after a preemption
+    assert (again.start, again.rows[:, 0].tolist()) == (len(PROMPT), [token_id])
 
 
 def test_logits_of_output_tokens_are_those_that_the_sampler_got() -> None:
