@@ -19,8 +19,7 @@ from services.gateway.core.answer_text import answer_text
 from services.gateway.core.chunks import NO_REPORTS, Chunk, Completion, Finish, Prompt
 from services.gateway.link.dense_pool import DensePool
 from services.gateway.link.journal import Journal
-from services.gateway.link.journal_entry import FinishReason, JournalEntry, UpdateQueue
-from services.gateway.link.stepwise import TurnQueue
+from services.gateway.link.journal_entry import FinishReason, JournalEntry
 from services.gateway.metrics.gateway_metrics import EndedAnswer, GatewayMetrics
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.text.deltas import ContentDelta
@@ -51,9 +50,9 @@ class Generation:
         self._tokenizer, self._journal, self._dense, self._metrics = tokenizer, journal, dense, metrics
         self._ticket = ticket
         self._span = span or NoSpan()
-        self._updates = TurnQueue(request.num_sequences) if request.is_stepwise else UpdateQueue(journal.turns)
         self._prompt_text = _prompt_text(request, tokenizer) if request.echo else ""
-        self._entries = tuple(journal.open(request, self._updates))  # the journal removes them from its list
+        self._entries = tuple(journal.open(request))  # the journal removes them from its list
+        self._updates = self._entries[0].updates
         self._open = set(self._entries)  # in the journal
         self._answers: list[_Answer] = []  # none before the first chunk is asked for
         self._num_running = len(self._entries)

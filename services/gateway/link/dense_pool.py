@@ -116,7 +116,7 @@ class DensePool:
     def submit(self, entry: JournalEntry) -> None:
         """Starts a sequence of the journal, now or as soon as a stream is connected."""
         client = self._least_busy()
-        self._journal.assign(entry, client.sequences)
+        client.sequences.add(entry)
         client.submit(entry)
 
     def announce(self) -> None:
@@ -125,13 +125,12 @@ class DensePool:
             client.announce()
 
     def cancel(self, entry: JournalEntry) -> None:
-        """Makes the dense worker forget a submitted sequence, which the journal must still have.
+        """Makes the dense worker forget a sequence, which the journal must still have.
 
         A follower was not submitted: its search ends with the entry that was.
         """
-        if entry.is_follower:
-            return
-        self._client_of[self._journal.stream_of(entry)].cancel(entry)
+        if entry.stream is not None:
+            self._client_of[entry.stream].cancel(entry)
 
     async def forget_prefixes(self) -> None:
         """Sequences that are submitted from now on find no blocks of earlier ones.
@@ -184,7 +183,7 @@ class DensePool:
         for other in self._clients:
             if other is not client and not other.is_connected:
                 for entry in self._release(other):
-                    self._journal.assign(entry, client.sequences)
+                    client.sequences.add(entry)
 
     async def note_connection(self, client: DenseClient, is_connected: bool) -> None:
         """Moves the sequences of a broken stream to another one, if there is one. Reports the first and last stream."""
@@ -193,7 +192,7 @@ class DensePool:
             entries = self._release(client)
             for entry in entries:
                 target = self._least_busy()
-                self._journal.assign(entry, target.sequences)
+                target.sequences.add(entry)
                 target.resubmit(entry)
             if entries:
                 log.warning("sequences moved to other dense workers", address=self._address, num_moved=len(entries))

@@ -1,4 +1,4 @@
-"""`Journal`: all open sequences of this gateway, and the streams to dense workers that run them.
+"""`Journal`: all open sequences of this gateway. `StreamSequences`: those that one stream to a dense worker runs.
 
 Because of the journal the death of a worker is only a pause: it has everything that is needed to continue. Runs in the
 gateway's event loop.
@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.fairness import Client
 from services.common.shared_counts import Counts
-from services.gateway.link.journal_entry import JournalEntry, Turns, UpdateQueue
-from services.gateway.link.stepwise import StepwiseEntry
+from services.gateway.link.journal_entry import JournalEntry
+from services.gateway.link.stepwise import StepwiseEntry, TurnQueue
+from services.gateway.link.update_queue import Turns, UpdateQueue
 from services.gateway.request.generation_request import GenerationRequest, Owner
 
 NUM_SEQ_IDS = 2**32  # of one gateway; later ones are used again
@@ -34,7 +35,6 @@ class Journal:
         self.waiting, self.waiting_tokens = counts.gauge("waiting"), counts.gauge("waiting_tokens")
         self.turns = Turns()
         self._entries: dict[int, JournalEntry] = {}
-        self._streams: dict[int, StreamSequences] = {}  # the stream of each submitted sequence, by seq_id
         self._by_request_id: dict[tuple[Owner, str], list[JournalEntry]] = {}
         self._instance = secrets.randbits(31)  # identifies this gateway at a dense worker
         self._next_number = 1  # lower half of the next seq_id
@@ -43,8 +43,8 @@ class Journal:
         self._waiting_tokens_of = Counter[Client]()
         self.left_at: deque[float] = deque(maxlen=256)  # when the last ones stopped waiting, on the monotonic clock
 
-    def open(self, request: GenerationRequest, updates: UpdateQueue) -> list[JournalEntry]:
-        """Adds new entries with new seq_ids, one for each answer, which announce their updates at `updates`.
+    def open(self, request: GenerationRequest) -> list[JournalEntry]:
+        """Adds new entries with new seq_ids, one for each answer, which announce their updates in one queue.
 
         Behind the seq_id of a beam search as many are left free as it has beams.
 
@@ -59,16 +59,16 @@ class Journal:
                 f"Duplicate request ID: request_id {request.spec.request_id!r} is in use by a running request",
                 "request_id",
             )
+        new_entry, updates = JournalEntry, UpdateQueue(self.turns)
+        if request.is_stepwise:
+            new_entry, updates = StepwiseEntry, TurnQueue(request.num_sequences)
         entries = []
         first = self._take_seq_ids(request.best_of)
-        new_entry = StepwiseEntry if request.is_stepwise else JournalEntry
         for index in range(request.num_sequences):
             entries.append(new_entry(first + index, request, index, updates, self._count_started))
             self._entries[first + index] = entries[-1]
         if request.spec.beam_search is not None:
             entries[0].followers = entries[1:]
-            for entry in entries[1:]:
-                entry.is_follower = True
         self._by_request_id[name] = entries
         self._count_waiting(request, len(entries))
         return entries
@@ -90,9 +90,8 @@ class Journal:
     def close(self, entry: JournalEntry) -> None:
         """Forgets a sequence; later tokens for it are ignored."""
         del self._entries[entry.seq_id]
-        stream = self._streams.pop(entry.seq_id, None)
-        if stream is not None:
-            stream.discard(entry)
+        if entry.stream is not None:
+            entry.stream.discard(entry)
         name = (entry.request.owner, entry.spec.request_id)
         entries = self._by_request_id[name]
         entries.remove(entry)
@@ -104,18 +103,6 @@ class Journal:
     def new_stream(self) -> StreamSequences:
         """The sequences of one more stream to a dense worker; none yet."""
         return StreamSequences(self._instance)
-
-    def assign(self, entry: JournalEntry, stream: StreamSequences) -> None:
-        """Moves a sequence to `stream`."""
-        previous = self._streams.get(entry.seq_id)
-        if previous is not None:
-            previous.discard(entry)
-        self._streams[entry.seq_id] = stream
-        stream.add(entry)
-
-    def stream_of(self, entry: JournalEntry) -> StreamSequences:
-        """The stream that runs an open sequence."""
-        return self._streams[entry.seq_id]
 
     def of_request(self, owner: Owner, request_id: str) -> list[JournalEntry]:
         """The open sequences of an owner's request."""
@@ -181,7 +168,8 @@ def is_of_batch(request_id: str, name: str) -> bool:
 
 
 class StreamSequences:
-    """Filled by the `Journal`, which gives each sequence to at most one stream. Its length includes ended ones."""
+    """A sequence is in one of these at most, from `add` until the journal forgets it. Its length includes ended ones.
+    """
 
     def __init__(self, gateway: int) -> None:
         """`gateway`: the upper half of all seq_ids of this gateway."""
@@ -190,12 +178,15 @@ class StreamSequences:
         self.get = self._entries.get  # returns the entry of a seq_id, or None; called for every token
 
     def add(self, entry: JournalEntry) -> None:
-        """Adds a sequence, which the stream runs from now on."""
+        """Adds a sequence, which this stream runs from now on, and no other."""
+        if entry.stream is not None:
+            entry.stream.discard(entry)
+        entry.stream = self
         self._entries[entry.seq_id] = entry
 
     def discard(self, entry: JournalEntry) -> None:
-        """Removes a sequence, if present; later tokens for it are ignored."""
-        self._entries.pop(entry.seq_id, None)
+        """Removes a sequence; later tokens for it are ignored."""
+        del self._entries[entry.seq_id]
 
     def unfinished(self) -> Iterator[JournalEntry]:
         """Sequences that the dense worker must continue, in the order in which they were added."""

@@ -13,7 +13,8 @@ from typing import Any
 from services.common.errors import InvalidRequest
 from services.common.token_logprobs import LogprobRows
 from services.gateway.features.progress import PromptProgress
-from services.gateway.link.journal_entry import FinishReason, JournalEntry, UpdateQueue
+from services.gateway.link.journal_entry import FinishReason, JournalEntry
+from services.gateway.link.update_queue import UpdateQueue
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.resources.repeatable import current_run
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from services.common.sampling_params import SamplingParams
 from services.gateway.link.journal import Journal
-from services.gateway.link.journal_entry import JournalEntry, UpdateQueue
+from services.gateway.link.journal_entry import JournalEntry
 from services.gateway.request.generation_request import GenerationRequest
 from services.step import SequenceSpec
 
@@ -39,7 +39,7 @@ def make_request(request_id: str = "r", max_tokens: int = 10, **options: Any) ->
 
 def open_entry(journal: Journal, request: GenerationRequest) -> JournalEntry:
     """Opens a request for one answer; returns its only sequence."""
-    [entry] = journal.open(request, UpdateQueue())
+    [entry] = journal.open(request)
     return entry
 
 

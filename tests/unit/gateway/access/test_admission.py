@@ -12,7 +12,7 @@ from services.gateway.access.access import Access, Caller
 from services.gateway.access.admission import Admission, Ticket
 from services.gateway.access.rate_limits import RateLimits, Usage
 from services.gateway.link.journal import Journal
-from services.gateway.link.journal_entry import JournalEntry, UpdateQueue
+from services.gateway.link.journal_entry import JournalEntry
 from tests.support.clients.generation_requests import make_request
 
 ANYBODY = Access(None, "").identify(None)
@@ -37,7 +37,7 @@ class Queue:
         except TwostrokeError:
             ticket.close()
             raise
-        return ticket, self.journal.open(request, UpdateQueue())
+        return ticket, self.journal.open(request)
 
 
 def test_only_waiting_answers_count() -> None:

@@ -11,7 +11,7 @@ from services.common.fairness import KEPT_PARTS, SMALL_PARTS
 from services.gateway.access.access import Access, Caller
 from services.gateway.access.admission import Admission, Ticket
 from services.gateway.link.journal import Journal
-from services.gateway.link.journal_entry import JournalEntry, UpdateQueue
+from services.gateway.link.journal_entry import JournalEntry
 from tests.support.clients.gateway_calls import request, say, with_gateway
 from tests.support.clients.generation_requests import make_request
 from tests.support.clients.http_clients import async_client
@@ -104,7 +104,7 @@ class Queue:
         except TwostrokeError:
             ticket.close()
             raise
-        return self.journal.open(given, UpdateQueue())[0]
+        return self.journal.open(given)[0]
 
     def fill(self, address: str, num_tokens: int = 1) -> int:
         """How many requests of a client are accepted until one is refused."""

@@ -21,7 +21,6 @@ from services.gateway.access.access import Access
 from services.gateway.access.admission import Admission
 from services.gateway.access.rate_limits import RateLimits, TokenBucket, Usage
 from services.gateway.link.journal import Journal
-from services.gateway.link.journal_entry import UpdateQueue
 from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
 from services.gateway.resources.repeatable import Repeatable
 from services.gateway.resume import recordings
@@ -53,7 +52,7 @@ def test_the_queue_is_that_of_all_processes(processes: list[SharedCounts]) -> No
         except CapacityError:
             ticket.close()
             raise
-        journal.open(request, UpdateQueue())
+        journal.open(request)
 
     enter(first, journals[0], "a", 60)
     with pytest.raises(CapacityError, match="60 prompt tokens are waiting, 50 more would exceed the limit of 100"):

@@ -24,7 +24,7 @@ def ended(num_logprobs: int | None, **logprobs: object) -> JournalEntry:
     request = make_request("search", max_tokens=9, best_of=2, beam_search=options, num_logprobs=num_logprobs)
     entry = open_entry(journal, request)
     sequences = journal.new_stream()
-    journal.assign(entry, sequences)
+    sequences.add(entry)
     answer = dense_pb2.BeamAnswer(token_ids=[7, 2], score=-1.0, reason=dense_pb2.SequenceEnd.STOP, **logprobs)
     end = dense_pb2.SequenceEnd(seq_id=entry.seq_id, reason=dense_pb2.SequenceEnd.STOP, answers=[answer])
     keep_output(sequences, dense_pb2.StepOutput(ended=[end]))

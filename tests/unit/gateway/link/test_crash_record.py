@@ -25,7 +25,7 @@ class Story:
         self.entries = [open_entry(journal, make_request(f"r{i}", **options)) for i in range(num_requests)]
         sequences = journal.new_stream()
         for entry in self.entries:
-            journal.assign(entry, sequences)
+            sequences.add(entry)
         self.record = CrashRecord(sequences)
         self.epoch = 1
         self.record.record_connected(self.epoch)

@@ -11,7 +11,7 @@ import pytest
 
 from services.common.token_logprobs import LogprobRows
 from services.gateway.link import dense_client
-from services.gateway.link.journal_entry import JournalEntry, UpdateQueue
+from services.gateway.link.journal_entry import JournalEntry
 from services.lora.prompt_embeds import make_prompt_embeds
 from services.pb import dense_pb2
 from tests.support.clients.generation_requests import make_request, open_entry
@@ -96,7 +96,7 @@ def test_answers_that_share_vectors_are_written_together_and_their_table_once(tm
                 table = make_prompt_embeds(bytes([client]) * 64, 2, 16, "float16", "prompt_embeds")
                 given = {"prompt_token_ids": [1000, 1001], "max_tokens": 5, "best_of": 3, "n": 3, "client": client}
                 request = replace(make_request(str(client), **given), prompt_embeds=table)
-                for entry in gateway.journal.open(request, UpdateQueue()):
+                for entry in gateway.journal.open(request):
                     gateway.pool.submit(entry)
             await until(lambda: len(dense.submits) == 6)
             assert [submit.spec.request_id for submit in dense.submits] == ["1"] * 3 + ["2"] * 3

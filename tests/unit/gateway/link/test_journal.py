@@ -8,7 +8,7 @@ import pytest
 
 from services.common.errors import InvalidRequest, PeerError
 from services.gateway.link.journal import Journal
-from services.gateway.link.journal_entry import FinishReason, UpdateQueue
+from services.gateway.link.journal_entry import FinishReason
 from tests.support.clients.generation_requests import make_request, open_entry, take
 
 
@@ -97,10 +97,10 @@ def test_one_stream_at_a_time_runs_a_sequence_until_it_is_closed() -> None:
     first, second = journal.new_stream(), journal.new_stream()
     moved, kept = (open_entry(journal, make_request(name)) for name in ("moved", "kept"))
     for entry in (moved, kept):
-        journal.assign(entry, first)
-    journal.assign(moved, second)
+        first.add(entry)
+    second.add(moved)
     assert (list(first.unfinished()), list(second.unfinished())) == ([kept], [moved])
-    assert journal.stream_of(moved) is second and first.get(moved.seq_id) is None
+    assert moved.stream is second and first.get(moved.seq_id) is None
     journal.close(moved)
     assert second.get(moved.seq_id) is None and len(second) == 0
     assert first.gateway == second.gateway == kept.seq_id >> 32
@@ -117,8 +117,8 @@ def test_a_shut_journal_ends_old_sequences_and_refuses_new_ones() -> None:
 
 def test_the_queue_is_counted_until_a_sequence_starts_or_ends() -> None:
     journal = Journal()
-    entries = journal.open(make_request("a", prompt_token_ids=[1] * 5, n=2, best_of=3), UpdateQueue())
-    [other] = journal.open(make_request("b", prompt_token_ids=[1] * 7), UpdateQueue())
+    entries = journal.open(make_request("a", prompt_token_ids=[1] * 5, n=2, best_of=3))
+    [other] = journal.open(make_request("b", prompt_token_ids=[1] * 7))
     assert (journal.num_waiting, journal.num_waiting_tokens) == (4, 22)
     entries[0].start(0.0, 0)
     entries[0].start(0.0, 0)  # a second time, after a worker died

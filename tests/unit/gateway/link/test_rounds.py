@@ -8,10 +8,11 @@ import itertools
 import pytest
 
 from services.common.errors import PeerError
-from services.gateway.link import journal_entry
+from services.gateway.link import update_queue
 from services.gateway.link.dense_messages import keep_output
 from services.gateway.link.journal import Journal
-from services.gateway.link.journal_entry import JournalEntry, Rounds, UpdateQueue
+from services.gateway.link.journal_entry import JournalEntry
+from services.gateway.link.update_queue import Rounds, UpdateQueue
 from services.pb import dense_pb2
 from tests.support.clients.generation_requests import make_request
 
@@ -21,10 +22,10 @@ NUM_REQUESTS = 8
 
 @pytest.fixture(autouse=True)
 def small_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_entry, "ROUND_SIZE", ROUND_SIZE)
-    monkeypatch.setattr(journal_entry, "NUM_WAKES", ROUND_SIZE)
-    monkeypatch.setattr(journal_entry, "ROUND_SIZE_AT_ARRIVALS", 1)
-    monkeypatch.setattr(journal_entry, "ROUNDS_OF_ARRIVAL", 2)
+    monkeypatch.setattr(update_queue, "ROUND_SIZE", ROUND_SIZE)
+    monkeypatch.setattr(update_queue, "NUM_WAKES", ROUND_SIZE)
+    monkeypatch.setattr(update_queue, "ROUND_SIZE_AT_ARRIVALS", 1)
+    monkeypatch.setattr(update_queue, "ROUNDS_OF_ARRIVAL", 2)
 
 
 async def iteration() -> None:
@@ -53,7 +54,7 @@ def test_rounds_are_smaller_while_requests_arrive() -> None:
         journal, seen = Journal(), list[int]()
         for number in range(NUM_REQUESTS):
             journal.turns.forwards.add(lambda number=number: seen.append(number))
-        journal.open(make_request("r"), UpdateQueue(journal.turns))
+        journal.open(make_request("r"))
         for num_seen in (1, 2, 5, 8):
             await iteration()
             assert seen == list(range(num_seen))
@@ -82,7 +83,7 @@ def test_an_error_of_one_keeps_no_other_from_its_turn() -> None:
 
 async def rounds_of_arrival(journal: Journal) -> None:
     """Lets the small rounds after an arrival pass, and a large one."""
-    for _ in range(journal_entry.ROUNDS_OF_ARRIVAL + 1):
+    for _ in range(update_queue.ROUNDS_OF_ARRIVAL + 1):
         for rounds in (journal.turns.forwards, journal.turns.wakes):
             rounds.add(lambda: None)
         await iteration()
@@ -94,8 +95,7 @@ def test_who_has_not_had_a_turn_gets_the_tokens_of_two_steps_at_once() -> None:
         entries = list[JournalEntry]()
         tasks = list[asyncio.Task[None]]()
         for number in range(NUM_REQUESTS):
-            updates = UpdateQueue(journal.turns)
-            [entry] = journal.open(make_request(f"r{number}"), updates)
+            [entry] = journal.open(make_request(f"r{number}"))
             entries.append(entry)
             events[number] = []
 
@@ -103,7 +103,7 @@ def test_who_has_not_had_a_turn_gets_the_tokens_of_two_steps_at_once() -> None:
                 events[number] += [entry.take_new_tokens()[0] for entry in entries]
                 return True
 
-            tasks.append(asyncio.ensure_future(updates.forward(take, lambda: True)))
+            tasks.append(asyncio.ensure_future(entry.updates.forward(take, lambda: True)))
         await rounds_of_arrival(journal)
         for token in (10, 11):  # the second step comes when one round is over
             for entry in entries:
@@ -140,9 +140,8 @@ def test_first_tokens_come_before_the_others_in_the_order_of_their_requests(forw
 
         async def begin(count: int) -> None:
             for _ in range(count):
-                updates = UpdateQueue(journal.turns)
-                entries.extend(journal.open(make_request(f"r{len(entries)}"), updates))
-                tasks.append(asyncio.create_task(read(updates)))
+                entries.extend(journal.open(make_request(f"r{len(entries)}")))
+                tasks.append(asyncio.create_task(read(entries[-1].updates)))
             await iteration()
 
         async def step(token: int) -> None:
@@ -181,9 +180,9 @@ def test_tasks_that_wait_for_tokens_have_turns_too_and_each_token_comes_once() -
 
         tasks, entries = list[asyncio.Task[None]](), list[JournalEntry]()
         for number in range(NUM_REQUESTS):
-            updates, events[number] = UpdateQueue(journal.turns), []
-            entries += journal.open(make_request(f"r{number}"), updates)
-            tasks.append(asyncio.create_task(read(number, updates)))
+            events[number] = []
+            entries += journal.open(make_request(f"r{number}"))
+            tasks.append(asyncio.create_task(read(number, entries[-1].updates)))
         await rounds_of_arrival(journal)
         num_read = []
         for token in (10, 11, None, None, None, None):
@@ -214,12 +213,11 @@ def test_tasks_that_wait_for_tokens_have_turns_too_and_each_token_comes_once() -
 def test_a_task_gets_all_answers_of_its_request_in_one_turn() -> None:
     async def test() -> None:
         journal, seen = Journal(), list[int]()
-        updates = UpdateQueue(journal.turns)
-        entries = journal.open(make_request("r", n=5, best_of=5), updates)
+        entries = journal.open(make_request("r", n=5, best_of=5))
 
         async def read() -> None:
             while True:
-                entry = await updates.next()
+                entry = await entries[0].updates.next()
                 seen.append(entry.index)
                 entry.take_new_tokens()
 
@@ -247,8 +245,9 @@ def test_the_first_sequence_of_a_step_is_another_one_each_time(count: int) -> No
             order.append(entry.seq_id)
 
     for number in range(count):
-        [entry] = journal.open(make_request(f"r{number}", max_tokens=1000), Noting())
-        journal.assign(entry, stream)
+        [entry] = journal.open(make_request(f"r{number}", max_tokens=1000))
+        entry.updates = Noting(journal.turns)
+        stream.add(entry)
     entries = list(stream.unfinished())
     tokens = [(entry.seq_id, 100 * row + k) for row, entry in enumerate(entries) for k in range(1 + row % 3)]
     places = {entry.seq_id: list[int]() for entry in entries}

@@ -9,7 +9,6 @@ import pytest
 from services.common.beams.options import BeamSearchOptions, EarlyStopping
 from services.common.errors import InvalidRequest
 from services.gateway.link.journal import Journal
-from services.gateway.link.journal_entry import UpdateQueue
 from services.pb import sampling_pb2
 from tests.unit.gateway.request.test_request import IDS, read
 
@@ -90,7 +89,7 @@ def test_what_a_search_cannot_do_is_refused_by_name(options: dict[str, Any], par
 
 def test_the_beams_of_a_search_have_ids_of_their_own() -> None:
     journal = Journal()
-    [first, second] = journal.open(read({**IDS, **SEARCH, "n": 2}), UpdateQueue())
-    [other] = journal.open(read(IDS), UpdateQueue())
+    [first, second] = journal.open(read({**IDS, **SEARCH, "n": 2}))
+    [other] = journal.open(read(IDS))
     assert second.seq_id == first.seq_id + 1 and second.is_follower and not first.is_follower
     assert other.seq_id == first.seq_id + 4
