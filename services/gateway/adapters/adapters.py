@@ -133,7 +133,7 @@ class Adapters:
                     reason = str(error)
                     log.warning("an adapter that a client had loaded is not served", adapter=name, reason=reason)
             if self._peers.has_unfinished_change:
-                async with self._peers.changing() as unfinished:
+                async with self._peers.changing(waits=False) as unfinished:
                     await self._finish(unfinished)
         self._changed_at_start = None
 

@@ -104,17 +104,21 @@ class GatewayPeers:
         return self._change_lock is not None and self._change_lock.exists() and self._change_lock.stat().st_size > 0
 
     @contextlib.asynccontextmanager
-    async def changing(self, what: str = "") -> AsyncIterator[list[str]]:
+    async def changing(self, what: str = "", *, waits: bool = True) -> AsyncIterator[list[str]]:
         """A context that only one process is in; waits for it. A process that ends, however it does, leaves it.
 
         Yields what such processes were changing, which is to be finished first. `what` is changed here: a line of text.
+        Without `waits` nothing is to be finished here while another process is in it, since that one does so.
         """
         if self._change_lock is None:
             yield []
             return
         file = os.open(self._change_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            while not _lock(file):  # noqa: ASYNC110  another process holds it
+            while not _lock(file):  # another process holds it
+                if not waits:
+                    yield []
+                    return
                 await asyncio.sleep(LOCK_RETRY_S)
             unfinished = os.pread(file, MAX_UNFINISHED_BYTES, 0).decode()
             os.pwrite(file, f"{what}\n".encode(), len(unfinished.encode()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import shutil
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -32,6 +33,7 @@ from tests.support.running_gateway import RunningGateway, run, running_gateway, 
 from tests.support.workers.fake_dense import FakeDense
 
 KEYS = {"ann": "ann-ann-ann-ann-ann", "bob": "bob-bob-bob-bob-bob"}
+START_LIMIT_S = 30.0
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 WAYS: list[Callable[[str], dict[str, str]]] = [
     lambda key: {"authorization": f"Bearer {key}"},
@@ -376,6 +378,21 @@ def test_a_change_whose_process_dies_before_its_peers_know_is_finished(
                     return
             async with gateway_of(tmp_path, 0, 3, endless(), **options) as again:
                 assert await served([again, *peers]) == [expected] * 3
+
+    run(body())
+
+
+def test_a_gateway_starts_while_another_one_changes_an_adapter(tmp_path: Path, adapters: Path) -> None:
+    """That may take as long as its files take to read, or until a process that has stopped is killed."""
+
+    async def body() -> None:
+        with (tmp_path / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.write('["", "x"]\n')
+            lock.flush()
+            async with asyncio.timeout(START_LIMIT_S), gateway_of(tmp_path, 0, 1, endless(), lora_directory=adapters):
+                pass
+        assert (tmp_path / "lock").read_text() == '["", "x"]\n', "it is the other one that finishes it"
 
     run(body())
 
