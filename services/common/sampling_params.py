@@ -115,6 +115,9 @@ class SamplingParams:
     reasoning_limit: ReasoningLimit | None = None  # None: reasoning is not limited
     # Tokens whose log-probabilities are reported wherever any are; no effect on what is sampled. No token twice.
     logprob_token_ids: tuple[int, ...] = ()
+    # Whether log-probabilities of output tokens are of what they were drawn from (-inf: dropped), not of the model.
+    # No effect on what is sampled.
+    sampled_logprobs: bool = False
 
     @property
     def given(self) -> set[str]:

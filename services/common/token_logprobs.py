@@ -18,7 +18,7 @@ _FIRST, _SECOND = itemgetter(0), itemgetter(1)
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of the model's own probabilities, before any sampling option."""
+    """Natural logarithms of the model's own probabilities, before any sampling option; see `sampled_logprobs`."""
 
     logprob: float  # of the sampled token, or of the prompt's token
     # (token_id, logprob) of the most likely tokens, most likely first; then of `SamplingParams.logprob_token_ids`

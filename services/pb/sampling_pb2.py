@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0esampling.proto\x12\x0ctwostroke.v1\"\xbf\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x08 \x01(\x05H\x07\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x04H\x08\x88\x01\x01\x12?\n\nlogit_bias\x18\n \x03(\x0b\x32+.twostroke.v1.SamplingParams.LogitBiasEntry\x12.\n\tbad_words\x18\x0b \x03(\x0b\x32\x1b.twostroke.v1.TokenSequence\x12\x19\n\x11\x61llowed_token_ids\x18\x0c \x03(\r\x12>\n\x11structured_output\x18\r \x01(\x0b\x32\x1e.twostroke.v1.StructuredOutputH\t\x88\x01\x01\x12:\n\x0freasoning_limit\x18\x0e \x01(\x0b\x32\x1c.twostroke.v1.ReasoningLimitH\n\x88\x01\x01\x12\x19\n\x11logprob_token_ids\x18\x0f \x03(\r\x12\x35\n\ntimestamps\x18\x10 \x01(\x0b\x32\x1c.twostroke.v1.TimestampRulesH\x0b\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokensB\x07\n\x05_seedB\x14\n\x12_structured_outputB\x12\n\x10_reasoning_limitB\r\n\x0b_timestamps\"q\n\nBeamSearch\x12\x1b\n\x0elength_penalty\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x33\n\x0e\x65\x61rly_stopping\x18\x02 \x01(\x0e\x32\x1b.twostroke.v1.EarlyStoppingB\x11\n\x0f_length_penalty\"|\n\x0eTimestampRules\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12\x14\n\x0c\x65nd_token_id\x18\x02 \x01(\r\x12\"\n\x15last_initial_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x18\n\x16_last_initial_token_id\"j\n\x0eReasoningLimit\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x14\n\x0c\x65nd_token_id\x18\x02 \x01(\r\x12\x1b\n\x0e\x62\x65gin_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_begin_token_id\"\xc8\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12&\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x14.twostroke.v1.ChoiceH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x12\x18\n\x0estructural_tag\x18\x06 \x01(\tH\x00\x12\x12\n\nfield_name\x18\x07 \x01(\tB\x0c\n\nconstraint\"\x19\n\x06\x43hoice\x12\x0f\n\x07\x63hoices\x18\x01 \x03(\t\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"i\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\x12\x11\n\x04rank\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_rank*b\n\rEarlyStopping\x12\x1c\n\x18\x45\x41RLY_STOPPING_HEURISTIC\x10\x00\x12\x19\n\x15\x45\x41RLY_STOPPING_ALWAYS\x10\x01\x12\x18\n\x14\x45\x41RLY_STOPPING_NEVER\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0esampling.proto\x12\x0ctwostroke.v1\"\xf3\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x08 \x01(\x05H\x07\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x04H\x08\x88\x01\x01\x12?\n\nlogit_bias\x18\n \x03(\x0b\x32+.twostroke.v1.SamplingParams.LogitBiasEntry\x12.\n\tbad_words\x18\x0b \x03(\x0b\x32\x1b.twostroke.v1.TokenSequence\x12\x19\n\x11\x61llowed_token_ids\x18\x0c \x03(\r\x12>\n\x11structured_output\x18\r \x01(\x0b\x32\x1e.twostroke.v1.StructuredOutputH\t\x88\x01\x01\x12:\n\x0freasoning_limit\x18\x0e \x01(\x0b\x32\x1c.twostroke.v1.ReasoningLimitH\n\x88\x01\x01\x12\x19\n\x11logprob_token_ids\x18\x0f \x03(\r\x12\x35\n\ntimestamps\x18\x10 \x01(\x0b\x32\x1c.twostroke.v1.TimestampRulesH\x0b\x88\x01\x01\x12\x1d\n\x10sampled_logprobs\x18\x11 \x01(\x08H\x0c\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokensB\x07\n\x05_seedB\x14\n\x12_structured_outputB\x12\n\x10_reasoning_limitB\r\n\x0b_timestampsB\x13\n\x11_sampled_logprobs\"q\n\nBeamSearch\x12\x1b\n\x0elength_penalty\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x33\n\x0e\x65\x61rly_stopping\x18\x02 \x01(\x0e\x32\x1b.twostroke.v1.EarlyStoppingB\x11\n\x0f_length_penalty\"|\n\x0eTimestampRules\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12\x14\n\x0c\x65nd_token_id\x18\x02 \x01(\r\x12\"\n\x15last_initial_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x18\n\x16_last_initial_token_id\"j\n\x0eReasoningLimit\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x14\n\x0c\x65nd_token_id\x18\x02 \x01(\r\x12\x1b\n\x0e\x62\x65gin_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_begin_token_id\"\xc8\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12&\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x14.twostroke.v1.ChoiceH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x12\x18\n\x0estructural_tag\x18\x06 \x01(\tH\x00\x12\x12\n\nfield_name\x18\x07 \x01(\tB\x0c\n\nconstraint\"\x19\n\x06\x43hoice\x12\x0f\n\x07\x63hoices\x18\x01 \x03(\t\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"i\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\x12\x11\n\x04rank\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x07\n\x05_rank*b\n\rEarlyStopping\x12\x1c\n\x18\x45\x41RLY_STOPPING_HEURISTIC\x10\x00\x12\x19\n\x15\x45\x41RLY_STOPPING_ALWAYS\x10\x01\x12\x18\n\x14\x45\x41RLY_STOPPING_NEVER\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,24 +33,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_EARLYSTOPPING']._serialized_start=1588
-  _globals['_EARLYSTOPPING']._serialized_end=1686
+  _globals['_EARLYSTOPPING']._serialized_start=1640
+  _globals['_EARLYSTOPPING']._serialized_end=1738
   _globals['_SAMPLINGPARAMS']._serialized_start=33
-  _globals['_SAMPLINGPARAMS']._serialized_end=864
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=623
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=671
-  _globals['_BEAMSEARCH']._serialized_start=866
-  _globals['_BEAMSEARCH']._serialized_end=979
-  _globals['_TIMESTAMPRULES']._serialized_start=981
-  _globals['_TIMESTAMPRULES']._serialized_end=1105
-  _globals['_REASONINGLIMIT']._serialized_start=1107
-  _globals['_REASONINGLIMIT']._serialized_end=1213
-  _globals['_STRUCTUREDOUTPUT']._serialized_start=1216
-  _globals['_STRUCTUREDOUTPUT']._serialized_end=1416
-  _globals['_CHOICE']._serialized_start=1418
-  _globals['_CHOICE']._serialized_end=1443
-  _globals['_TOKENSEQUENCE']._serialized_start=1445
-  _globals['_TOKENSEQUENCE']._serialized_end=1479
-  _globals['_TOKENLOGPROBS']._serialized_start=1481
-  _globals['_TOKENLOGPROBS']._serialized_end=1586
+  _globals['_SAMPLINGPARAMS']._serialized_end=916
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=654
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=702
+  _globals['_BEAMSEARCH']._serialized_start=918
+  _globals['_BEAMSEARCH']._serialized_end=1031
+  _globals['_TIMESTAMPRULES']._serialized_start=1033
+  _globals['_TIMESTAMPRULES']._serialized_end=1157
+  _globals['_REASONINGLIMIT']._serialized_start=1159
+  _globals['_REASONINGLIMIT']._serialized_end=1265
+  _globals['_STRUCTUREDOUTPUT']._serialized_start=1268
+  _globals['_STRUCTUREDOUTPUT']._serialized_end=1468
+  _globals['_CHOICE']._serialized_start=1470
+  _globals['_CHOICE']._serialized_end=1495
+  _globals['_TOKENSEQUENCE']._serialized_start=1497
+  _globals['_TOKENSEQUENCE']._serialized_end=1531
+  _globals['_TOKENLOGPROBS']._serialized_start=1533
+  _globals['_TOKENLOGPROBS']._serialized_end=1638
 # @@protoc_insertion_point(module_scope)

@@ -30,6 +30,7 @@ _OPTIONS = np.dtype(
         ("is_used", np.bool_),
         ("is_greedy", np.bool_),
         ("has_logprobs", np.bool_),
+        ("has_sampled_logprobs", np.bool_),  # of what tokens are drawn from, not of the model
         ("temperature", np.float32),
         ("top_k", np.int64),  # vocab_size: keep all
         ("top_p", np.float64),
@@ -131,6 +132,7 @@ class Sampler:
             True,
             params.is_greedy,
             num_logprobs is not None,
+            params.sampled_logprobs,
             params.temperature,
             min(params.top_k or self._vocab_size, self._vocab_size),
             params.top_p,
@@ -198,6 +200,12 @@ class Sampler:
 
         if model_logits is None:
             return SampledTokens(token_ids, {}, None)
+        of_sampled = np.flatnonzero(options["has_sampled_logprobs"][reported])
+        if of_sampled.size:
+            rows = self._upload(reported[of_sampled])
+            drawn_from = self._find_drawn_from(logits[rows], options[reported[of_sampled]], token_ids[rows])
+            model_logits = model_logits.float()
+            model_logits[self._upload(of_sampled)] = drawn_from
         num_logprobs = options["num_logprobs"][reported]
         named = [self._named.get(slot, ()) for slot in slots[reported].tolist()] if self._named else None
         ranked = rank_tokens(model_logits, token_ids[self._upload(reported)], int(num_logprobs.max()), named)
@@ -289,6 +297,17 @@ class Sampler:
                 filtered = logits.clone() if filtered is logits else filtered
                 filtered[index] = kept
         return keep_min_p(filtered, temperature, min_p) if has_min_p else filtered
+
+    def _find_drawn_from(self, logits: torch.Tensor, options: np.ndarray, token_ids: torch.Tensor) -> torch.Tensor:
+        """Logits, float32 [r, vocab_size], of the distributions that the tokens were drawn from.
+
+        logits: edited; a greedy row's distribution has its token alone
+        """
+        is_greedy, options = self._upload(options["is_greedy"])[:, None], options.copy()
+        options["temperature"][options["is_greedy"]] = 1.0
+        scaled = self._filter(logits.float(), options) / self._upload(options["temperature"])[:, None]
+        alone = torch.full_like(scaled, -torch.inf).scatter_(1, token_ids[:, None], 0.0)
+        return torch.where(is_greedy, alone, scaled)
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         return upload(array, self._device)

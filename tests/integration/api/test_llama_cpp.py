@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from pathlib import Path
@@ -36,6 +37,20 @@ def test_tokens_and_log_probabilities_are_those_of_hugging_face(cluster: Cluster
         of_reference = reference_logprobs(EMBEDDED_MODEL, prompt + token_ids)[len(prompt) - 1 :]
         assert logprobs == pytest.approx(of_reference, abs=1e-4)
         assert all(each["top_logprobs"][0]["id"] == each["id"] for each in answer["completion_probabilities"])
+
+
+def test_probabilities_behind_the_samplers(cluster: Cluster) -> None:
+    [prompt] = random_prompts(1, 40, seed=4)
+    options = {"n_predict": 5, "n_probs": 4, "ignore_eos": True, "post_sampling_probs": True, "return_tokens": True}
+    greedy = complete(cluster, prompt=prompt, temperature=0, **options)
+    for each in greedy["completion_probabilities"]:
+        assert each["prob"] == 1.0 and [one["prob"] for one in each["top_probs"]] == [1.0, 0.0, 0.0, 0.0]
+    two = complete(cluster, prompt=prompt, temperature=1.5, top_k=2, top_p=1, min_p=0, **options)
+    own = complete(cluster, prompt=prompt + two["tokens"][:-1], temperature=0, n_predict=1, n_probs=2, ignore_eos=True)
+    (first, second), last = own["completion_probabilities"][0]["top_logprobs"], two["completion_probabilities"][-1]
+    expected = 1 / (1 + math.exp((second["logprob"] - first["logprob"]) / 1.5))
+    assert [each["prob"] for each in last["top_probs"]] == pytest.approx([expected, 1 - expected, 0, 0], abs=1e-4)
+    assert [each["id"] for each in last["top_probs"][:2]] == [first["id"], second["id"]]
 
 
 def test_a_stream_goes_on_over_a_kill_of_the_dense_worker(tmp_path: Path) -> None:

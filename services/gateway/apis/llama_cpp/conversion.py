@@ -35,6 +35,8 @@ async def llama_cpp_messages(
         message.return_progress = bool(body.return_progress and body.stream)
         sampling = message.sampling
         sampling.logit_bias.update(bias)
+        if body.post_sampling_probs:
+            sampling.sampled_logprobs = True
         sampling.bad_words.extend(sampling_pb2.TokenSequence(token_ids=[token_id]) for token_id in banned)
     return messages
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -178,22 +179,21 @@ class LlamaCppFormat(Format):
     def _probabilities(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> Iterator[TokenProbability]:
+        top = "top_probs" if self._body.post_sampling_probs else "top_logprobs"
         return (
             {
                 **self._probability(token_id, each.logprob),
-                "top_logprobs": [self._probability(*pair) for pair in each.top[: self._used.logprobs]],
+                top: [self._probability(*pair) for pair in each.top[: self._used.logprobs]],
             }
             for token_id, each in zip(token_ids, logprobs, strict=False)
         )
 
     def _probability(self, token_id: int, logprob: float) -> TokenProbability:
         data = token_bytes(self._tokenizer.hf_tokenizer, token_id)
-        return {
-            "id": token_id,
-            "token": data.decode(errors="ignore"),
-            "bytes": list(data),
-            "logprob": max(logprob, LEAST_LOGPROB),
-        }
+        found: TokenProbability = {"id": token_id, "token": data.decode(errors="ignore"), "bytes": list(data)}
+        if self._body.post_sampling_probs:
+            return {**found, "prob": math.exp(logprob)}
+        return {**found, "logprob": max(logprob, LEAST_LOGPROB)}
 
 
 def generation_settings(
@@ -225,6 +225,7 @@ def generation_settings(
         "ignore_eos": bool(used.ignore_eos),
         "logit_bias": [{"token": token, "bias": bias} for token, bias in [*body.biases, *never]],
         "n_probs": used.logprobs or 0,
+        "post_sampling_probs": bool(body.post_sampling_probs),
         "n_cmpl": used.n or 1,
         "grammar": used.grammar or "",
         "json_schema": used.json_schema,

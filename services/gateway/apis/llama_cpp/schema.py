@@ -70,7 +70,6 @@ class LlamaCppBody(SamplingFields, AnswerFields, StructuredOutputFields):
         "image_data": ([],),
         "min_keep": (0, 1),  # a token is always kept
         "n_indent": (0,),
-        "post_sampling_probs": (False,),
         "system_prompt": ("",),
         "t_max_predict_ms": (0,),
         "tfs_z": (1,),
@@ -98,6 +97,11 @@ class LlamaCppBody(SamplingFields, AnswerFields, StructuredOutputFields):
     n_cmpl: UInt32 | None = Field(None, description="Number of answers to each prompt; n is another name")
     n_probs: UInt32 | None = Field(
         None, description="Give the log-probability of each token and of this many most likely tokens; 0: none"
+    )
+    post_sampling_probs: bool | None = Field(
+        None,
+        description="With n_probs: give probabilities of what tokens were sampled from, behind all samplers, in place "
+        "of the model's log-probabilities",
     )
     top_k: Annotated[Int32 | None, pydantic.AfterValidator(lambda top_k: top_k and max(top_k, -1))] = Field(
         None, description="0 and less keep all tokens"
@@ -260,8 +264,10 @@ class TokenProbability(TypedDict):
     id: int
     token: str
     bytes: list[int]
-    logprob: float
+    logprob: NotRequired[float]
+    prob: NotRequired[float]  # with post_sampling_probs, in place of logprob
     top_logprobs: NotRequired[list[dict[str, Any]]]  # of tokens of the answer
+    top_probs: NotRequired[list[dict[str, Any]]]  # with post_sampling_probs, in place of top_logprobs
 
 
 class LlamaCppObject(TypedDict):

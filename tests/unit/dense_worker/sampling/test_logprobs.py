@@ -97,6 +97,38 @@ def test_requested_logprobs_are_the_models_own_with_any_options(wanted: list[int
         assert [token_id for token_id, _ in token.top] == np.argsort(-expected[row])[: asking[row]].tolist()
 
 
+def test_logprobs_of_what_is_sampled_are_those_of_the_draws() -> None:
+    """Against the distribution as its definition says, and next to a row that asks for the model's own."""
+    logits = torch.randn(3, VOCAB_SIZE, generator=torch.Generator().manual_seed(5))
+    params = SamplingParams(
+        temperature=0.5, top_k=6, min_p=0.15, presence_penalty=1.0, logit_bias=((3, 2.0),), sampled_logprobs=True
+    )
+    greedy = SamplingParams(temperature=0.0, logit_bias=((3, 99.0),), top_p=0.1, sampled_logprobs=True)
+    sampler = Sampler(3, VOCAB_SIZE, "cpu")
+    for slot, options in enumerate((params, SamplingParams(temperature=0.0), greedy)):
+        sampler.add(slot, options, [1], [6], [], 20)
+    sampled = sampler.sample(logits.clone(), range(3), np.full(3, 2), np.full(3, 1))
+    assert sampled.ranked is not None
+    drawn, own, alone = sampled.ranked.to_host().read([20] * 3)
+
+    wide = logits[0].double().numpy().copy()
+    wide[3] += 2.0
+    wide[6] -= 1.0
+    weights = np.exp((wide - wide.max()) / 0.5)
+    weights[wide < np.sort(wide)[-6]] = 0.0
+    weights[weights < 0.15] = 0.0
+    expected = weights / weights.sum()
+    assert 1 < np.count_nonzero(expected) < 6
+    assert np.exp(drawn.logprob) == pytest.approx(expected[sampled.token_ids[0]], abs=TOLERANCE)
+    assert [token_id for token_id, value in drawn.top if value > -np.inf] == np.argsort(-expected)[
+        : np.count_nonzero(expected)
+    ].tolist()
+    np.testing.assert_allclose([np.exp(value) for _, value in drawn.top], np.sort(expected)[::-1][:20], atol=TOLERANCE)
+    assert own.logprob == pytest.approx(exact_logprobs(logits)[1].max(), abs=TOLERANCE)
+    assert sampled.token_ids[2] == 3 and (alone.logprob, alone.rank) == (0.0, 1)
+    assert alone.top[0] == (3, 0.0) and {value for _, value in alone.top[1:]} == {-np.inf}
+
+
 def test_logprobs_do_not_change_the_tokens() -> None:
     logits = torch.randn(6, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,28 @@ def test_probabilities_are_those_of_completions(
     with_client(tmp_path, FakeDense(say(" one two")), test)
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_probabilities_of_what_was_sampled(tmp_path: Path, is_stream: bool) -> None:
+    """The worker is asked for them; they are written as probabilities."""
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"prompt": "a", "n_predict": 3, "n_probs": 2, "stream": is_stream}
+        objects = []
+        for asks in (False, True):
+            answer = await client.post(URL, json=body | {"post_sampling_probs": asks})
+            found = events(answer.text) if is_stream else [answer.json()]
+            objects.append([each for piece in found for each in piece.get("completion_probabilities", ())])
+            assert dense.submits[-1].spec.sampling.sampled_logprobs == asks
+        for own, after in zip(*objects, strict=True):
+            assert after.keys() == {"id", "token", "bytes", "prob", "top_probs"}
+            assert after["prob"] == pytest.approx(math.exp(own["logprob"]))
+            assert all(each.keys() == {"id", "token", "bytes", "prob"} for each in after["top_probs"])
+        assert len(objects[0]) == 3
+
+    dense = FakeDense(say(" one two three"))
+    with_client(tmp_path, dense, test)
+
+
 WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({}, ["prompt"]),
     ({"prompt": []}, ["no tokens"]),
@@ -256,7 +279,6 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"prompt": "a", "typical_p": 0.5}, ["typical_p", "not supported"]),
     ({"prompt": "a", "samplers": ["top_k", "best_k"]}, ["samplers", "no sampler 'best_k'"]),
     ({"prompt": {"prompt_string": "a", "multimodal_data": ["x"]}}, ["multimodal_data is not supported"]),
-    ({"prompt": "a", "post_sampling_probs": True}, ["post_sampling_probs", "not supported"]),
     ({"prompt": "a", "repeat_last_n": 64, "repeat_penalty": 1.1}, ["repeat_last_n", "64"]),
     ({"prompt": "a", "logit_bias": [[5, 1e9]]}, ["1e+09", "100"]),
     ({"prompt": "a", "logit_bias": [[5]]}, ["logit_bias"]),
