@@ -25,10 +25,9 @@ from services.attn_worker.cache.tiers.region import TierRegion
 from services.attn_worker.engine import AttentionEngine
 from services.attn_worker.kv_events.kv_events import KVEvents, ReportedPool, ReportedPrefixCache
 from services.attn_worker.layers import AttentionBackend, BackendSetup, CapturableAttention
+from services.attn_worker.layers.attention_among_others import AttentionAmongOthers
+from services.attn_worker.layers.backends import torch_backend, triton_backend
 from services.attn_worker.layers.batch_invariant.torch_attention import BatchInvariantTorchAttention
-from services.attn_worker.layers.cross.crossed_attention import CrossedAttention, crossed_torch_attention
-from services.attn_worker.layers.gated_delta.layered_attention import layered_torch_attention
-from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.layers.select import select_backend
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.moved_blocks import MovedBlocks
@@ -169,7 +168,7 @@ def _load_kernels(setup: AttentionSetup, limits: StepLimits, *, decode_only: boo
             if model.config.recurrent_layers or model.config.encoder is not None:
                 return  # states, and the outputs of encoders, take much memory
             spec = one_block_spec(setup.section, model)
-            make_backend = _capturable_backend(spec, setup.is_deterministic)
+            make_backend = _capturable_backend(setup.is_deterministic)
 
             def load() -> None:
                 backend = make_backend(_backend_setup(model, spec, model.max_model_len, limits))
@@ -257,11 +256,7 @@ def _build_runner(
     section, model = setup.section, setup.model
     backend_setup = _backend_setup(model, spec, max_model_len, limits)
     if select_backend(section, model) == "torch":
-        make_torch: Callable[[BackendSetup], AttentionBackend] = TorchAttention
-        if spec.recurrences:
-            make_torch = layered_torch_attention
-        if spec.cross_layers:
-            make_torch = crossed_torch_attention
+        make_torch: Callable[[BackendSetup], AttentionBackend] = torch_backend
         if section.split_context:
             make_torch = PartedTorchAttention
         if setup.is_deterministic:
@@ -274,7 +269,7 @@ def _build_runner(
         return TurnLayerRunner([eager, *others], spec.num_layers, metrics.on_step), eager.storage
     from services.attn_worker.runner.cuda_layer_runner import CudaLayerRunner
 
-    make_backend = _capturable_backend(spec, setup.is_deterministic, section.split_context)
+    make_backend = _capturable_backend(setup.is_deterministic, section.split_context)
 
     def make_runner(backend: CapturableAttention) -> CudaLayerRunner:
         sizes = (spec.num_layers, limits.max_num_seqs)
@@ -302,11 +297,11 @@ def _backend_setup(model: ResolvedModel, spec: KVCacheSpec, max_model_len: int, 
 
 
 def _extra_rows_of(backend: AttentionBackend) -> TakeExtraRows | None:
-    return backend.store_sources if isinstance(backend, CrossedAttention) else None
+    return backend.others.take_extra_rows if isinstance(backend, AttentionAmongOthers) else None
 
 
 def _capturable_backend(
-    spec: KVCacheSpec, is_deterministic: bool, splits_context: bool = False
+    is_deterministic: bool, splits_context: bool = False
 ) -> Callable[[BackendSetup], CapturableAttention]:
     if splits_context:
         from services.attn_worker.split_context.parted_triton_attention import PartedTritonAttention  # needs triton
@@ -318,14 +313,4 @@ def _capturable_backend(
         )
 
         return BatchInvariantTritonAttention
-    if spec.cross_layers:
-        from services.attn_worker.layers.cross.cuda_crossed_attention import crossed_cuda_attention  # needs triton
-
-        return crossed_cuda_attention
-    if spec.recurrences:
-        from services.attn_worker.layers.gated_delta.captured_layers import layered_triton_attention  # needs triton
-
-        return layered_triton_attention
-    from services.attn_worker.layers.triton_attention import TritonAttention  # needs triton
-
-    return TritonAttention
+    return triton_backend

@@ -15,6 +15,7 @@ from services.attn_worker.layers import DECODE_ONLY, BackendSetup, CapturableAtt
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.channel import rows_of_layer
+from services.common.attention.learned import Learned
 from services.common.kv_cache.scales import KVScales
 from services.common.model_config import ModelConfig, RopeConfig
 
@@ -104,11 +105,11 @@ class Pair:
         self.reference = TorchAttention(BackendSetup(config, exact, torch.float32, device, MAX_MODEL_LEN))
         self.kernels = kernels.make(BackendSetup(config, spec, dtype, device, MAX_MODEL_LEN, 32, 2048))
         for backend in (self.reference, self.kernels):
-            backend.use_scales(scales or KVScales.ones(config.num_layers))
+            backend.use_learned(Learned(scales or KVScales.ones(config.num_layers)))
             if config.attention.has_sinks:
                 generator = torch.Generator().manual_seed(seed)
                 sinks = 3 * torch.randn(config.num_layers, config.num_heads, generator=generator)
-                backend.use_sinks(sinks.tolist())
+                backend.use_learned(Learned(sinks=sinks.tolist()))
         self.generator = torch.Generator().manual_seed(seed)
         self.free_blocks = np.random.default_rng(seed).permutation(NUM_BLOCKS).tolist()
         self.sequences: dict[str, Sequence] = {}

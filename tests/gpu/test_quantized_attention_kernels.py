@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from services.attn_worker.runner.step_metadata import build_step_metadata
+from services.common.attention.learned import Learned
 from services.common.kv_cache.scales import KVScales
 from tests.gpu.attention_pair import Kernels, Pair, Sequence, make_config, relative_error
 
@@ -167,7 +168,7 @@ def test_one_graph_replays_decode_steps_and_follows_new_scales(kernels: Kernels,
                 backend.forward(layer, qkv, outs[layer])
     for names, scales in (("ab", KVScales.ones(2)), ("cd", SCALES)):  # others, so that nothing old is read
         for each in (pair.kernels, pair.reference):
-            each.use_scales(scales)
+            each.use_learned(Learned(scales))
         check(pair, dict.fromkeys(names, 50))
         for _ in range(3):
             step = pair.plan(dict.fromkeys(names, 1))

@@ -97,10 +97,15 @@ class KVCacheSpec:
         length = 0 if self.source_slots is None else self.source_slots.max_source_len
         return length * self.dtype.itemsize * sum(heads.source_size for heads in self.cross_layers.values())
 
-    def attention_layers(self) -> KVCacheSpec:
-        """The spec without the layers that keep nothing of each token, for the backend of the others."""
+    @property
+    def token_layers(self) -> list[int]:
+        """The layers that read something of each token."""
         others = {**self.recurrences, **self.cross_layers}
-        layers = [layer for layer in range(self.num_layers) if layer not in others]
+        return [layer for layer in range(self.num_layers) if layer not in others]
+
+    def attention_layers(self) -> KVCacheSpec:
+        """The spec of the `token_layers` alone, for their backend."""
+        layers = self.token_layers
         heads = tuple(self.layer_heads[layer] for layer in layers)
         return replace(self, windows=tuple(self.windows[layer] for layer in layers), layer_heads=heads)
 
@@ -148,8 +153,7 @@ class KVCacheSpec:
     @property
     def storing_layers(self) -> list[int]:
         """The layers that store keys and values of their own."""
-        others = {**self.recurrences, **self.cross_layers}
-        return [layer for layer in range(self.num_layers) if self.kv_layer(layer) == layer and layer not in others]
+        return [layer for layer in self.token_layers if self.kv_layer(layer) == layer]
 
     @property
     def token_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -11,9 +11,8 @@ import torch
 from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.runner.step_metadata import StepMetadata
-from services.common.attention.learned import Learned, RecurrenceWeights
+from services.common.attention.learned import Learned
 from services.common.batch_buckets import MAX_CAPTURED_CHUNK_ROWS
-from services.common.kv_cache.scales import KVScales
 from services.common.model_config import ModelConfig
 
 
@@ -43,16 +42,8 @@ class AttentionBackend(Protocol):
         """The blocks of all layers with attention."""
         ...
 
-    def use_scales(self, scales: KVScales) -> None:
-        """Sets the scales of layers that store FP8, for later steps. Other layers have none, or their own."""
-        ...
-
-    def use_sinks(self, sinks: Sequence[Sequence[float]]) -> None:
-        """Sets the learned sinks, [num_layers][num_heads], for later steps. Called for models that have them."""
-        ...
-
-    def use_relative_bias(self, bias: Sequence[Sequence[float]]) -> None:
-        """Sets the relative bias, [num_buckets][num_heads], for later steps. Called for models that have one."""
+    def use_learned(self, learned: Learned) -> None:
+        """Sets what the model has of it, for later steps: in place, where captured graphs read it."""
         ...
 
     def begin_step(self, step: StepMetadata) -> None:
@@ -66,30 +57,6 @@ class AttentionBackend(Protocol):
         out: [num_tokens, attn_size], written in place.
         """
         ...
-
-
-class RecurrentAttention(AttentionBackend, Protocol):
-    """An AttentionBackend that also runs gated delta layers.
-
-    In such a layer a row of qkv is q, k and v before the convolution, then b and a of each value head
-    (`GatedDelta.row_size`); a row of out is the recurrence's output (`GatedDelta.value_size`).
-    """
-
-    def use_recurrences(self, weights: Mapping[int, RecurrenceWeights]) -> None:
-        """Sets the weights of the gated delta layers, by layer, for later steps."""
-        ...
-
-
-def use_learned(backend: AttentionBackend | RecurrentAttention, learned: Learned) -> None:
-    """Sets what the model has of it, for later steps."""
-    if learned.scales is not None:
-        backend.use_scales(learned.scales)
-    if learned.sinks:
-        backend.use_sinks(learned.sinks)
-    if learned.recurrences:
-        backend.use_recurrences(learned.recurrences)
-    if learned.relative_bias:
-        backend.use_relative_bias(learned.relative_bias)
 
 
 class StepShape(NamedTuple):

@@ -57,9 +57,9 @@ from services.attn_worker.layers.mha.work_items import (
 from services.attn_worker.layers.step_upload import StepUpload
 from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.channel import rows_of_layer
+from services.common.attention.learned import Learned
 from services.common.batch_buckets import MAX_CAPTURED_CHUNK_ROWS, MAX_CAPTURED_PROMPT_ROWS
 from services.common.errors import CapacityError, ConfigError
-from services.common.kv_cache.scales import KVScales
 from services.common.model_config import RopeConfig
 
 # At least, in a piece of a short chunk's context; smaller pieces cost more in merging than they gain.
@@ -288,13 +288,12 @@ class TritonAttention:
             return None
         return step.num_later
 
-    def use_scales(self, scales: KVScales) -> None:
-        """Sets the scales of FP8 layers."""
-        self.storage.use_scales(scales)
-
-    def use_sinks(self, sinks: Sequence[Sequence[float]]) -> None:
-        """Sets the learned sinks of all layers, in place: captured graphs read them."""
-        self._sinks[:, : self._config.num_heads].copy_(torch.tensor(sinks))
+    def use_learned(self, learned: Learned) -> None:
+        """Sets the scales of FP8 layers and learned sinks, in place: captured graphs read them."""
+        if learned.scales is not None:
+            self.storage.use_scales(learned.scales)
+        if learned.sinks:
+            self._sinks[:, : self._config.num_heads].copy_(torch.tensor(learned.sinks))
 
     def begin_step(
         self, step: StepMetadata, padded_num_rows: int | None = None, shape: StepShape = DECODE_ONLY

@@ -17,7 +17,7 @@ import structlog
 import torch
 
 from services.attn_worker.cache.block_storage import BlockCopies
-from services.attn_worker.layers import DECODE_ONLY, CapturableAttention, StepShape, use_learned
+from services.attn_worker.layers import DECODE_ONLY, CapturableAttention, StepShape
 from services.attn_worker.runner.layer_runner import LayerRunner, RunningStep, TakeExtraRows, run_layers
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Channel
@@ -68,7 +68,7 @@ class CudaLayerRunner(LayerRunner):
         """
         torch.cuda.set_device(self._stream.device)  # for the engine thread, which would otherwise use the first GPU
         with torch.cuda.stream(self._stream):
-            use_learned(self._backend, learned)
+            self._backend.use_learned(learned)
         self._graphs.clear()  # frees their memory before the new graphs need it
         self._without_graph.clear()
         for channel in channels:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 
 from services.attn_worker.cache.block_storage import BlockCopies
-from services.attn_worker.layers import AttentionBackend, use_learned
+from services.attn_worker.layers import AttentionBackend
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Channel, Flag, qkv_flag
 from services.common.attention.learned import Learned
@@ -83,7 +83,7 @@ class EagerLayerRunner(LayerRunner):
 
     def attach(self, channels: Iterable[Channel], learned: Learned) -> None:
         """Passes the values on."""
-        use_learned(self._backend, learned)
+        self._backend.use_learned(learned)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: BlockCopies) -> None:

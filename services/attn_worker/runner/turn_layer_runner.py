@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import torch
 
 from services.attn_worker.cache.block_storage import BlockCopies
-from services.attn_worker.layers import AttentionBackend, use_learned
+from services.attn_worker.layers import AttentionBackend
 from services.attn_worker.runner.layer_runner import LayerRunner, RunningStep
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Flag, qkv_flag
@@ -33,7 +33,7 @@ class TurnLayerRunner(LayerRunner):
     def attach(self, channels: Iterable[TurnChannel], learned: Learned) -> None:
         """Deals the backends to the channels, and passes the values on."""
         for backend in self._backends:
-            use_learned(backend, learned)
+            backend.use_learned(learned)
         self._turns = Turns()
         self._copies.clear()
         self._backend_of = dict(zip(channels, self._backends, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from services.common.kv_cache.scales import KVScales
 from services.pb import attn_pb2
@@ -34,14 +34,19 @@ class Learned:
     recurrences: Mapping[int, RecurrenceWeights] = field(default_factory=dict)  # by layer, in order
     relative_bias: Sequence[Sequence[float]] = ()  # [num_buckets][num_heads]
 
-    def of_part(self, layers: range, heads: range) -> Learned:
-        """That of some layers, which count from 0 there, and heads."""
+    def of_layers(self, layers: Sequence[int]) -> Learned:
+        """That of some layers, which count from 0 there."""
         return Learned(
             self.scales and self.scales.of_layers(layers),
-            [each[heads.start : heads.stop] for each in self.sinks[layers.start : layers.stop]],
-            {layer - layers.start: each for layer, each in self.recurrences.items() if layer in layers},
+            [self.sinks[layer] for layer in layers] if self.sinks else (),
+            {place: self.recurrences[layer] for place, layer in enumerate(layers) if layer in self.recurrences},
             self.relative_bias,
         )
+
+    def of_part(self, layers: range, heads: range) -> Learned:
+        """That of some layers and heads."""
+        part = self.of_layers(layers)
+        return replace(part, sinks=[each[heads.start : heads.stop] for each in part.sinks])
 
 
 def encode_learned(learned: Learned) -> attn_pb2.AttachRequest:

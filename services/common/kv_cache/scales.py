@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -21,9 +22,9 @@ class KVScales:
         """The scales of a model whose checkpoint has none."""
         return cls((1.0,) * num_layers, (1.0,) * num_layers)
 
-    def of_layers(self, layers: range) -> KVScales:
+    def of_layers(self, layers: Sequence[int]) -> KVScales:
         """Those of some layers alone."""
-        return KVScales(self.keys[layers.start : layers.stop], self.values[layers.start : layers.stop])
+        return KVScales(*(tuple(each[layer] for layer in layers) for each in (self.keys, self.values)))
 
     @property
     def identity(self) -> bytes:

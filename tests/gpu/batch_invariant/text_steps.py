@@ -10,6 +10,7 @@ import torch
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.layers import BackendSetup
 from services.attn_worker.runner.step_metadata import build_step_metadata
+from services.common.attention.learned import Learned
 from services.common.model_config import ModelConfig
 from tests.gpu.attention_pair import MAX_MODEL_LEN, NUM_BLOCKS, Kernels
 
@@ -32,7 +33,7 @@ class TextSteps:
         self.backend = kernels.make(BackendSetup(config, spec, dtype, kernels.device, MAX_MODEL_LEN, 300, 4096))
         if config.attention.has_sinks:
             sinks = torch.linspace(-1, 2, config.num_layers * config.num_heads)
-            self.backend.use_sinks(sinks.view(-1, config.num_heads).tolist())
+            self.backend.use_learned(Learned(sinks=sinks.view(-1, config.num_heads).tolist()))
         self._free = np.random.default_rng(seed).permutation(NUM_BLOCKS).tolist()
         self._running: dict[str, _Running] = {}
 

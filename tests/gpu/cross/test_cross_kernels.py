@@ -11,7 +11,7 @@ import torch
 from services.attn_worker.cache.build_cache import SourceSlots
 from services.attn_worker.cache.source_group import StepSources
 from services.attn_worker.cache.spec import KVCacheSpec
-from services.attn_worker.layers.cross.crossed_attention import TorchCrossAttention
+from services.attn_worker.layers.cross.torch_cross_attention import TorchCrossAttention
 from services.attn_worker.runner.step_metadata import build_step_metadata
 from services.common.families.shape import LayerHeads
 

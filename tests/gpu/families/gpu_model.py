@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from services.attn_worker.layers import AttentionBackend, BackendSetup
+from services.attn_worker.layers.backends import triton_backend
 from tests.support.dense.whole_model import WholeModel
 
 MAX_NUM_TOKENS, MAX_NUM_SEQS = 24, 4  # of a step
@@ -21,16 +21,10 @@ class GpuModel(WholeModel):
     def __init__(
         self, path: Path, dtype: torch.dtype, device: torch.device, num_window_blocks: int | None = None
     ) -> None:
-        from services.attn_worker.layers.cross.cuda_crossed_attention import crossed_cuda_attention  # needs triton
-        from services.attn_worker.layers.gated_delta.captured_layers import layered_triton_attention
-        from services.attn_worker.layers.triton_attention import TritonAttention
         from services.dense_worker.backends.cuda_backend import CudaBackend
 
         def make_attention(setup: BackendSetup) -> AttentionBackend:
-            make: Callable[[BackendSetup], AttentionBackend] = TritonAttention
-            make = layered_triton_attention if setup.spec.recurrences else make
-            make = crossed_cuda_attention if setup.spec.cross_layers else make
-            return make(replace(setup, max_num_seqs=MAX_NUM_SEQS, max_num_tokens=MAX_NUM_TOKENS))
+            return triton_backend(replace(setup, max_num_seqs=MAX_NUM_SEQS, max_num_tokens=MAX_NUM_TOKENS))
 
         super().__init__(
             path,

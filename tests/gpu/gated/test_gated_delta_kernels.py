@@ -7,11 +7,18 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from services.attn_worker.cache.step_states import StateWave, StepStates, null_slot, zero_slot
+from services.attn_worker.cache.step_states import StateWave, null_slot, zero_slot
 from services.attn_worker.layers.gated_delta.torch_recurrences import TorchRecurrences
+from services.common.attention.learned import Learned
 from services.common.errors import CapacityError
 from services.common.families.shape import GatedDelta
-from tests.support.attention.gated_layers import make_gated_spec, random_gated_weights, random_rows, true_values
+from tests.support.attention.gated_layers import (
+    make_gated_spec,
+    random_gated_weights,
+    random_rows,
+    recurrent_step,
+    true_values,
+)
 
 NUM_SLOTS, MAX_NUM_SEQS, MAX_NUM_TOKENS = 12, 6, 512
 ZERO, NULL = zero_slot(NUM_SLOTS), null_slot(NUM_SLOTS)
@@ -49,16 +56,16 @@ class Pair:
         self.kernels = triton.TritonRecurrences(spec, dtype, device, **limits)
         weights = {layer: random_gated_weights(sizes, layer) for layer in range(2)}
         for backend in (self.reference, self.kernels):
-            backend.use_weights(weights)
+            backend.use_learned(Learned(recurrences=weights))
         self.seed = 0
 
     def step(self, *waves: Iterable[tuple[int, int, int, int]], padded: int | None = None) -> None:
         """Runs (first_row, num_tokens, source, target) of each wave in both layers and compares the outputs."""
-        states = StepStates(tuple(make_wave(parts) for parts in waves))
-        num_tokens = sum(sum(wave.num_tokens) for wave in states.waves)
+        made = [make_wave(parts) for parts in waves]
+        num_tokens, step = sum(sum(wave.num_tokens) for wave in made), recurrent_step(*made)
         num_rows = num_tokens if padded is None else padded
-        self.reference.begin_step(states)
-        self.kernels.begin_step(states, padded)
+        self.reference.begin_step(step)
+        self.kernels.begin_step(step, padded)
         for layer in range(2):
             self.seed += 1
             rows = random_rows(self.sizes, num_rows, self.seed).to(self.device, self.dtype)
@@ -104,7 +111,7 @@ def test_chunks_give_what_transformers_gives_token_by_token(
     limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_tokens": MAX_NUM_TOKENS}
     kernels = triton.TritonRecurrences(spec, torch.float32, kernel_device, **limits)
     weights = random_gated_weights(sizes)
-    kernels.use_weights({0: weights})
+    kernels.use_learned(Learned(recurrences={0: weights}))
     first, second = (67, 16, 1), (16, 2, 30)
     sequences = [random_rows(sizes, sum(lengths), seed) for seed, lengths in enumerate(zip(first, second, strict=True))]
     for rows in sequences:
@@ -127,7 +134,7 @@ def test_chunks_give_what_transformers_gives_token_by_token(
             first_row += length
         pieces = [rows[at : at + length] for rows, at, length in zip(sequences, begun, lengths, strict=True)]
         out = torch.full((first_row, sizes.value_size), 7.0, device=kernel_device)
-        kernels.begin_step(StepStates((wave,)))
+        kernels.begin_step(recurrent_step(wave))
         kernels.forward(0, torch.cat(pieces).to(kernel_device), out)
         for index, values in enumerate(out.cpu().split(lengths)):
             found[index].append(values)
@@ -139,9 +146,9 @@ def test_chunks_give_what_transformers_gives_token_by_token(
 def test_a_step_beyond_the_limits_is_an_error(kernel_device: torch.device) -> None:
     pair = Pair(CASES["one head"], kernel_device, torch.float32)
     with pytest.raises(CapacityError, match=r"a step has 7 sequences and 7 tokens, .* made for 6 and 512"):
-        pair.kernels.begin_step(StepStates((make_wave((row, 1, ZERO, row) for row in range(7)),)))
+        pair.kernels.begin_step(recurrent_step(make_wave((row, 1, ZERO, row) for row in range(7))))
     with pytest.raises(CapacityError, match="a step has 1 sequences and 513 tokens"):
-        pair.kernels.begin_step(StepStates((make_wave([(0, 500, ZERO, 0)]), make_wave([(500, 13, 0, 1)]))))
+        pair.kernels.begin_step(recurrent_step(make_wave([(0, 500, ZERO, 0)]), make_wave([(500, 13, 0, 1)])))
 
 
 @BOTH_WAYS
@@ -173,19 +180,19 @@ def test_a_captured_graph_reads_the_slots_of_each_step() -> None:
     out = torch.zeros(4, sizes.value_size, device=device)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        pair.kernels.begin_step(StepStates((StateWave(),)), 4)
+        pair.kernels.begin_step(recurrent_step(StateWave()), 4)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             pair.kernels.forward(0, rows, out)
-        for step, parts in enumerate(
+        for seed, parts in enumerate(
             ([(0, 1, ZERO, 0), (1, 1, ZERO, 1)], [(0, 1, 1, 2), (1, 1, 0, 3), (2, 1, ZERO, 4)], [(0, 1, 2, 0)])
         ):
-            states = StepStates((make_wave(parts),))
-            rows.copy_(random_rows(sizes, 4, step))
-            pair.reference.begin_step(states)
+            step = recurrent_step(make_wave(parts))
+            rows.copy_(random_rows(sizes, 4, seed))
+            pair.reference.begin_step(step)
             expected = torch.zeros_like(out)
             pair.reference.forward(0, rows, expected)
-            pair.kernels.begin_step(states, 4)
+            pair.kernels.begin_step(step, 4)
             graph.replay()
             check(out, expected, torch.float32)
     torch.cuda.synchronize()

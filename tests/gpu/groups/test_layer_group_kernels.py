@@ -15,6 +15,7 @@ from services.attn_worker.layers import BackendSetup
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.runner.step_metadata import build_step_metadata
 from services.channel import rows_of_layer
+from services.common.attention.learned import Learned
 from services.common.kv_cache.scales import KVScales
 from services.common.model_config import AttentionOptions, LayerHeads, ModelConfig
 from services.step import StepPlan
@@ -62,10 +63,10 @@ class GroupPair:
         self.kernels = kernels.make(BackendSetup(config, grouped, dtype, self.device, *sizes))
         self.generator = torch.Generator().manual_seed(3)
         for backend in (self.reference, self.kernels):
-            backend.use_scales(KVScales.ones(config.num_layers))
+            backend.use_learned(Learned(KVScales.ones(config.num_layers)))
             if config.attention.has_sinks:
                 sinks = 3 * torch.randn(config.num_layers, config.num_heads, generator=torch.manual_seed(1))
-                backend.use_sinks(sinks.tolist())
+                backend.use_learned(Learned(sinks=sinks.tolist()))
         self.lengths: dict[int, int] = {}
 
     def plan(self, num_tokens: dict[int, int], fork: tuple[int, int] | None = None) -> StepPlan:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.attn_worker.cache.step_states import StateWave, StepStates, null_slot, zero_slot
+from services.attn_worker.cache.step_states import StateWave, null_slot, zero_slot
 from services.attn_worker.layers.gated_delta.torch_recurrences import TorchRecurrences
+from services.common.attention.learned import Learned
 from services.common.families.shape import SelectiveScan, ShortConvolution, StateSpace
-from tests.support.attention.gated_layers import make_gated_spec, random_rows
+from tests.support.attention.gated_layers import make_gated_spec, random_rows, recurrent_step
 from tests.support.attention.state_spaces import Sizes, random_state_space_weights
 
 NUM_SLOTS = 6
@@ -45,7 +46,7 @@ def test_prompts_and_padded_decode_steps(
     reference = TorchRecurrences(spec, kernel_device)
     kernels = triton.TritonRecurrences(spec, dtype, kernel_device, max_num_seqs=4, max_num_tokens=256)
     for backend in (reference, kernels):
-        backend.use_weights({0: random_state_space_weights(sizes)})
+        backend.use_learned(Learned(recurrences={0: random_state_space_weights(sizes)}))
     for seed, (parts, padded) in enumerate(STEPS):
         wave, num_tokens = StateWave(), 0
         for part in parts:
@@ -54,8 +55,8 @@ def test_prompts_and_padded_decode_steps(
         num_rows = num_tokens if padded is None else padded
         rows = random_rows(sizes, num_rows, seed).to(kernel_device, dtype)
         found, expected = (torch.zeros(num_rows, sizes.value_size, dtype=dtype, device=kernel_device) for _ in "ab")
-        reference.begin_step(StepStates((wave,)))
-        kernels.begin_step(StepStates((wave,)), padded)
+        reference.begin_step(recurrent_step(wave))
+        kernels.begin_step(recurrent_step(wave), padded)
         reference.forward(0, rows, expected)
         kernels.forward(0, rows, found)
         error = (found.float() - expected.float()).abs().max()

@@ -7,9 +7,17 @@ import torch
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_recurrent_gated_delta_rule
 
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.cache.step_states import StateWave, StepStates
+from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.common.attention.learned import RecurrenceWeights
 from services.common.families.shape import GatedDelta
 from services.common.model_config import LayerHeads
+
+
+def recurrent_step(*waves: StateWave) -> StepMetadata:
+    """A step of which only recurrent layers know anything."""
+    none = np.zeros(0, np.int64)
+    return build_step_metadata(none, none, none, np.zeros((0, 1), np.int32), 1).with_other(StepStates(waves))
 
 
 def make_gated_spec(sizes: GatedDelta, num_slots: int, num_layers: int = 1) -> KVCacheSpec:

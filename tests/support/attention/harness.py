@@ -20,6 +20,7 @@ from services.attn_worker.cache.build_cache import WindowBlocks, build_cache
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.layers import BackendSetup
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
+from services.common.attention.learned import Learned
 from services.common.kv_cache.scales import KVScales
 from services.common.model_config import ModelConfig, load_model_config
 from tests.support.attention.open_now import open_sequence
@@ -82,9 +83,7 @@ class Harness:
         self.cache = build_cache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, **kept, window_blocks=window_blocks)
         self.backend = TorchAttention(BackendSetup(self.config, self.spec, dtype, CPU, MAX_MODEL_LEN))
         self.scales = scales or KVScales.ones(self.config.num_layers)
-        self.backend.use_scales(self.scales)
-        if sinks is not None:
-            self.backend.use_sinks(sinks.tolist())
+        self.backend.use_learned(Learned(self.scales, () if sinks is None else sinks.tolist()))
         self.inputs: dict[int, torch.Tensor] = {}  # [num_layers, prompt and output, qkv_size]
         self.prompt_lens: dict[int, int] = {}
         self.lengths: dict[int, int] = {}

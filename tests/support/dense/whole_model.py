@@ -13,10 +13,8 @@ from services.attn_worker.cache.build_cache import SourceSlots, WindowBlocks, bu
 from services.attn_worker.cache.kv_cache import PlannedStep
 from services.attn_worker.cache.source_group import StepSources
 from services.attn_worker.cache.spec import KVCacheSpec
-from services.attn_worker.layers import AttentionBackend, BackendSetup, use_learned
-from services.attn_worker.layers.cross.crossed_attention import crossed_torch_attention
-from services.attn_worker.layers.gated_delta.layered_attention import layered_torch_attention
-from services.attn_worker.layers.mha.torch_attention import TorchAttention
+from services.attn_worker.layers import AttentionBackend, BackendSetup
+from services.attn_worker.layers.backends import torch_backend
 from services.common.attention.rope import length_dependent_beyond
 from services.common.encoders.source_pieces import source_pieces
 from services.common.model_config import load_model_config
@@ -48,14 +46,14 @@ class WholeModel:
         path: Path,
         make_dense: Callable[[ModelWeights], DenseBackend] = TorchBackend,
         max_model_len: int = 128,
-        make_attention: Callable[[BackendSetup], AttentionBackend] | None = None,
+        make_attention: Callable[[BackendSetup], AttentionBackend] = torch_backend,
         device: torch.device = CPU,
         dtype: torch.dtype = torch.float32,
         num_window_blocks: int | None = None,
         num_blocks: int = NUM_BLOCKS,
         rank: Rank = ALONE,
     ) -> None:
-        """`make_attention`: None: torch, for all layers of the model. `num_window_blocks`: layers with a window have
+        """`make_attention`: for all layers of the model. `num_window_blocks`: layers with a window have
         as many blocks of their own; None: all have the same.
         """
         whole, self.device, self.dtype = load_model_config(path), device, dtype
@@ -80,12 +78,9 @@ class WholeModel:
             num_state_slots=spec.num_state_slots or None,
             sources=spec.source_slots,
         )
-        if make_attention is None:
-            make_attention = layered_torch_attention if spec.recurrences else TorchAttention
-            make_attention = crossed_torch_attention if spec.cross_layers else make_attention
         self.attention = make_attention(BackendSetup(self.config, spec, dtype, device, max_model_len))
         learned = read_learned(path, whole)
-        use_learned(self.attention, learned.of_part(rank.layers(whole.num_layers), rank.share(whole.num_heads)))
+        self.attention.use_learned(learned.of_part(rank.layers(whole.num_layers), rank.share(whole.num_heads)))
         self._path, self._make_dense = path, make_dense
         self._token_ids: dict[int, list[int]] = {}
         self._tables: dict[int, LoadedEmbeds] = {}
@@ -205,8 +200,9 @@ class WholeModel:
             rows = output[first : first + sum(piece.num_rows for piece in pieces)]
             first += len(rows)
             of_layers = self.weights.encoder.keys_and_values(operations, rows)
-            for layer, keys_and_values in zip(self.attention.cross_layers, of_layers, strict=True):
-                self.attention.store_source(layer, keys_and_values, pieces, slots)
+            storage = self.attention.others.storage
+            for layer, keys_and_values in zip(storage.layers, of_layers, strict=True):
+                storage.write(layer, keys_and_values, pieces, slots)
 
     def run(self, token_ids: torch.Tensor, input_embeds: InputEmbeds | None = None) -> torch.Tensor:
         """token_ids int64 [n], padding included -> logits [n, vocab_size], by the segments and the attention calls."""

@@ -14,6 +14,7 @@ from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.layers import BackendSetup
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.runner.step_metadata import build_step_metadata
+from services.common.attention.learned import Learned
 from services.common.config import EMBEDDED_MODEL
 from services.common.kv_cache.scales import KVScales
 from services.common.model_config import load_model_config
@@ -47,7 +48,7 @@ class Model:
         spec = KVCacheSpec.of_model(self.config, dtype, NUM_BLOCKS, BLOCK_SIZE)
         setup = BackendSetup(self.config, spec, torch.float32, CPU, NUM_BLOCKS * BLOCK_SIZE)
         attention = TorchAttention(setup)
-        attention.use_scales(scales or KVScales.ones(self.config.num_layers))
+        attention.use_learned(Learned(scales or KVScales.ones(self.config.num_layers)))
         logprobs = []
         for token_ids in texts:
             starts = range(0, len(token_ids), CHUNK)

@@ -33,9 +33,9 @@ from services.attn_worker.layers.step_upload import StepUpload
 from services.attn_worker.layers.triton_attention import num_sms_of, pairs_of, write_block_tables
 from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.channel import rows_of_layer
+from services.common.attention.learned import Learned
 from services.common.errors import CapacityError
 from services.common.families.shape import LayerHeads
-from services.common.kv_cache.scales import KVScales
 
 _MAX_SHORT_CHUNK = 16  # tokens, whose rows are attended in tiles of few, as those of single tokens are
 _PROGRAMS_PER_SM = 2  # tiles of few rows are split until so many programs run
@@ -130,13 +130,11 @@ class BatchInvariantTritonAttention:
         if device.type == "cuda":  # not in Triton's interpreter
             self._compile(min(max_num_tokens, max_model_len))
 
-    def use_scales(self, scales: KVScales) -> None:
-        """Does nothing: no layer stores FP8."""
-
-    def use_sinks(self, sinks: Sequence[Sequence[float]]) -> None:
-        """Sets the learned sinks of all layers, in place: captured graphs read them."""
-        assert self._sinks is not None, "the model has sinks"
-        self._sinks[:, : self._config.num_heads].copy_(torch.tensor(sinks))
+    def use_learned(self, learned: Learned) -> None:
+        """Sets learned sinks, in place: captured graphs read them. No layer stores FP8."""
+        if learned.sinks:
+            assert self._sinks is not None, "the model has sinks"
+            self._sinks[:, : self._config.num_heads].copy_(torch.tensor(learned.sinks))
 
     def captured_shape(self, step: StepMetadata) -> StepShape | None:
         """DECODE_ONLY if every sequence has one token; None: no graph can run it."""

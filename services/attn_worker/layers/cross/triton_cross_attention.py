@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import triton
@@ -12,7 +14,8 @@ from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.layers.cross.source_storage import SourceStorage
 from services.attn_worker.layers.step_upload import StepUpload
 from services.attn_worker.runner.step_metadata import StepMetadata
-from services.channel import rows_of_layer
+from services.channel import Channel, rows_of_layer
+from services.common.attention.learned import Learned
 from services.common.errors import CapacityError
 
 _KEYS_PER_TILE = 128
@@ -20,7 +23,9 @@ _NUM_WARPS = 4
 
 
 class TritonCrossAttention:
-    """A CrossBackend. Its grids and addresses depend on the number of rows alone, padding included."""
+    """`CapturableLayers`. Grids and addresses depend on the number of rows alone, padding included."""
+
+    captures_chunks = True
 
     def __init__(
         self, spec: KVCacheSpec, scale: float | None, device: torch.device, max_num_tokens: int
@@ -28,6 +33,7 @@ class TritonCrossAttention:
         """`scale`: of the scores; None: 1 / sqrt(head_dim). Raises CapacityError if memory is too small."""
         self.storage = SourceStorage(spec, device)
         self._heads = spec.cross_layers
+        self.layers_to_compile: Sequence[int] = list(self._heads)[:1]
         self._scale = scale
         assert spec.source_slots is not None, "some layers have cross attention"
         self._null_slot = spec.source_slots.num_slots
@@ -35,6 +41,13 @@ class TritonCrossAttention:
             self._upload = StepUpload(2 * max_num_tokens, device)
         except RuntimeError as error:  # includes torch.OutOfMemoryError
             raise CapacityError(f"the rows of a step do not fit on {device}: {error}") from error
+
+    def use_learned(self, learned: Learned) -> None:
+        """These layers have nothing of it."""
+
+    def take_extra_rows(self, step: StepMetadata, channel: Channel) -> None:
+        """Stores the outputs of encoders that the step writes."""
+        self.storage.take(step, channel)
 
     def begin_step(self, step: StepMetadata, padded_num_rows: int | None = None) -> None:
         """Sends the slot and the length of each row to the device. Padding reads a row of the null slot."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +12,9 @@ from services.attn_worker.cache.step_states import StateWave, StepStates
 from services.attn_worker.layers.gated_delta.recurrence import convolve, rule_inputs, run_chunks, run_token
 from services.attn_worker.layers.gated_delta.state_storage import StateStorage
 from services.attn_worker.layers.state_space.recurrence import run_state_space
-from services.channel import rows_of_layer
-from services.common.attention.learned import RecurrenceWeights
+from services.attn_worker.runner.step_metadata import StepMetadata
+from services.channel import Channel, rows_of_layer
+from services.common.attention.learned import Learned
 from services.common.families.shape import GatedDelta, SelectiveScan, ShortConvolution, StateSpace
 
 
@@ -28,7 +28,7 @@ class _Batch:
 
 
 class TorchRecurrences:
-    """The recurrent layers of a model, for any torch device, in float32, bfloat16 or float16.
+    """`OtherLayers` with a recurrence, for any torch device, in float32, bfloat16 or float16.
 
     One token of a sequence is a step of the recurrence; more of them run in chunks.
     """
@@ -40,13 +40,16 @@ class TorchRecurrences:
         self._storage = StateStorage(spec, device)
         self._batches: list[_Batch] = []
 
-    def use_weights(self, weights: Mapping[int, RecurrenceWeights]) -> None:
+    def use_learned(self, learned: Learned) -> None:
         """Sets the weights of all layers, for later steps."""
-        self._storage.use_weights(weights)
+        self._storage.use_weights(learned.recurrences)
 
-    def begin_step(self, states: StepStates) -> None:
+    def take_extra_rows(self, step: StepMetadata, channel: Channel) -> None:
+        """A step has none."""
+
+    def begin_step(self, step: StepMetadata) -> None:
         """Collects the parts of each wave that have equally many tokens."""
-        self._batches = [batch for wave in states.waves for batch in self._prepare(wave)]
+        self._batches = [batch for wave in step.of(StepStates).waves for batch in self._prepare(wave)]
 
     def forward(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
         """Convolves, and runs the recurrence from the states of the step's sources to those of its targets.

@@ -6,7 +6,7 @@ token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,8 +31,9 @@ from services.attn_worker.layers.state_space.triton_state_space import (
     run_state_space_parts,
 )
 from services.attn_worker.layers.step_upload import StepUpload
-from services.channel import rows_of_layer
-from services.common.attention.learned import RecurrenceWeights
+from services.attn_worker.runner.step_metadata import StepMetadata
+from services.channel import Channel, rows_of_layer
+from services.common.attention.learned import Learned
 from services.common.errors import CapacityError
 from services.common.families.shape import GatedDelta, Recurrence, SelectiveScan, ShortConvolution, StateSpace
 
@@ -51,10 +52,12 @@ class _Wave:
 
 
 class TritonRecurrences:
-    """The recurrent layers of a model, in float32, bfloat16 or float16; a wave is two to four launches per layer.
+    """`CapturableLayers` with a recurrence, in float32, bfloat16 or float16; a wave is two to four launches per layer.
 
     The launches of a step without prompts depend on its padded number of sequences alone, so they can be captured.
     """
+
+    captures_chunks = False
 
     def __init__(
         self,
@@ -67,6 +70,7 @@ class TritonRecurrences:
     ) -> None:
         """`max_num_seqs` and `max_num_tokens` limit a step. Raises CapacityError if memory is too small."""
         self._sizes = spec.recurrences
+        self.layers_to_compile: Sequence[int] = list({sizes: layer for layer, sizes in self._sizes.items()}.values())
         self._max_num_seqs, self._max_num_tokens = max_num_seqs, max_num_tokens
         self._storage = StateStorage(spec, device)
         self._padding = (0, zero_slot(spec.num_state_slots), null_slot(spec.num_state_slots))
@@ -96,16 +100,22 @@ class TritonRecurrences:
         if device.type == "cuda":  # so that no request waits for the compiler
             self._compile(dtype, device)
 
-    def use_weights(self, weights: Mapping[int, RecurrenceWeights]) -> None:
+    def use_learned(self, learned: Learned) -> None:
         """Sets the weights of all layers, in place: captured graphs read them."""
-        self._storage.use_weights(weights)
+        self._storage.use_weights(learned.recurrences)
 
-    def begin_step(self, states: StepStates, padded_num_seqs: int | None = None) -> None:
+    def take_extra_rows(self, step: StepMetadata, channel: Channel) -> None:
+        """A step has none."""
+
+    def begin_step(self, step: StepMetadata, padded_num_rows: int | None = None) -> None:
         """Sends the step's waves to the device.
 
-        padded_num_seqs: for steps without prompts, the number of parts; the output of rows beyond the step's becomes
+        padded_num_rows: for steps without prompts, the number of parts; the output of rows beyond the step's becomes
         zero. None: no padding. Raises CapacityError for more sequences or tokens than the backend was created for.
         """
+        self._begin(step.of(StepStates), padded_num_rows)
+
+    def _begin(self, states: StepStates, padded_num_seqs: int | None) -> None:
         first = states.waves[0]
         num_seqs = padded_num_seqs or len(first.targets)
         num_tokens = sum(sum(wave.num_tokens) for wave in states.waves)
@@ -165,8 +175,9 @@ class TritonRecurrences:
         num_rows, prompt = min(MIN_CHUNKED_TOKENS, self._max_num_tokens), StateWave()
         prompt.add(0, num_rows, *self._padding[1:])  # its state is for nobody
         for wave, padded_num_seqs in ((StateWave(), 1), (prompt, None)):
-            self.begin_step(StepStates((wave,)), padded_num_seqs)
-            for sizes, layer in {sizes: layer for layer, sizes in self._sizes.items()}.items():
+            self._begin(StepStates((wave,)), padded_num_seqs)
+            for layer in self.layers_to_compile:
+                sizes = self._sizes[layer]
                 qkv = torch.zeros(num_rows, sizes.row_size, dtype=dtype, device=device)
                 self.forward(layer, qkv, torch.empty(num_rows, sizes.value_size, dtype=dtype, device=device))
         torch.cuda.synchronize(device)  # steps run on another stream

@@ -7,7 +7,6 @@ layer, by the dtype of the cache; the kernels of other backends are compared wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -20,10 +19,10 @@ from services.attn_worker.layers import BackendSetup
 from services.attn_worker.layers.mha.padded_groups import PaddedGroup, build_padded_groups
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import rows_of_layer
+from services.common.attention.learned import Learned
 from services.common.attention.relative_bias import causal_buckets
 from services.common.attention.rope import RotaryEmbedding, UnboundedRotaryEmbedding
 from services.common.errors import ConfigError
-from services.common.kv_cache.scales import KVScales
 from services.common.model_config import LayerHeads, RopeConfig
 
 FP8_MAX = 448.0  # the largest number of e4m3
@@ -135,20 +134,17 @@ class TorchAttention:
         ]
         self._workspaces: dict[str, torch.Tensor] = {}
 
-    def use_scales(self, scales: KVScales) -> None:
-        """Sets the scales of FP8 layers."""
-        self.storage.use_scales(scales)
-
-    def use_sinks(self, sinks: Sequence[Sequence[float]]) -> None:
-        """Sets the learned sinks of all layers."""
-        self._sinks = torch.tensor(sinks, dtype=torch.float32, device=self._device)
-
-    def use_relative_bias(self, bias: Sequence[Sequence[float]]) -> None:
-        """Sets the bias of all layers."""
-        options = self._config.attention.relative_bias
-        assert options is not None, "`read_relative_bias` refuses this"
-        table = torch.tensor(bias, dtype=torch.float32, device=self._device)
-        self._relative_bias = table[causal_buckets(options, self._max_model_len, self._device)].T.contiguous()
+    def use_learned(self, learned: Learned) -> None:
+        """Sets the scales of FP8 layers, learned sinks, and a relative bias, if the model has any."""
+        if learned.scales is not None:
+            self.storage.use_scales(learned.scales)
+        if learned.sinks:
+            self._sinks = torch.tensor(learned.sinks, dtype=torch.float32, device=self._device)
+        if learned.relative_bias:
+            options = self._config.attention.relative_bias
+            assert options is not None, "`read_relative_bias` refuses this"
+            table = torch.tensor(learned.relative_bias, dtype=torch.float32, device=self._device)
+            self._relative_bias = table[causal_buckets(options, self._max_model_len, self._device)].T.contiguous()
 
     def begin_step(self, step: StepMetadata) -> None:
         """Computes the angles, slots, gather indices and masks of the step."""

@@ -10,7 +10,7 @@ import torch
 
 from services.attn_worker.cache.make_spec import StepLimits, make_cache_spec
 from services.attn_worker.layers import BackendSetup
-from services.attn_worker.layers.gated_delta.layered_attention import layered_torch_attention
+from services.attn_worker.layers.backends import torch_backend
 from services.attn_worker.layers.gated_delta.state_storage import StateStorage
 from services.common.config import AttentionSection, ModelSection
 from services.common.errors import CapacityError
@@ -84,4 +84,4 @@ def test_the_backends_hold_what_the_spec_counts() -> None:
     assert list(storage.matrices) == [0, 1, 2, 4, 5, 6]
     assert sum(each.nbytes for each in tensors) == (spec.num_state_slots + 2) * spec.state_bytes
     assert spec.storing_layers == [3, 7] and spec.token_bytes == 2 * 2 * 4 * 256 * 2
-    layered_torch_attention(BackendSetup(model.config, spec, model.dtype, torch.device("cpu"), 64))
+    torch_backend(BackendSetup(model.config, spec, model.dtype, torch.device("cpu"), 64))

@@ -5,13 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.attn_worker.cache.step_states import StateWave, StepStates, null_slot, zero_slot
+from services.attn_worker.cache.step_states import StateWave, null_slot, zero_slot
 from services.attn_worker.layers.gated_delta.state_storage import StateStorage
 from services.attn_worker.layers.gated_delta.torch_recurrences import TorchRecurrences
-from services.common.attention.learned import RecurrenceWeights
+from services.common.attention.learned import Learned, RecurrenceWeights
 from services.common.errors import CapacityError
 from services.common.families.shape import GatedDelta
-from tests.support.attention.gated_layers import make_gated_spec, random_gated_weights, random_rows, true_values
+from tests.support.attention.gated_layers import (
+    make_gated_spec,
+    random_gated_weights,
+    random_rows,
+    recurrent_step,
+    true_values,
+)
 
 CPU = torch.device("cpu")
 NUM_SLOTS = 6
@@ -30,14 +36,14 @@ def wave(*parts: tuple[int, int, int, int]) -> StateWave:
 
 def run(backend: TorchRecurrences, rows: torch.Tensor, *waves: StateWave, sizes: GatedDelta = SIZES) -> torch.Tensor:
     out = torch.full((len(rows), sizes.value_size), 77.0, dtype=rows.dtype)
-    backend.begin_step(StepStates(waves))
+    backend.begin_step(recurrent_step(*waves))
     backend.forward(0, rows, out)
     return out
 
 
 def make_backend(sizes: GatedDelta = SIZES) -> tuple[TorchRecurrences, RecurrenceWeights]:
     backend, weights = TorchRecurrences(make_gated_spec(sizes, NUM_SLOTS), CPU), random_gated_weights(sizes)
-    backend.use_weights({0: weights})
+    backend.use_learned(Learned(recurrences={0: weights}))
     return backend, weights
 
 
@@ -102,7 +108,7 @@ def test_strong_decays_do_not_overflow() -> None:
     backend, _ = make_backend()
     strong = random_gated_weights(SIZES)
     strong = RecurrenceWeights(strong.conv, (4.0,) * 6, (3.0,) * 6)
-    backend.use_weights({0: strong})
+    backend.use_learned(Learned(recurrences={0: strong}))
     rows = random_rows(SIZES, 64)
     out = run(backend, rows, wave((0, 64, ZERO, 0)))
     assert out.isfinite().all()

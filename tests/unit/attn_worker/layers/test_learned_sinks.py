@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.common.attention.learned import Learned
 from tests.support.attention.harness import Harness
 
 SINKS = torch.linspace(-3.0, 4.0, 2 * 8).view(2, 8)  # of two layers with eight heads
@@ -42,5 +43,5 @@ def test_later_sinks_take_the_place_of_earlier_ones(tmp_path: Path) -> None:
     harness.open(0, 4)
     harness.check((0, 4))
     harness.sinks = -SINKS
-    harness.backend.use_sinks(harness.sinks.tolist())
+    harness.backend.use_learned(Learned(sinks=harness.sinks.tolist()))
     harness.check((0, 1))

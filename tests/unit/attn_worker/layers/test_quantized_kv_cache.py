@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.common.attention.learned import Learned
 from services.common.kv_cache.scales import KVScales
 from tests.support.attention.harness import BLOCK_SIZE, TOLERANCES, Harness
 from tests.support.attention.open_now import open_sequence
@@ -152,7 +153,7 @@ def test_other_scales_change_what_is_stored(tmp_path: Path) -> None:
     fitting, coarse = KVScales.ones(2), KVScales((1024.0, 1024.0), (1024.0, 1024.0))
     for seq_id, scales in enumerate((fitting, coarse)):
         harness.scales = scales
-        harness.backend.use_scales(scales)
+        harness.backend.use_learned(Learned(scales))
         harness.open(seq_id, 20)
         for layer, out in enumerate(harness.step((seq_id, 20))):
             assert relative_error(out, harness.reference(seq_id, layer)) < SAME_ROUNDING[torch.float32]

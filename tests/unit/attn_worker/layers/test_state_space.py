@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.attn_worker.cache.step_states import StateWave, StepStates, zero_slot
+from services.attn_worker.cache.step_states import StateWave, zero_slot
 from services.attn_worker.layers.gated_delta.torch_recurrences import TorchRecurrences
+from services.common.attention.learned import Learned
 from services.common.families.shape import SelectiveScan, ShortConvolution, StateSpace
-from tests.support.attention.gated_layers import make_gated_spec, random_rows
+from tests.support.attention.gated_layers import make_gated_spec, random_rows, recurrent_step
 from tests.support.attention.state_spaces import Sizes, random_state_space_weights, true_outputs
 
 NUM_SLOTS = 4
@@ -30,7 +31,7 @@ BOUND = 1e-5
 def test_chunks_and_tokens_give_what_the_formulas_give(sizes: Sizes) -> None:
     backend, weights = TorchRecurrences(make_gated_spec(sizes, NUM_SLOTS), torch.device("cpu")), {}
     weights[0] = random_state_space_weights(sizes)
-    backend.use_weights(weights)
+    backend.use_learned(Learned(recurrences=weights))
     texts = [random_rows(sizes, 150, seed) for seed in range(2)]
     expected = [true_outputs(rows, weights[0], sizes) for rows in texts]
 
@@ -42,7 +43,7 @@ def test_chunks_and_tokens_give_what_the_formulas_give(sizes: Sizes) -> None:
             rows.append(texts[text][done[text] : done[text] + num_tokens])
             first_row += num_tokens
         out = torch.full((first_row, sizes.value_size), 77.0)
-        backend.begin_step(StepStates((wave,)))
+        backend.begin_step(recurrent_step(wave))
         backend.forward(0, torch.cat(rows), out)
         for (text, num_tokens, _, _), found in zip(parts, out.split([part[1] for part in parts]), strict=True):
             true = expected[text][done[text] : done[text] + num_tokens]

@@ -40,12 +40,11 @@ class Graphs:
 def _without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_layer_runner, "torch", TorchWithoutCuda())
     monkeypatch.setattr(cuda_layer_runner, "StepGraphs", Graphs)
-    monkeypatch.setattr(cuda_layer_runner, "use_learned", lambda *_: None)
     monkeypatch.setattr(Graphs, "calls", [], raising=False)
 
 
 def make_runner(backend: Any, **options: bool) -> CudaLayerRunner:
-    backend.captured_shapes = [DECODE_ONLY]
+    backend.captured_shapes, backend.use_learned = [DECODE_ONLY], lambda learned: None
     return CudaLayerRunner(backend, 1, MAX_NUM_SEQS, **options)
 
 
