@@ -7,9 +7,9 @@ that are started later attach to: so there is none that misses a worker, or wait
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,11 @@ import structlog
 from services.common.child_options import ChildOptions
 from services.common.config import Config
 from services.common.errors import InvalidRequest, PeerError, TwostrokeError
-from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, Child, MakeChild
+from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, Child, MakeChild, dense_stub
 from services.launch.children import Children
 from services.launch.service_configs import attention_worker_config, with_attention
 from services.launch.standby import Standby
 from services.pb import dense_pb2, dense_pb2_grpc
-from services.rpc.client import open_channel
 from services.rpc.error_details import error_of
 from services.rpc.server import uninterrupted
 
@@ -175,11 +174,9 @@ class AttentionWorkers:
             addresses = change(dense.config.attention.addresses)
             dense.reconfigure(with_attention(dense.config, addresses=addresses))
 
-    @contextlib.asynccontextmanager
-    async def _dense_stub(self) -> AsyncIterator[dense_pb2_grpc.DenseWorkerStub]:
+    def _dense_stub(self) -> AbstractAsyncContextManager[dense_pb2_grpc.DenseWorkerStub]:
         [dense] = self._children.of_role(DENSE_ROLE)
-        async with open_channel(dense.address, dense.config.peers.max_message_bytes, dense.tls) as channel:
-            yield dense_pb2_grpc.DenseWorkerStub(channel)
+        return dense_stub(dense)
 
 
 async def _add(stub: dense_pb2_grpc.DenseWorkerStub, address: str, within_s: float, timeout_s: float) -> None:

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from services.launch.gpus import is_on_gpu
 from services.launch.hang import describe_hang
 from services.launch.lifelines import Lifelines
 from services.pb import dense_pb2_grpc
-from services.rpc.client import PeerTls, open_channel, read_peer_tls
+from services.rpc.client import open_channel, read_peer_tls
 from services.rpc.server import LIVENESS
 from services.rpc.start_deadline import StartDeadline
 
@@ -35,7 +35,6 @@ STOPPED = (0, -signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL)  # return codes 
 ATTENTION_ROLE, DENSE_ROLE = "attn_worker", "dense_worker"
 SECTIONS = {ATTENTION_ROLE: "attention", DENSE_ROLE: "dense"}  # of the config, by the worker's role
 SHAPE_FILE = "model.shape"  # in the launcher's directory
-MAX_HEALTH_BYTES = 4096  # of an answer about a health
 MAX_WAITERS = 5  # threads that wait for the end of one process: to watch, drain, stop and kill it, or look at it
 
 
@@ -96,7 +95,7 @@ class Child:
 
     async def wait_serving(self, deadline: StartDeadline, service: str = "") -> None:
         """Returns when a service reports SERVING, or its part `service`; raises `PeerError` after the deadline."""
-        async with open_channel(self.address, MAX_HEALTH_BYTES, self.tls) as channel:
+        async with self.open_channel() as channel:
             health = health_pb2_grpc.HealthStub(channel)
             while True:
                 with contextlib.suppress(grpc.aio.AioRpcError):
@@ -109,8 +108,7 @@ class Child:
     async def wait_started(self, deadline: StartDeadline) -> None:
         """Returns when a service lacks nothing, or nothing but services of other launchers, which may come later."""
         if self.role == DENSE_ROLE:
-            async with open_channel(self.address, self.config.peers.max_message_bytes, self.tls) as channel:
-                stub = dense_pb2_grpc.DenseWorkerStub(channel)
+            async with dense_stub(self) as stub:
                 await deadline.wait_loaded(stub, f"the dense worker at {self.address}")
         else:
             await self.wait_serving(deadline, LIVENESS if self.role == "gateway" else "")
@@ -193,10 +191,10 @@ class Child:
         """A worker's section of the config."""
         return getattr(self.config, SECTIONS[self.role])
 
-    @property
-    def tls(self) -> PeerTls | None:
-        """The TLS files for calls to it. Raises `ConfigError` if they have become unusable."""
-        return None if self.role == "gateway" else read_peer_tls(self.config.peers)
+    def open_channel(self) -> grpc.aio.Channel:
+        """A channel to its gRPC server. Raises `ConfigError` if its TLS files have become unusable."""
+        tls = None if self.role == "gateway" else read_peer_tls(self.config.peers)
+        return open_channel(self.address, self.config.peers.max_message_bytes, tls)
 
     @property
     def is_running(self) -> bool:
@@ -299,6 +297,13 @@ class Child:
                 f"is {self._section.max_restarts} restarts; the last time: {self.last_end}"
             )
         return self._section.restart_delay_s * 2 ** (len(self._exits) - 1)
+
+
+@contextlib.asynccontextmanager
+async def dense_stub(child: Child) -> AsyncIterator[dense_pb2_grpc.DenseWorkerStub]:
+    """The calls of a dense worker, over a channel that is closed at the end of the context."""
+    async with child.open_channel() as channel:
+        yield dense_pb2_grpc.DenseWorkerStub(channel)
 
 
 MakeChild = Callable[[str, str, Config, ChildOptions], Child]  # of a name, a role, a config and options

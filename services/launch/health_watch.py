@@ -29,13 +29,11 @@ from services.common.errors import ConfigError
 from services.common.process import cpu_wait_s
 from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, Child
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc, stall_pb2
-from services.rpc.client import open_channel
 from services.rpc.server import run_together
 from services.rpc.watchdog import describe_stall
 
 log = structlog.get_logger()
 
-MAX_MESSAGE_BYTES = 1 << 20
 CHECKS_PER_BOUND = 5
 LOOK_S = 0.5  # how often to look whether a process that starts serves
 START_FACTOR = 4.0  # a start may be this much slower than the slowest one before
@@ -174,11 +172,11 @@ class HealthWatch:
         """
         timeout_s = self._stall_timeout_s / CHECKS_PER_BOUND
         try:
-            tls = child.tls
+            opened = child.open_channel()
         except ConfigError as error:  # the TLS files are being replaced, which is no fault of the running service
             log.error("cannot ask a service for its health", role=child.role, reason=str(error))
             return
-        async with open_channel(child.address, MAX_MESSAGE_BYTES, tls) as channel:
+        async with opened as channel:
             try:
                 check = health_pb2_grpc.HealthStub(channel).Check
                 reply = await check(health_pb2.HealthCheckRequest(), timeout=timeout_s)

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,13 +22,13 @@ import structlog
 from services.common.child_options import ChildOptions
 from services.common.config import Config, load_config
 from services.common.errors import CapacityError, ConfigError, InvalidRequest, PeerError, RolledBack, TwostrokeError
-from services.launch.child import DENSE_ROLE, Child, MakeChild
+from services.launch.child import DENSE_ROLE, Child, MakeChild, dense_stub
 from services.launch.children import Children
 from services.launch.standby import Standby
 from services.launch.switched_address import SwitchedAddress
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc, sampling_pb2, sequence_pb2
 from services.pb.launch_pb2 import ReplaceDenseRequest
-from services.rpc.client import open_channel
+from services.rpc.client import open_channel, read_peer_tls
 from services.rpc.server import uninterrupted
 from services.rpc.start_deadline import StartDeadline
 
@@ -125,7 +125,7 @@ class DenseReplacer:
     async def _present_hash(self, old: Child) -> str:
         """The weights' hash of the old worker. Raises `RolledBack` if it does not serve."""
         try:
-            async with _dense_stub(old) as stub:
+            async with dense_stub(old) as stub:
                 return (await _present_status(old, stub)).weights_hash
         except (TwostrokeError, grpc.aio.AioRpcError) as error:
             raise RolledBack(f"{_describe(error)}; nothing was changed") from error
@@ -160,7 +160,7 @@ class DenseReplacer:
         log.info("replacing the dense worker", old_pid=old.pid)
         timeout_s = new.config.launch.start_timeout_s
         try:
-            async with _dense_stub(old) as old_stub, _dense_stub(new) as new_stub:
+            async with dense_stub(old) as old_stub, dense_stub(new) as new_stub:
                 loading = StartDeadline(timeout_s).wait_loaded(new_stub, "the new dense worker")
                 loaded = await self._or_end(loading, new)
                 present = await _present_status(old, old_stub)
@@ -224,7 +224,8 @@ class DenseReplacer:
         self, attention_address: str, new: Child, stub: dense_pb2_grpc.DenseWorkerStub, timeout_s: float
     ) -> None:
         """Raises `PeerError` if the attention worker runs no step."""
-        async with open_channel(attention_address, new.config.peers.max_message_bytes, new.tls) as channel:
+        peers = new.config.peers
+        async with open_channel(attention_address, peers.max_message_bytes, read_peer_tls(peers)) as channel:
             attention = attn_pb2_grpc.AttentionWorkerStub(channel)
             request = attn_pb2.GetStatusRequest()
             with _names_limit("the attention worker has not answered", timeout_s):
@@ -299,12 +300,6 @@ def _check_weights(present: str, loaded: str, *, accepts_others: bool) -> None:
             "present ones are of no use to it. --open-requests says what becomes of the requests under way. "
             "--keep-caches goes on with them, for another precision of the same model"
         )
-
-
-@contextlib.asynccontextmanager
-async def _dense_stub(child: Child) -> AsyncIterator[dense_pb2_grpc.DenseWorkerStub]:
-    async with open_channel(child.config.dense.address, child.config.peers.max_message_bytes, child.tls) as channel:
-        yield dense_pb2_grpc.DenseWorkerStub(channel)
 
 
 def _describe(error: BaseException) -> str:

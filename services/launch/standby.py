@@ -29,7 +29,6 @@ from services.launch.service_configs import with_address
 from services.launch.standby_calls import SpareState, standby_calls
 from services.launch.switched_address import SwitchedAddress
 from services.pb import launch_pb2
-from services.rpc.client import open_channel
 from services.rpc.server import uninterrupted
 from services.rpc.start_deadline import StartDeadline
 
@@ -188,7 +187,7 @@ class Standby:
         config = with_address(present.config, self.role, self._address.new_address())
         child = self._make_child(f"{self._name}-standby-{self._num_started}", self.role, config, options)
         child.start()
-        self._spare = Spare(child, open_channel(child.address, config.peers.max_message_bytes, child.tls))
+        self._spare = Spare(child, child.open_channel())
         return self._spare
 
     async def _wait_serving(self) -> None:
@@ -196,7 +195,7 @@ class Standby:
         while True:
             worker = self._children.worker(self.role, self._rank)
             with contextlib.suppress(grpc.aio.AioRpcError, ConfigError):  # its TLS files are checked elsewhere
-                async with open_channel(worker.address, worker.config.peers.max_message_bytes, worker.tls) as channel:
+                async with worker.open_channel() as channel:
                     if await self._calls.serves(channel):
                         return
             await asyncio.sleep(POLL_S)

@@ -17,10 +17,9 @@ from services.common.logs import print_to_stderr
 from services.common.terminal import safe_for
 from services.gateway import chat_client
 from services.launch.checkpoint_bytes import weight_bytes
-from services.launch.child import Child
+from services.launch.child import Child, dense_stub
 from services.launch.service_configs import num_gateways
-from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc
-from services.rpc.client import open_channel
+from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2
 
 log = structlog.get_logger()
 
@@ -32,12 +31,10 @@ async def print_summary(config: Config, dense: Child, attention: Child) -> None:
     """Asks both workers and prints the table, if standard error is a terminal and no program reads it as JSON."""
     if not sys.stderr.isatty() or config.log.format == "json":
         return
-    max_bytes = config.peers.max_message_bytes
     try:
-        async with open_channel(dense.address, max_bytes, dense.tls) as channel:
-            stub = dense_pb2_grpc.DenseWorkerStub(channel)
+        async with dense_stub(dense) as stub:
             info = await stub.GetInfo(dense_pb2.GetInfoRequest(), timeout=CALL_TIMEOUT_S)
-        async with open_channel(attention.address, max_bytes, attention.tls) as channel:
+        async with attention.open_channel() as channel:
             worker = attn_pb2_grpc.AttentionWorkerStub(channel)
             status = await worker.GetStatus(attn_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S)
     except (grpc.aio.AioRpcError, ConfigError) as error:

@@ -21,11 +21,9 @@ from services.common.child_options import ChildOptions
 from services.common.config import EMBEDDED_MODEL, load_config
 from services.gateway import chat_client
 from services.launch.child import Child
-from services.launch.health_watch import MAX_MESSAGE_BYTES
 from services.launch.lifelines import Lifelines
 from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc, gateway_pb2, gateway_pb2_grpc
 from services.rpc import probe
-from services.rpc.client import open_channel
 from tests.support.certificates import Authority, Pair
 from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, free_port, running_cluster
 from tests.support.warm_process import run_warm
@@ -184,7 +182,7 @@ def test_the_launcher_can_ask_every_service_for_its_health(locked: Locked, tmp_p
     child = Child(role, role, load_config(None, locked.overrides), ChildOptions(), **own)
 
     async def ask() -> int:
-        async with open_channel(child.address, MAX_MESSAGE_BYTES, child.tls) as channel:
+        async with child.open_channel() as channel:
             health = health_pb2_grpc.HealthStub(channel)
             return (await health.Check(health_pb2.HealthCheckRequest(), timeout=REQUEST_TIMEOUT_S)).status
 

@@ -26,8 +26,7 @@ ERROR_GRACE_S = 0.1
 class FakeChild(dense_pb2_grpc.DenseWorkerServicer):
     """A dense worker and its `Child` in one object. It records calls in `calls`, which all of them share."""
 
-    tls = None
-    start, end = Child.start, Child.end
+    start, end, open_channel = Child.start, Child.end, Child.open_channel
 
     def __init__(self, name: str, config: Config, options: ChildOptions, calls: list[str], directory: Path) -> None:
         self.name, self.role, self.calls = name, "dense_worker", calls

@@ -12,10 +12,11 @@ from typing import Any
 import grpc
 
 from services.common.child_options import ChildOptions
-from services.common.config import Config
+from services.common.config import MAX_MESSAGE_BYTES, Config
 from services.launch.attention_workers import AttentionWorkers
 from services.launch.child import ATTENTION_ROLE
 from services.pb import dense_pb2, dense_pb2_grpc
+from services.rpc.client import open_channel
 
 LIMIT_S = 30.0
 
@@ -73,7 +74,11 @@ class Launcher:
         self.address = f"unix:{directory}/dense.sock"
         config = Config()
         note = self.events.append
-        self.dense: Any = SimpleNamespace(address=self.address, tls=None, config=config, reconfigure=self._reconfigure)
+        self.dense: Any = SimpleNamespace(
+            open_channel=lambda: open_channel(self.address, MAX_MESSAGE_BYTES),
+            config=config,
+            reconfigure=self._reconfigure,
+        )
 
         async def wait(grace_s: float) -> None:
             note("ended")

@@ -10,15 +10,18 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.common.config import MAX_MESSAGE_BYTES
 from services.common.errors import ConfigError
 from services.common.process import cpu_wait_s
 from services.launch.health_watch import MIN_MISSED, HealthRecord, HealthWatch
 from services.pb import attn_pb2, attn_pb2_grpc, stall_pb2
+from services.rpc.client import open_channel
 from services.rpc.health import HealthServicer
 
 BOUND_S, START_S = 10.0, 300.0
@@ -180,8 +183,7 @@ class ChildWithoutFiles(FakeChild):
 
     pid, address, is_running = 1, "127.0.0.1:1", True
 
-    @property
-    def tls(self) -> None:
+    def open_channel(self) -> NoReturn:
         raise ConfigError("TLS file 'peer.pem' cannot be read")
 
     async def kill_hanging(self, reason: str) -> None:
@@ -202,8 +204,11 @@ def test_missing_tls_files_kill_no_service() -> None:
 class DeafChild(FakeChild):
     """A process at whose address nobody answers."""
 
-    pid, address, is_running, tls = os.getpid(), "127.0.0.1:1", True, None
+    pid, address, is_running = os.getpid(), "127.0.0.1:1", True
     reason = ""
+
+    def open_channel(self) -> grpc.aio.Channel:
+        return open_channel(self.address, MAX_MESSAGE_BYTES)
 
     async def kill_hanging(self, reason: str) -> None:
         self.reason = reason
