@@ -136,9 +136,8 @@ class ChatFormat(OpenAIFormat):
         }
         if completion.parts is not None:
             _add_parts(message, completion.parts, has_reasoning=self._has_reasoning)
-        if self._must_call:  # as with vLLM, which tells so of an answer that was cut before its first call
-            message["content"] = message["content"] or ""
-            message.setdefault("tool_calls", [])
+        if self._must_call:
+            message["content"] = message["content"] or ""  # as with vLLM
         choice: ChatChoice = {
             "index": completion.index,
             "message": message,
@@ -156,7 +155,7 @@ class ChatFormat(OpenAIFormat):
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
         has_ids = bool(self._body.return_tokens_as_token_ids)
-        return chat_logprobs(self._tokenizer, token_ids, logprobs, has_ids=has_ids)
+        return chat_logprobs(self._tokenizer, token_ids, logprobs, has_ids=has_ids, shows_own=self._num_named > 0)
 
     def _text_object(self, index: int, text: str) -> ChatChunkObject:
         return self._object(_piece(index, _delta_object([ContentDelta(text)], has_reasoning=self._has_reasoning)), 0)

@@ -214,11 +214,14 @@ class ChatRequest(OpenAIFields, NamedFields):
         "web_search_options": (),
         # vLLM
         "documents": ([],),
+        "ec_transfer_params": (),
         "kv_transfer_params": (),
+        "return_prompt_text": (False,),
         "vllm_xargs": ({},),
         # fields of completions
         "prompt": (),
         "suffix": ("",),
+        "media_io_kwargs": ({},),
         "mm_processor_kwargs": ({},),
         "parse_tool_calls": (True,),  # llama.cpp's
     }

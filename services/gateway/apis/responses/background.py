@@ -16,7 +16,6 @@ from services.gateway.apis.responses.stored_record import owner_of
 from services.gateway.apis.shared.generations import Generations
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.field_names import client_field_names
-from services.gateway.http.headers import REQUEST_ID_HEADER
 from services.gateway.resources.memory_budget import BYTES_PER_BODY_BYTE, HeldMemory, hold_body
 from services.pb import gateway_pb2
 
@@ -49,7 +48,9 @@ class BackgroundResponses:
         """
         key = owner_of(caller), form.response_id
         if key in self._tasks:
-            raise InvalidRequest(f"the response {form.response_id} is running already", REQUEST_ID_HEADER)
+            raise InvalidRequest(
+                f"the response {form.response_id} is running already", form.param_names["request_id"]
+            )
         held = HeldMemory(of_connection.budget, of_connection.client)
         stored, started = form.running(), asyncio.Event()
         if is_stream:

@@ -19,7 +19,6 @@ from services.gateway.apis.shared.to_message import sampling_options
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import describe
-from services.gateway.http.headers import REQUEST_ID_HEADER
 from services.gateway.link.journal_entry import FinishReason
 from services.gateway.resources.repeatable import created_at
 from services.gateway.text.deltas import Delta
@@ -31,7 +30,6 @@ PARAM_NAMES = {
     "messages": "input",
     "prompt": "input",
     "reasoning_effort": "reasoning.effort",
-    "request_id": REQUEST_ID_HEADER,
 }
 
 
@@ -50,7 +48,7 @@ class ResponsesFormat(Format):
     ) -> None:
         """`tools`: those of the request, by the name that the model sees. `record`: keeps the response."""
         paths = {f"tools[{i}].function": tool.path for i, tool in enumerate(tools.values())}
-        self.param_names: Mapping[str, str] = PARAM_NAMES | paths
+        self.param_names: Mapping[str, str] = PARAM_NAMES | paths | {"request_id": body.source_of(request_id)}
         self._has_logprobs = body.has_logprobs
         self._timings = TimingsSoFar() if body.timings_per_token else None
         self._items = OutputItems(request_id, tools, service.tokenizer)
@@ -167,7 +165,7 @@ def _head(service: RequestService, body: ResponsesRequest, request_id: str, *, i
     reasoning, text = body.reasoning, body.text
     sampling = {"temperature": 1.0, "top_p": 1.0} | sampling_options(body, service.local_model.sampling_defaults)
     return {
-        "id": f"resp_{request_id}",
+        "id": f"resp_{request_id.removeprefix('resp_')}",  # with vLLM request_id is the whole id
         "object": "response",
         "created_at": created_at(),
         "background": bool(body.background),

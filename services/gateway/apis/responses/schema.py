@@ -18,6 +18,7 @@ from services.gateway.apis.shared.generation_fields import (
     Label,
     LogitBias,
     ModelName,
+    NamedFields,
     Priority,
     StopStrings,
     Stream,
@@ -72,7 +73,7 @@ class ResponseStreamOptions(RequestModel):
     include_obfuscation: bool | None = Field(None, description=IGNORED)
 
 
-class ResponsesRequest(IgnoredFields):
+class ResponsesRequest(NamedFields, IgnoredFields):
     """The conversation so far, or what follows an earlier response, and the options of the answer."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {

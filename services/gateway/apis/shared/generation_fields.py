@@ -111,13 +111,15 @@ class NamedFields(RequestModel):
 
 
 class IgnoredFields(RequestModel):
-    """What OpenAI's own servers do with a request."""
+    """What other servers do with a request, OpenAI's own and, with the last two fields, vLLM."""
 
     prompt_cache_key: Label | None = Field(None, description=IGNORED)
     prompt_cache_options: dict[str, Any] | None = Field(None, description=IGNORED)
     prompt_cache_retention: Label | None = Field(None, description=IGNORED)
     safety_identifier: Label | None = Field(None, description=IGNORED)
     service_tier: Label | None = Field(None, description=IGNORED)
+    session_id: Label | None = Field(None, description=f"{IGNORED}: the prefix cache is found without it")
+    stream_interval: Any = Field(None, description=f"{IGNORED}: tokens are sent when they come")
 
 
 class SamplingFields(_NumberFields, IgnoredFields):

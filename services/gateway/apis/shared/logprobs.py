@@ -43,9 +43,16 @@ def token_name(tokenizer: Tokenizer, token_id: int, has_ids: bool) -> str:
 
 
 def chat_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], *, has_ids: bool
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs],
+    *,
+    has_ids: bool,
+    shows_own: bool = False,
 ) -> ChatLogprobs:
-    """The log-probabilities of new tokens for a chat, made when they are encoded. `has_ids`: name tokens by their ids.
+    """The log-probabilities of new tokens for a chat, made when they are encoded.
+
+    `has_ids`: name tokens by their ids. `shows_own`: each token stands among the likely ones of its position, too.
     """
 
     def describe(token_id: int, logprob: float) -> dict:
@@ -55,9 +62,13 @@ def chat_logprobs(
             "bytes": list(token_bytes(tokenizer.hf_tokenizer, token_id)),
         }
 
+    def top(token_id: int, each: TokenLogprobs) -> list[dict]:
+        has_own = not shows_own or any(other_id == token_id for other_id, _ in each.top)
+        return [describe(*pair) for pair in (each.top if has_own else (*each.top, (token_id, each.logprob)))]
+
     return {
         "content": (
-            {**describe(token_id, each.logprob), "top_logprobs": [describe(*pair) for pair in each.top]}
+            {**describe(token_id, each.logprob), "top_logprobs": top(token_id, each)}
             for token_id, each in zip(token_ids, logprobs, strict=True)
         ),
         "refusal": None,

@@ -45,17 +45,20 @@ VLLM: Mapping[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "repetition_detection": (),
     "spaces_between_special_tokens": (True, False),  # decoders of language models put no spaces there
+    "watermarking": (False,),
 }
 
 # What vLLM adds to OpenAI's Responses and to Anthropic's Messages.
 VLLM_MESSAGES: Mapping[str, tuple[Any, ...]] = {
     "chat_template": (),
+    "ec_transfer_params": (),
     "kv_transfer_params": (),
 }
 VLLM_RESPONSES: Mapping[str, tuple[Any, ...]] = {
     **VLLM_MESSAGES,
     "enable_response_messages": (False,),
     "include_stop_str_in_output": (False,),
+    "mm_processor_kwargs": ({},),
     "previous_input_messages": ([],),
     "previous_response": (),
     "skip_special_tokens": (True,),
@@ -68,6 +71,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {**OF_OTHER_SERVERS, **NO_FEATURES}
 
 # Fields of chats, where prompts are continued.
 OF_CHATS: Mapping[str, tuple[Any, ...]] = {
+    "ec_transfer_params": (),
     "functions": ([],),
     "kv_transfer_params": (),
     "max_completion_tokens": (),

@@ -53,6 +53,12 @@ class MessageObject(RequestModel):
 class InputRequest(InputFields):
     """Inputs, or a chat that is one input, as vLLM has them."""
 
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "media_io_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
+        "padding": ("do_not_pad",),
+    }
+
     input: Input | None = Field(
         None, description="A text, token ids, texts between token ids, or a list of such inputs"
     )
@@ -95,7 +101,7 @@ class InputRequest(InputFields):
 class EmbeddingRequest(InputRequest):
     """The inputs, and the form of their vectors."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"input_type": ()}
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {**InputRequest.unsupported, "input_type": ()}
 
     encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = Field(
         None,

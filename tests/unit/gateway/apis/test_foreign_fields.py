@@ -29,6 +29,8 @@ IGNORED: Mapping[str, Any] = {
     "service_tier": "flex",
     "store": True,
     "verbosity": "low",
+    "session_id": "conversation-3",
+    "stream_interval": 8,
     "user": "somebody",
 }
 TOO_MUCH: list[tuple[str, Any, str]] = [
@@ -38,6 +40,7 @@ TOO_MUCH: list[tuple[str, Any, str]] = [
     ("reasoning_effort", 3, "reasoning_effort"),
     ("safety_identifier", "x" * 513, "safety_identifier"),
     ("service_tier", "x" * 513, "service_tier"),
+    ("session_id", "x" * 513, "session_id"),
     ("store", "yes", "store"),
     ("verbosity", "x" * 513, "verbosity"),
 ]
@@ -62,6 +65,8 @@ CHANGING: list[tuple[str, Any, tuple[Any, ...]]] = [
     ("watermark", True, (False,)),
     ("logits_processors", ["x"], ([],)),
     ("repetition_detection", {"max_pattern_size": 8}, ()),
+    ("watermarking", True, (False,)),
+    ("ec_transfer_params", {"a": 1}, ()),
 ]
 
 
@@ -147,6 +152,32 @@ def test_fields_of_other_servers_that_would_change_the_answer_are_refused(path: 
                 assert "not supported" in error["message"]
                 for each in (*neutral, None):
                     assert (await client.post(path, json=BODIES[path] | {name: each})).status_code == 200, (name, each)
+
+    dense = FakeDense(lambda submit: [70, 80])
+    run(test())
+
+
+FOREIGN: list[tuple[str, dict[str, Any], str, Any]] = [
+    (CHATS, BODIES[CHATS], "return_prompt_text", True),
+    (CHATS, BODIES[CHATS], "media_io_kwargs", {"image": {"mode": "L"}}),
+    ("/v1/responses", {"input": "Hi"}, "ec_transfer_params", {"a": 1}),
+    ("/v1/responses", {"input": "Hi"}, "mm_processor_kwargs", {"a": 1}),
+    ("/v1/messages", {"model": "m", "max_tokens": 1, "messages": []}, "ec_transfer_params", {"a": 1}),
+    (f"{COMPLETIONS}/render", {"prompt": "a"}, "return_token_offsets", True),
+    (f"{CHATS}/render", {"messages": BODIES[CHATS]["messages"]}, "return_token_offsets", True),
+    ("/v1/embeddings", {"input": "a"}, "padding", "max_length"),
+    ("/pooling", {"input": "a"}, "media_io_kwargs", {"image": {"mode": "L"}}),
+    ("/classify", {"input": "a"}, "mm_processor_kwargs", {"a": 1}),
+]
+
+
+def test_fields_of_one_route_that_would_change_its_answer_are_refused(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with running_gateway(tmp_path, dense) as gateway, async_client(gateway.http_address) as client:
+            for path, body, name, value in FOREIGN:
+                response = await client.post(path, json=body | {name: value})
+                assert response.status_code == 400, (path, name)
+                assert f"{name}: this field is not supported" in response.text, response.text
 
     dense = FakeDense(lambda submit: [70, 80])
     run(test())

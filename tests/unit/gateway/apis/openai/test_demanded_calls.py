@@ -60,7 +60,7 @@ def test_the_beginning_of_a_demanded_call_is_no_content(num_tokens: int, choice:
         given: Any = {"model": "model", "messages": USER, "tools": TOOLS, "tool_choice": choice}
         given["max_tokens"] = num_tokens
         [whole] = (await api.chat.completions.create(**given)).choices
-        assert (whole.message.content, whole.message.tool_calls, whole.finish_reason) == ("", [], "length")
+        assert (whole.message.content, whole.message.tool_calls, whole.finish_reason) == ("", None, "length")
         events = [each.choices[0] async for each in await api.chat.completions.create(**given, stream=True)]
         assert not any(each.delta.content or each.delta.tool_calls for each in events)
         assert events[-1].finish_reason == "length"

@@ -280,3 +280,15 @@ def test_the_events_have_names(tmp_path: Path) -> None:
         assert named_events(response.text)[-1]["type"] == "response.incomplete"
 
     with_api(tmp_path, FakeDense(say(" one")), test)
+
+
+@pytest.mark.parametrize("name", ["mine", "resp_mine"])
+def test_the_body_may_name_the_response(name: str, tmp_path: Path) -> None:
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        given = api.responses.with_raw_response.create
+        raw = await given(model=MODEL, input="Hi", extra_body={"request_id": name})
+        assert (raw.parse().id, raw.headers["x-request-id"]) == ("resp_mine", name)
+        raw = await given(model=MODEL, input="Hi", extra_body={"request_id": name}, extra_headers={"x-request-id": "x"})
+        assert raw.parse().id == "resp_x"
+
+    with_api(tmp_path, FakeDense(lambda submit: [70, EOS]), test)
