@@ -71,21 +71,18 @@ class Admission:
         finally:
             give_up(num_left)
 
-    def open(self, caller: Caller, num_answers: int = 1, *, is_part: bool = False) -> Ticket:
+    def open(self, caller: Caller, num_answers: int = 1) -> Ticket:
         """Accepts a request for so many answers. Raises `Draining`, `CapacityError` or `RateLimited`. The caller closes
         the ticket.
-
-        `is_part`: of a client's request that `Usage.open_request` has counted; only its tokens count further.
         """
         if self._is_draining:
             raise Draining("the gateway is about to stop and accepts no new requests")
         self.check_queue(caller, num_answers, 1)  # at least one token
-        if not is_part:
-            caller.usage.open_request()
+        caller.usage.open_request()
         self._count_preparing(caller, num_answers)
         self.num_open += 1
         self._all_closed.clear()
-        return Ticket(self, caller, num_answers, is_part=is_part)
+        return Ticket(self, caller, num_answers)
 
     def check_queue(self, caller: Caller, num_answers: int, num_tokens: int) -> None:
         """Raises `CapacityError` if these do not fit. The limit of tokens does not apply to an empty queue.
@@ -163,12 +160,11 @@ class Admission:
 class Ticket:
     """What one request counts towards all limits, from its arrival until its end."""
 
-    def __init__(self, admission: Admission, caller: Caller, num_preparing: int, *, is_part: bool) -> None:
+    def __init__(self, admission: Admission, caller: Caller, num_preparing: int) -> None:
         self._admission = admission
         self._caller = caller
         self._num_preparing = num_preparing  # answers that the queue has room for while the request is read
-        self._is_part = is_part
-        self._num_answers = 0 if is_part else 1  # that the caller's usage has open because of it
+        self._num_answers = 1  # that the caller's usage has open because of it
         self._is_preparing = True
         self._has_ended = False
         self._is_closed = False
@@ -182,10 +178,9 @@ class Ticket:
         usage = self._caller.usage
         self._end_preparation()
         self._admission.check_queue(self._caller, request.best_of, request.best_of * len(request.spec.prompt_token_ids))
-        if not self._is_part:
-            usage.check_size(request.best_of)
-            usage.add_answers(request.best_of - 1)
-            self._num_answers = request.best_of
+        usage.check_size(request.best_of)
+        usage.add_answers(request.best_of - 1)
+        self._num_answers = request.best_of
         usage.add_tokens(len(request.spec.prompt_token_ids))
 
     def at_close(self, callback: Callable[[], None]) -> None:

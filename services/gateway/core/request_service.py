@@ -65,7 +65,6 @@ class Part:
 
     prompt_name: str = "prompt"  # in error messages
     num_other_logprobs: int = 0  # log-probabilities of the other prompts, which count towards the limit, too
-    is_counted: bool = False  # whether the client's request is counted already: see `is_part` of `Admission.open`
     is_being_read: bool = False  # whether the caller is in a context of `reading` for all parts
     in_one_message: bool = False  # whether the answers are sent in one message of gRPC, which takes more memory
 
@@ -181,7 +180,7 @@ class RequestService:
         message.traceparent = span.traceparent  # so that the workers' spans are below this one
         try:
             num_answers = min(num_answers_of(message), self.section.max_answers)  # it is not checked yet
-            ticket = self._admission.open(caller, num_answers, is_part=part.is_counted)
+            ticket = self._admission.open(caller, num_answers)
             held = HeldMemory(self.memory, caller.client_id)
             ticket.at_close(held.release)
             async with nullcontext() if part.is_being_read else self.reading([message], caller):

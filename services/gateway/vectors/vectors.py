@@ -202,6 +202,7 @@ class Vectors:
             await held.reserve(num_bytes, "vectors", field, "send fewer inputs")
             held.settle()
             caller.usage.open_request()
+        parts = caller.for_parts()
         results: list[PooledInput | None] = [None] * len(inputs)
         waiting, starting = iter(enumerate(inputs)), asyncio.Lock()
         num_readers, turns = min(len(inputs), MAX_AT_ONCE), self._turns
@@ -212,7 +213,7 @@ class Vectors:
                 options = replace(options, priority=min(usual + BULK_DELAY, MAX_PRIORITY))
         try:
             await gather_or_cancel(
-                [self._read_some(waiting, options, caller, turns, starting, results) for _ in range(num_readers)]
+                [self._read_some(waiting, options, parts, turns, starting, results) for _ in range(num_readers)]
             )
         finally:
             caller.usage.close_answers(1)
@@ -241,7 +242,7 @@ class Vectors:
             await asyncio.sleep(0)  # let other tasks run: each start takes half a millisecond
             message = await self._message(each, options)
             message.request_id = request_id
-            generation = await self.service.start(message, caller, Part(each.name, is_counted=True))
+            generation = await self.service.start(message, caller, Part(each.name))
         try:
             _, prompt = await generation.completions()
         finally:
