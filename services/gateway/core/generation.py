@@ -24,7 +24,7 @@ from services.gateway.metrics.gateway_metrics import EndedAnswer, GatewayMetrics
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.text.deltas import ContentDelta
 from services.gateway.text.tokenizer import Tokenizer
-from services.rpc.spans import NoSpan, Span
+from services.rpc.spans import Span
 
 access_log = structlog.get_logger(log="access")  # see `configure_logs`
 
@@ -42,14 +42,13 @@ class Generation:
         journal: Journal,
         dense: DensePool,
         metrics: GatewayMetrics,
-        ticket: Ticket | None = None,
-        span: Span | None = None,
+        ticket: Ticket,
+        span: Span,
     ) -> None:
-        """`span` ends with the generation."""
+        """`ticket` and `span` end with the generation."""
         self.request = request
         self._tokenizer, self._journal, self._dense, self._metrics = tokenizer, journal, dense, metrics
-        self._ticket = ticket
-        self._span = span or NoSpan()
+        self._ticket, self._span = ticket, span
         self._prompt_text = _prompt_text(request, tokenizer) if request.echo else ""
         self._entries = tuple(journal.open(request))  # the journal removes them from its list
         self._updates = self._entries[0].updates
@@ -162,12 +161,11 @@ class Generation:
             if entry in self._open:
                 self._close(entry)
         self._end()
-        if self._ticket is not None:
-            self._ticket.close()
+        self._ticket.close()
 
     def _end(self) -> None:
-        if self._ticket is not None:  # before the client sees the end, for its next request
-            self._ticket.end(sum(len(entry.output_token_ids) for entry in self._entries))
+        # Before the client sees the end, for its next request.
+        self._ticket.end(sum(len(entry.output_token_ids) for entry in self._entries))
         self._span.end(
             next((str(entry.error) for entry in self._entries if entry.error is not None), None),
             request_id=self.request_id,

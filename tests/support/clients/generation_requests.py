@@ -6,9 +6,15 @@ from dataclasses import fields
 from typing import Any
 
 from services.common.sampling_params import SamplingParams
+from services.gateway.access.access import Access
+from services.gateway.access.admission import Admission
+from services.gateway.core.generation import Generation
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import JournalEntry
+from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.request.generation_request import GenerationRequest
+from services.gateway.text.tokenizer import Tokenizer
+from services.rpc.spans import NoSpan
 from services.step import SequenceSpec
 
 _SHOWN = ("num_logprobs", "priority")  # what the client named, and what the dense worker gets
@@ -35,6 +41,14 @@ def make_request(request_id: str = "r", max_tokens: int = 10, **options: Any) ->
         "user": "",
     }
     return GenerationRequest(spec, **{**own, **options})
+
+
+def make_generation(
+    request: GenerationRequest, tokenizer: Tokenizer, journal: Journal, dense: Any, metrics: GatewayMetrics
+) -> Generation:
+    """The answers to a request of a caller without limits."""
+    ticket = Admission(journal, 1000, 10**6).open(Access(None, "").identify(None))
+    return Generation(request, tokenizer, journal, dense, metrics, ticket, NoSpan())
 
 
 def open_entry(journal: Journal, request: GenerationRequest) -> JournalEntry:

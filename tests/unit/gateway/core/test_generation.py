@@ -29,7 +29,7 @@ from services.gateway.text.reasoning.think_tags import Beginning
 from services.gateway.text.tokenizer import load_tokenizer
 from services.gateway.text.tools.tool import NO_TOOLS
 from services.pb import gateway_pb2
-from tests.support.clients.generation_requests import make_request
+from tests.support.clients.generation_requests import make_generation, make_request
 from tests.support.reports import prompt_logprobs, write_prompt_logprobs
 
 TOKENIZER = load_tokenizer(EMBEDDED_MODEL)
@@ -57,7 +57,7 @@ def ids(text: str) -> list[int]:
 def begin(**fields: Any) -> tuple[Generation, JournalEntry, RecordingDense, Journal]:
     dense, journal = RecordingDense(), Journal()
     request = make_request(**{"sampling": SamplingParams(seed=9), "max_tokens": 1000, **fields})
-    generation = Generation(request, TOKENIZER, journal, dense, GatewayMetrics(CollectorRegistry()))
+    generation = make_generation(request, TOKENIZER, journal, dense, GatewayMetrics(CollectorRegistry()))
     return generation, dense.submitted[0], dense, journal
 
 
@@ -146,7 +146,7 @@ def test_each_end_of_a_request_is_logged_in_one_line() -> None:
 def begin_many(**fields: Any) -> tuple[Generation, RecordingDense, Journal]:
     dense, journal = RecordingDense(), Journal()
     request = make_request(**{"sampling": SamplingParams(seed=2**64 - 1), "max_tokens": 1000, **fields})
-    return Generation(request, TOKENIZER, journal, dense, GatewayMetrics(CollectorRegistry())), dense, journal
+    return make_generation(request, TOKENIZER, journal, dense, GatewayMetrics(CollectorRegistry())), dense, journal
 
 
 def feed_logprobs(entry: JournalEntry, text: str, logprob: float) -> None:

@@ -16,13 +16,12 @@ from services.common.config import EMBEDDED_MODEL
 from services.common.errors import CapacityError, Unauthenticated
 from services.common.sampling_params import SamplingParams
 from services.gateway.access.access import Access
-from services.gateway.core.generation import Generation
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import FinishReason, JournalEntry
 from services.gateway.metrics.gateway_metrics import GatewayCounts, GatewayMetrics
 from services.gateway.text.tokenizer import load_tokenizer
 from services.rpc.metrics import LATENCY_BUCKETS_S
-from tests.support.clients.generation_requests import make_request
+from tests.support.clients.generation_requests import make_generation, make_request
 
 TOKENIZER = load_tokenizer(EMBEDDED_MODEL)
 
@@ -36,7 +35,7 @@ class Watched:
         request = make_request(**{"sampling": SamplingParams(seed=9), "max_tokens": 1000, **fields})
         metrics = GatewayMetrics(self.registry)
         metrics.watch(lambda: GatewayCounts(0, 0, 0, True))
-        self.generation = Generation(request, TOKENIZER, Journal(), self, metrics)
+        self.generation = make_generation(request, TOKENIZER, Journal(), self, metrics)
 
     def submit(self, entry: JournalEntry) -> None:
         self.entries.append(entry)
