@@ -141,6 +141,7 @@ class Gateway(Service):
         self._dense = DensePool(
             config.dense.address, config.peers, self._journal, self._note_connection, section.num_dense_streams
         )
+        self._metrics.watch(self._journal, self._dense)
         options = self._options
         peers = self._peers = GatewayPeers(options.peer_addresses, section.max_message_bytes, options.change_lock)
         service = self._service = self._make_request_service(tokenizer, model_config, tracer)

@@ -154,7 +154,7 @@ class Admission:
             return RATE_WINDOW_S
         is_whole = len(left) == left.maxlen  # if not full, it holds all that left within the window
         window_s = max(now_s - left[0], 1e-3) if is_whole else RATE_WINDOW_S
-        return min(max(MIN_RETRY_S, self._journal.num_waiting * window_s / len(left)), MAX_RETRY_S)
+        return min(max(MIN_RETRY_S, self._journal.waiting.own * window_s / len(left)), MAX_RETRY_S)
 
 
 class Ticket:

@@ -28,7 +28,7 @@ from services.gateway.link.journal import Journal, is_of_batch
 from services.gateway.link.journal_entry import FinishReason
 from services.gateway.link.served_model import ServedModel
 from services.gateway.link.stepwise import check_repeatable
-from services.gateway.metrics.gateway_metrics import GatewayCounts, GatewayMetrics
+from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.request.generation_request import (
     GenerationRequest,
     Owner,
@@ -119,7 +119,6 @@ class RequestService:
         self.pictures = model.pictures
         self._held_forms = HeldForms(memory)
         self._being_read = BeingRead()
-        metrics.watch(self._counts)
 
     @property
     def model(self) -> ServedModel:
@@ -382,11 +381,3 @@ class RequestService:
         """Counts answers that are under way, until `caller.usage.close_answers`. Raises `RateLimited`."""
         with self.metrics.noting_rejection():
             caller.usage.add_answers(count)
-
-    def _counts(self) -> GatewayCounts:
-        return GatewayCounts(
-            num_open=len(self.journal),
-            num_waiting=self.journal.num_waiting,
-            num_resubmitted=self._dense.num_resubmitted,
-            is_connected=self._dense.is_connected,
-        )

@@ -73,16 +73,6 @@ class Journal:
         self._count_waiting(request, len(entries))
         return entries
 
-    @property
-    def num_waiting(self) -> int:
-        """Sequences of this gateway that have not started yet."""
-        return self.waiting.own
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        """The tokens of their prompts."""
-        return self.waiting_tokens.own
-
     def waiting_of(self, client: Client) -> tuple[int, int]:
         """How many sequences of a client have not started yet, and the number of tokens of their prompts."""
         return self._waiting_of[client], self._waiting_tokens_of[client]

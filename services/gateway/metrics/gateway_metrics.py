@@ -20,22 +20,14 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from services.common.errors import TwostrokeError
+from services.gateway.link.dense_pool import DensePool
+from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import Timings
 from services.rpc.metrics import LATENCY_BUCKETS_S
 
 FINISHED = ("stop", "length", "abort")
 OUTCOMES = (*FINISHED, "cancelled", "error")
 _BOUNDS_S = (-math.inf, *LATENCY_BUCKETS_S, math.inf)  # of the buckets
-
-
-@dataclass(frozen=True, slots=True)
-class GatewayCounts:
-    """Present counts of sequences, and the total of those continued after a broken stream."""
-
-    num_open: int
-    num_waiting: int
-    num_resubmitted: int
-    is_connected: bool  # to a dense worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +90,9 @@ class GatewayMetrics:
             "cached_tokens_total", "Prompt tokens of ended answers that were found in the prefix cache."
         )
 
-    def watch(self, read_counts: Callable[[], GatewayCounts]) -> None:
-        """Adds these counts to the metrics; `read_counts` is called on the scraper's thread."""
-        counts = _CountsCollector(self, read_counts)
+    def watch(self, journal: Journal, dense: DensePool) -> None:
+        """Adds what these count anyway."""
+        counts = _CountsCollector(self, journal, dense)
         self._registry.register(counts)
         self._collectors.append(counts)
 
@@ -185,22 +177,22 @@ class _GapHistogram(Collector):
 
 
 class _CountsCollector(Collector):
-    """Reads counts when a scraper asks."""
+    """Reads counts when a scraper asks, on its thread."""
 
-    def __init__(self, metrics: GatewayMetrics, read_counts: Callable[[], GatewayCounts]) -> None:
-        self._metrics = metrics
-        self._read_counts = read_counts
+    def __init__(self, metrics: GatewayMetrics, journal: Journal, dense: DensePool) -> None:
+        self._metrics, self._journal, self._dense = metrics, journal, dense
 
     def collect(self) -> Iterator[Metric]:
-        counts = self._read_counts()
         yield GaugeMetricFamily(
-            "twostroke_gateway_answers_open", "Answers that have not ended, waiting ones included.", counts.num_open
+            "twostroke_gateway_answers_open", "Answers that have not ended, waiting ones included.", len(self._journal)
         )
         yield GaugeMetricFamily(
-            "twostroke_gateway_answers_waiting", "Answers that have not been in a step yet.", counts.num_waiting
+            "twostroke_gateway_answers_waiting",
+            "Answers that have not been in a step yet.",
+            self._journal.waiting.own,
         )
         yield GaugeMetricFamily(
-            "twostroke_gateway_connected", "1 while there is a dense worker, else 0.", int(counts.is_connected)
+            "twostroke_gateway_connected", "1 while there is a dense worker, else 0.", int(self._dense.is_connected)
         )
         yield CounterMetricFamily(
             "twostroke_gateway_generated_tokens", "Output tokens of all answers.", self._metrics.num_generated_tokens
@@ -208,5 +200,5 @@ class _CountsCollector(Collector):
         yield CounterMetricFamily(
             "twostroke_gateway_recovered_sequences",
             "Sequences under way that were submitted again after the dense worker was lost.",
-            counts.num_resubmitted,
+            self._dense.num_resubmitted,
         )

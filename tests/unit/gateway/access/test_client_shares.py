@@ -124,7 +124,7 @@ def test_one_client_cannot_fill_the_queue_and_others_get_in() -> None:
         queue.enter("10.0.0.1")
     num_others = sum(queue.fill(f"10.0.1.{number}") for number in range(20))
     assert num_others == LIMIT // KEPT_PARTS, "the limit of all holds too"
-    assert queue.journal.num_waiting == LIMIT
+    assert queue.journal.waiting.own == LIMIT
 
 
 def test_a_client_with_little_in_the_queue_gets_a_64th_of_what_is_kept() -> None:

@@ -63,7 +63,7 @@ def test_the_queue_is_that_of_all_processes(processes: list[SharedCounts]) -> No
         enter(second, journals[1], "c")
     preparing.close()
     enter(second, journals[1], "c")
-    assert (journals[0].num_waiting, journals[1].num_waiting) == (1, 2), "what metrics show is each process's own"
+    assert (journals[0].waiting.own, journals[1].waiting.own) == (1, 2), "what metrics show is each process's own"
 
 
 def test_the_answers_of_a_key_are_those_in_all_processes(processes: list[SharedCounts]) -> None:

@@ -119,9 +119,9 @@ def test_the_queue_is_counted_until_a_sequence_starts_or_ends() -> None:
     journal = Journal()
     entries = journal.open(make_request("a", prompt_token_ids=[1] * 5, n=2, best_of=3))
     [other] = journal.open(make_request("b", prompt_token_ids=[1] * 7))
-    assert (journal.num_waiting, journal.num_waiting_tokens) == (4, 22)
+    assert (journal.waiting.own, journal.waiting_tokens.own) == (4, 22)
     entries[0].start(0.0, 0)
     entries[0].start(0.0, 0)  # a second time, after a worker died
     journal.close(entries[0])
     journal.close(other)  # cancelled before it started
-    assert (journal.num_waiting, journal.num_waiting_tokens) == (2, 10)
+    assert (journal.waiting.own, journal.waiting_tokens.own) == (2, 10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -14,9 +15,10 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from services.gateway.link.journal import Journal
 from services.gateway.link.worker_load import CacheLoad, Load, RequestLoad
 from services.gateway.metrics.all_processes import AllProcesses
-from services.gateway.metrics.gateway_metrics import GatewayCounts, GatewayMetrics
+from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.metrics.pool_metrics import PoolMetrics
 from services.gateway.metrics.vllm_metrics import AdapterUse, VllmMetrics
 from services.pb import gateway_peers_pb2
@@ -50,7 +52,7 @@ def vllm_registry(num_tokens: int, num_running: int) -> CollectorRegistry:
     """The metrics of a process with `metrics.compat = "vllm"` that has generated `num_tokens`."""
     registry = new_registry("gateway")
     gateway = GatewayMetrics(registry)
-    gateway.watch(lambda: GatewayCounts(0, 0, 0, is_connected=True))
+    gateway.watch(Journal(), SimpleNamespace(is_connected=True, num_resubmitted=0))  # type: ignore[arg-type]
     gateway.on_first_tokens(num_tokens, 0.5)
     pool = PoolMetrics(FixedLoad(num_running), "tiny")  # type: ignore[arg-type]
     registry.register(VllmMetrics(registry, gateway, pool, "tiny", 1, lambda: AdapterUse({"x"}, set())))

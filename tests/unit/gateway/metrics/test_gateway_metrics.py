@@ -18,7 +18,7 @@ from services.common.sampling_params import SamplingParams
 from services.gateway.access.access import Access
 from services.gateway.link.journal import Journal
 from services.gateway.link.journal_entry import FinishReason, JournalEntry
-from services.gateway.metrics.gateway_metrics import GatewayCounts, GatewayMetrics
+from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.text.tokenizer import load_tokenizer
 from services.rpc.metrics import LATENCY_BUCKETS_S
 from tests.support.clients.generation_requests import make_generation, make_request
@@ -27,15 +27,18 @@ TOKENIZER = load_tokenizer(EMBEDDED_MODEL)
 
 
 class Watched:
-    """A request for one answer. The test itself delivers its tokens."""
+    """A request for one answer, and its dense worker: the test itself delivers the tokens."""
+
+    is_connected, num_resubmitted = True, 3
 
     def __init__(self, **fields: Any) -> None:
         self.registry = CollectorRegistry()
         self.entries: list[JournalEntry] = []
         request = make_request(**{"sampling": SamplingParams(seed=9), "max_tokens": 1000, **fields})
         metrics = GatewayMetrics(self.registry)
-        metrics.watch(lambda: GatewayCounts(0, 0, 0, True))
-        self.generation = make_generation(request, TOKENIZER, Journal(), self, metrics)
+        journal = Journal()
+        metrics.watch(journal, self)  # type: ignore[arg-type]
+        self.generation = make_generation(request, TOKENIZER, journal, self, metrics)
 
     def submit(self, entry: JournalEntry) -> None:
         self.entries.append(entry)
@@ -55,6 +58,9 @@ class Watched:
 
 def test_every_chunk_with_tokens_counts_as_one_latency() -> None:
     watched = Watched()
+    assert (watched.value("answers_open"), watched.value("answers_waiting")) == (1, 1)
+    watched.entries[0].start(0.0, 0)
+    assert (watched.value("answers_open"), watched.value("answers_waiting")) == (1, 0)
     watched.deliver(1)
     assert watched.value("time_to_first_token_seconds_count") == 1
     assert watched.value("inter_token_latency_seconds_count") == 0
@@ -66,6 +72,8 @@ def test_every_chunk_with_tokens_counts_as_one_latency() -> None:
     assert watched.value("answers_total", outcome="length") == 1
     assert watched.value("time_per_output_token_seconds_count") == 1
     assert watched.value("request_duration_seconds_count") == 1
+    assert (watched.value("answers_open"), watched.value("connected")) == (0, 1)
+    assert watched.value("recovered_sequences_total") == 3
 
 
 def test_a_chunk_without_tokens_does_not_count_as_a_latency() -> None:
