@@ -11,7 +11,7 @@ import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import grpc
 import structlog
@@ -30,7 +30,6 @@ from services.gateway.link.journal import StreamSequences
 from services.gateway.link.journal_entry import JournalEntry
 from services.gateway.link.outbox import Item, Outbox
 from services.gateway.link.served_model import (
-    ServedModel,
     ask_info,
     peer_error,
     served_model,
@@ -40,6 +39,9 @@ from services.gateway.link.served_model import (
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.client import open_channel, read_peer_tls
 from services.rpc.stream_socket import StreamSocket
+
+if TYPE_CHECKING:
+    from services.gateway.link.dense_pool import DensePool
 
 log = structlog.get_logger()
 
@@ -53,33 +55,18 @@ class StreamReopened(PeerError):
     """The gateway itself ended a stream to look for another worker."""
 
 
-class StreamOwner(Protocol):
-    """The owner of the streams, which decides which sequences each stream runs: `DensePool`."""
-
-    prefix_generation: int  # the highest that a worker has confirmed after a flush; 0: there was none
-
-    def accept(self, client: DenseClient, model: ServedModel) -> None:
-        """Accepts the worker that a stream has found, or raises `PeerError` to refuse it."""
-
-    def assign_orphaned_sequences(self, client: DenseClient) -> None:
-        """Called before a stream continues its sequences; may give it more of them."""
-
-    async def note_connection(self, client: DenseClient, is_connected: bool) -> None:
-        """Called when a stream connects or breaks."""
-
-
 class DenseClient:
-    """Keeps the stream connected while `run` runs.
+    """Keeps the stream connected while `run` runs. Its pool decides which sequences it runs.
 
     A sequence waits for a lost dense worker for `peers.connect_timeout_s`, then fails with `PeerError`.
     """
 
-    def __init__(self, address: str, peers: PeerSection, sequences: StreamSequences, owner: StreamOwner) -> None:
+    def __init__(self, address: str, peers: PeerSection, sequences: StreamSequences, pool: DensePool) -> None:
         self._address = address
         self._peers = peers
         self._tls = read_peer_tls(peers)
         self.sequences = sequences  # the sequences that this stream runs
-        self._owner = owner
+        self._pool = pool
         self._crashes = CrashRecord(sequences)
         self.worker: int | None = None  # epoch of the connected dense worker, or of the last one
         self.num_resubmitted = 0  # total number of sequences that were running when a stream broke
@@ -202,7 +189,7 @@ class DenseClient:
             retry_s = min(2 * retry_s, MAX_RETRY_S)
 
     def _meet(self, info: dense_pb2.DenseInfo) -> None:
-        self._owner.accept(self, served_model(info))
+        self._pool.accept(self, served_model(info))
         self.worker = info.epoch
         self._crashes.record_connected(info.epoch)
 
@@ -232,20 +219,20 @@ class DenseClient:
 
         Before them: what was flushed, since a new worker may not know it.
         """
-        self._owner.assign_orphaned_sequences(self)
+        self._pool.assign_orphaned_sequences(self)
         entries = list(self.sequences.unfinished())
         self.num_resubmitted += sum(entry.queue_s is not None for entry in entries)
         resumed = dense_pb2.Resumed(gateway=self.sequences.gateway)
         self._end_waits()
         first: list[Item] = [*entries, dense_pb2.GatewayMessage(resumed=resumed)]
-        if self._owner.prefix_generation:
-            flushed = dense_pb2.ForgetPrefixes(generation=self._owner.prefix_generation)
+        if self._pool.prefix_generation:
+            flushed = dense_pb2.ForgetPrefixes(generation=self._pool.prefix_generation)
             first.insert(0, dense_pb2.GatewayMessage(forget_prefixes=flushed))
             self._await_confirmation()
         self._outbox = Outbox(first)
         self._absence_reason = ""
         log.info("dense worker connected", address=self._address, num_resubmitted=len(entries))
-        await self._owner.note_connection(self, True)
+        await self._pool.note_connection(self, True)
         return self._outbox
 
     async def _end(self) -> None:
@@ -254,7 +241,7 @@ class DenseClient:
             self._confirm(is_forgotten=False)
         for entry in self.sequences.unfinished():
             self._limit_wait(entry)
-        await self._owner.note_connection(self, False)
+        await self._pool.note_connection(self, False)
 
     async def _reach_socket(self, call: grpc.aio.StreamStreamCall) -> StreamSocket | None:
         """The socket for the messages of a stream; None: it is elsewhere, or there is none, so that they go by gRPC."""
@@ -322,7 +309,7 @@ class DenseClient:
         if output.reports:  # before the tokens, whose chunks include them
             keep_reports(self.sequences, output)
         if output.HasField("prefix_generation"):
-            self._owner.prefix_generation = max(self._owner.prefix_generation, output.prefix_generation)
+            self._pool.prefix_generation = max(self._pool.prefix_generation, output.prefix_generation)
             self._confirm(is_forgotten=True)
         self._crashes.record_admitted(output.admitted)
         keep_output(self.sequences, output)

@@ -56,7 +56,7 @@ class DensePool:
         self._on_connection = on_connection
         self._rebalance_interval_s = rebalance_interval_s
         self._model: ServedModel | None = None
-        self.prefix_generation = 0  # see `StreamOwner`
+        self.prefix_generation = 0  # the highest that a worker has confirmed after a flush; 0: there was none
         self.stall: stall_pb2.Stall | None = None  # a stall that the gateway's watchdog has noticed
         self._is_connected = asyncio.Event()
         self._clients = [DenseClient(address, peers, journal.new_stream(), self) for _ in range(num_streams)]
@@ -163,7 +163,7 @@ class DensePool:
             await run_together(self._rebalance(), *streams)
 
     def accept(self, client: DenseClient, model: ServedModel) -> None:
-        """Raises `PeerError` for a worker whose weights differ from those of the others."""
+        """Accepts the worker that a stream has found. Raises `PeerError` if its weights differ from those of others."""
         has_others = any(other.is_connected for other in self._clients if other is not client)
         if self._model is not None and self._model.weights_hash != model.weights_hash:
             if has_others:
@@ -179,7 +179,7 @@ class DensePool:
         self._model = model
 
     def assign_orphaned_sequences(self, client: DenseClient) -> None:
-        """Gives the sequences of broken streams to this stream."""
+        """Gives the sequences of broken streams to this stream, before it continues its own."""
         for other in self._clients:
             if other is not client and not other.is_connected:
                 for entry in self._release(other):

@@ -55,13 +55,13 @@ class GatewayPeers:
         request = gateway_peers_pb2.AbortHereRequest(
             owner=encode_owner(owner), request_id=request_id, all=request_id is None, with_batch=with_batch
         )
-        outcomes = await self._ask(lambda stub, **options: stub.AbortHere(request, **options), TIMEOUT_S)
+        outcomes = await self._ask(lambda stub: stub.AbortHere(request, timeout=TIMEOUT_S))
         return any(reply.was_running for reply in _answers(outcomes))
 
     async def stop(self, owner: Owner, client_id: str) -> None:
         """Ends the owner's inference requests with this id at all peers that answer in time."""
         request = gateway_peers_pb2.StopHereRequest(owner=encode_owner(owner), id=client_id)
-        _answers(await self._ask(lambda stub, **options: stub.StopHere(request, **options), TIMEOUT_S))
+        _answers(await self._ask(lambda stub: stub.StopHere(request, timeout=TIMEOUT_S)))
 
     @property
     def has_any(self) -> bool:
@@ -71,15 +71,15 @@ class GatewayPeers:
     async def measure(self, *, has_metrics: bool) -> list[gateway_peers_pb2.MeasureResponse]:
         """What each peer measures that answers in time."""
         request = gateway_peers_pb2.MeasureRequest(has_metrics=has_metrics)
-        return _answers(await self._ask(lambda stub, **options: stub.Measure(request, **options), TIMEOUT_S))
+        return _answers(await self._ask(lambda stub: stub.Measure(request, timeout=TIMEOUT_S)))
 
     async def stage_adapter(self, adapter: gateway_peers_pb2.PeerAdapter) -> None:
         """Has all peers read an adapter. If one cannot, none keeps it: raises `PeerError` with names and reasons."""
-        outcomes = await self._ask(lambda stub, **options: stub.StageAdapter(adapter, **options), ADAPTER_TIMEOUT_S)
+        outcomes = await self._ask(lambda stub: stub.StageAdapter(adapter, timeout=ADAPTER_TIMEOUT_S))
         failed = _failed(outcomes.items())
         if failed:
             forget = gateway_peers_pb2.UnstageAdapterRequest()
-            await self._ask(lambda stub, **options: stub.UnstageAdapter(forget, **options), TIMEOUT_S)
+            await self._ask(lambda stub: stub.UnstageAdapter(forget, timeout=TIMEOUT_S))
             raise PeerError(f"adapter {adapter.name!r} is not loaded, because not all gateways can: {failed}")
 
     async def serve_adapter(self, adapter: gateway_peers_pb2.PeerAdapter) -> None:
@@ -87,14 +87,14 @@ class GatewayPeers:
 
         One that has ended since will load it when it starts, because it is recorded.
         """
-        outcomes = await self._ask(lambda stub, **options: stub.ServeAdapter(adapter, **options), ADAPTER_TIMEOUT_S)
+        outcomes = await self._ask(lambda stub: stub.ServeAdapter(adapter, timeout=ADAPTER_TIMEOUT_S))
         if failed := _failed(_of_living(outcomes)):
             raise PeerError(f"adapter {adapter.name!r} is not loaded, because not all gateways serve it: {failed}")
 
     async def forget_adapter(self, owner: str, name: str) -> None:
         """Has all peers forget an adapter. Raises `PeerError` with the names of those that may still serve it."""
         request = gateway_peers_pb2.ForgetAdapterRequest(owner=owner, name=name)
-        outcomes = await self._ask(lambda stub, **options: stub.ForgetAdapter(request, **options), TIMEOUT_S)
+        outcomes = await self._ask(lambda stub: stub.ForgetAdapter(request, timeout=TIMEOUT_S))
         if failed := _failed(_of_living(outcomes)):
             raise PeerError(f"adapter {name!r} is not forgotten in {failed}: unload it again")
 
@@ -131,13 +131,15 @@ class GatewayPeers:
         finally:
             os.close(file)
 
-    async def _ask(self, call: Callable[..., Awaitable[T]], timeout_s: float) -> dict[str, T | grpc.aio.AioRpcError]:
-        """What `call(stub, timeout=...)` returns or raises at each peer, by address."""
+    async def _ask(
+        self, call: Callable[[gateway_peers_pb2_grpc.GatewayPeersStub], Awaitable[T]]
+    ) -> dict[str, T | grpc.aio.AioRpcError]:
+        """What the call returns or raises at each peer, by address."""
 
         async def outcome(address: str) -> T | grpc.aio.AioRpcError:
             async with open_channel(address, self._max_message_bytes) as channel:
                 try:
-                    return await call(gateway_peers_pb2_grpc.GatewayPeersStub(channel), timeout=timeout_s)
+                    return await call(gateway_peers_pb2_grpc.GatewayPeersStub(channel))
                 except grpc.aio.AioRpcError as error:
                     return error
 
