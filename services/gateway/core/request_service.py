@@ -289,10 +289,7 @@ class RequestService:
             return request_id in (None, name) or (with_batch and is_of_batch(name, request_id))
 
         is_being_read = self._being_read.abort(owner, is_meant)
-        of_owner = self.journal.of_owner(owner) if request_id is None else self.journal.of_request(owner, request_id)
-        if request_id is not None and with_batch:
-            of_owner += self.journal.of_batch(owner, request_id)
-        entries = [entry for entry in of_owner if not entry.is_ended]
+        entries = [entry for entry in self.journal.of_owner(owner, is_meant) if not entry.is_ended]
         for entry in entries:
             self._dense.cancel(entry)
             entry.finish(FinishReason.ABORT)

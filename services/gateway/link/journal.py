@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.fairness import Client
@@ -94,17 +94,14 @@ class Journal:
         """The sequences of one more stream to a dense worker; none yet."""
         return StreamSequences(self._instance)
 
-    def of_request(self, owner: Owner, request_id: str) -> list[JournalEntry]:
-        """The open sequences of an owner's request."""
-        return list(self._by_request_id.get((owner, request_id), ()))
-
-    def of_batch(self, owner: Owner, name: str) -> list[JournalEntry]:
-        """The open sequences of an owner's requests called `name`-0, `name`-1, and so on."""
-        return [entry for entry in self.of_owner(owner) if is_of_batch(entry.spec.request_id, name)]
-
-    def of_owner(self, owner: Owner) -> list[JournalEntry]:
-        """The open sequences of all requests of an owner."""
-        return [entry for entry in self._entries.values() if entry.request.owner == owner]
+    def of_owner(self, owner: Owner, is_meant: Callable[[str], bool]) -> list[JournalEntry]:
+        """The open sequences of an owner's requests with such ids."""
+        return [
+            entry
+            for (of_request, request_id), entries in self._by_request_id.items()
+            if of_request == owner and is_meant(request_id)
+            for entry in entries
+        ]
 
     def unfinished(self) -> Iterator[JournalEntry]:
         """Entries that a dense worker must continue, oldest first."""

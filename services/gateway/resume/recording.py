@@ -46,7 +46,7 @@ class Record:
 class Received:
     """What a client has of its answer."""
 
-    num_items: int
+    num_items: int = 0
     digest: int | None = None  # with the last of them, if the client tells
 
 
@@ -148,20 +148,20 @@ class Recording:
         self._held.release()
         self._notify()
 
-    def read(self, num_received: int, digest: int | None = None) -> Reader:
-        """A new reader, for the items behind the first `num_received`, the last of which had this digest.
+    def read(self, received: Received) -> Reader:
+        """A new reader, for the items behind those that its client has.
 
         Raises `NotResumable`, `CapacityError`, or `InvalidRequest` if there are not so many items.
         """
         if self.lost is not None:
             raise NotResumable(self.lost)
         if self.is_error:
-            num_received, digest = 0, None
-        if num_received > self.num_items and (self.is_ended or not self.is_repeated):
-            raise _too_many(num_received, self.num_items)
+            received = Received()
+        if received.num_items > self.num_items and (self.is_ended or not self.is_repeated):
+            raise _too_many(received.num_items, self.num_items)
         if len(self._readers) >= MAX_READERS:
             raise CapacityError(f"{len(self._readers)} connections wait for this answer, at most {MAX_READERS} may")
-        reader = Reader(self, num_received, digest)
+        reader = Reader(self, received)
         self._readers.append(reader)
         return reader
 
@@ -231,10 +231,10 @@ class Recording:
 class Reader:
     """Reads a recording for one connection: an `AnswerReader`."""
 
-    def __init__(self, recording: Recording, position: int, digest: int | None) -> None:
+    def __init__(self, recording: Recording, received: Received) -> None:
         self._recording = recording
-        self._digest = digest  # of the last item that the client has, if it tells
-        self.position = position  # items that the client has
+        self._digest = received.digest
+        self.position = received.num_items  # items that the client has
         self.error: TwostrokeError | None = None
         self._is_closed = False
 

@@ -121,7 +121,7 @@ class Resumption:
         self._metrics.on("repeated" if claim.is_repeated else "begun")
         if not claim.is_kept:
             self._metrics.on("unguarded")
-        return _reader(recording, call.received)
+        return recording.read(call.received or Received())
 
     def _when_ready(self, produce: Produce) -> Produce:
         """Waits first for the dense worker, which a process that has just started may not have yet."""
@@ -135,7 +135,7 @@ class Resumption:
     def _resume(self, recording: Recording, fingerprint: bytes | None, received: Received | None) -> AnswerReader:
         if fingerprint not in (None, recording.record.fingerprint):
             raise key_reused(recording.name)
-        reader = _reader(recording, received)
+        reader = recording.read(received or Received())
         self._metrics.on("resumed")
         return reader
 
@@ -159,8 +159,3 @@ class Resumption:
             f"this client has no resumable request {name[2]!r}: it never began, or the client was away for more than "
             f"{self._timeout_s:g} s (gateway.resume_timeout_s)"
         )
-
-
-def _reader(recording: Recording, received: Received | None) -> AnswerReader:
-    received = received or Received(0)
-    return recording.read(received.num_items, received.digest)

@@ -18,16 +18,17 @@ MAX_PIECE_CHARACTERS = 2**16  # of a long text; less than a millisecond, too
 PLAIN = (str, float, int, bool, type(None))
 
 
-class LazyList:
+class LazyList(JsonPieces):
     """A list that several objects may have: its elements are made each time that it is encoded."""
-
-    __slots__ = ("_make",)
 
     def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
         self._make = make
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._make())
+
+    def json_pieces(self) -> Iterator[bytes]:
+        return _list_pieces(iter(self))
 
 
 class WrittenJson(JsonPieces):
@@ -42,7 +43,7 @@ class WrittenJson(JsonPieces):
 
 def json_at_once(value: Any) -> bytes:
     """The JSON of a value that is not large."""
-    return json_line(value, fallback=iter)  # of a `LazyList`, or of `JsonPieces`
+    return json_line(value, fallback=iter)  # of `JsonPieces`
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
@@ -51,7 +52,7 @@ def json_pieces(value: Any) -> Iterator[bytes]:
         yield from value.json_pieces()
     elif isinstance(value, dict):
         yield from _object_pieces(value)
-    elif isinstance(value, list | Iterator | LazyList):
+    elif isinstance(value, list | Iterator):
         yield from _list_pieces(iter(value))
     else:
         yield json_line(value)
@@ -129,7 +130,7 @@ def _num_values(value: Any) -> int:
     elif type(value) is list or type(value) is tuple:
         inner = value
     else:
-        return MAX_PIECE_VALUES + 1 if isinstance(value, Iterator | LazyList | JsonPieces) else 1
+        return MAX_PIECE_VALUES + 1 if isinstance(value, Iterator | JsonPieces) else 1
     count = 1
     for each in inner:
         count += 1 if type(each) in PLAIN else _num_values(each)
