@@ -53,6 +53,7 @@ from services.gateway.core.request_service import RequestService
 from services.gateway.http.authorize import Authorize
 from services.gateway.http.errors import Dialect, add_error_handlers, error_schemas
 from services.gateway.http.json_route import DirectRoutes
+from services.gateway.http.load_report import LoadReport
 from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.link.worker_load import WorkerLoad
 from services.gateway.metrics.all_processes import AllProcesses
@@ -91,6 +92,7 @@ def build_app(
     )
     if resumption is not None:
         app.add_middleware(HttpResumption, resumption=resumption)
+    app.add_middleware(LoadReport, worker_load=worker_load)
     app.add_middleware(Authorize, access=service.access, memory=service.memory)
     add_error_handlers(app, service.metrics)
     store = _response_store(service.section)
