@@ -21,7 +21,7 @@ from services.gateway.apis.cohere.errors import COHERE
 from services.gateway.apis.cohere.routes import cohere_chat_routes
 from services.gateway.apis.cohere.vector_routes import cohere_vector_routes
 from services.gateway.apis.invocations import invocation_routes
-from services.gateway.apis.llama_cpp.errors import LLAMA_CPP
+from services.gateway.apis.llama_cpp.errors import LLAMA_CPP, LLAMA_CPP_CHATS
 from services.gateway.apis.llama_cpp.routes import llama_cpp_routes
 from services.gateway.apis.llama_cpp.vector_routes import llama_cpp_vector_routes
 from services.gateway.apis.models import model_routes
@@ -62,7 +62,7 @@ from services.gateway.resume.resumption import Resumption
 from services.gateway.vectors.vectors import Vectors
 
 # Those whose errors are not OpenAI's; the first that is meant.
-DIALECTS = (COHERE, TRITON, ANTHROPIC, LLAMA_CPP, TGI, OLLAMA)
+DIALECTS = (COHERE, TRITON, ANTHROPIC, LLAMA_CPP, LLAMA_CPP_CHATS, TGI, OLLAMA)
 
 
 def build_app(

@@ -5,23 +5,32 @@ from __future__ import annotations
 import secrets
 from collections import defaultdict
 
+from services.common.errors import InvalidRequest
 from services.common.sampling_params import MAX_LOGIT_BIAS
+from services.gateway.apis.llama_cpp.adapters import named_adapter
 from services.gateway.apis.llama_cpp.schema import ALL, InfillBody, LlamaCppBody
 from services.gateway.apis.shared.to_message import add_structured_output, messages_of, sampling_message
 from services.gateway.request.generation_request import check_token_ids
 from services.gateway.request.mixed_prompt import without_texts_between
 from services.gateway.request.model_limits import ModelLimits
+from services.gateway.request.model_names import ModelNames
 from services.gateway.text.tokenizer import Tokenizer
 from services.pb import gateway_pb2, sampling_pb2
 
 
 async def llama_cpp_messages(
-    body: LlamaCppBody, request_id: str, limits: ModelLimits
+    body: LlamaCppBody, request_id: str, limits: ModelLimits, names: ModelNames
 ) -> list[gateway_pb2.GenerateRequest]:
-    """One message per prompt. Raises `InvalidRequest`."""
+    """One message per prompt; `names`: those that the caller may use. Raises `InvalidRequest`."""
+    adapter = None if body.lora is None else named_adapter(body.lora, names)
+    if body.lora is not None and body.model in names.adapters and body.model != adapter:
+        raise InvalidRequest(f"lora does not name the adapter {body.model!r}, which model names", "lora")
     model, most, adds = limits.model, limits.max_prompt_len, body.add_special_tokens
     prompts = [await without_texts_between(each, model, most, "prompt", adds) for each in body.prompts_given]
-    messages = messages_of(_common_message(body.resolved, limits), prompts, request_id, limits)
+    common = _common_message(body.resolved, limits)
+    if adapter is not None:
+        common.model = adapter
+    messages = messages_of(common, prompts, request_id, limits)
     bias, banned = await _read_biases(body, model.tokenizer, limits.vocab_size)
     if body.ignore_eos:  # as there, it is never sampled
         banned |= set(model.eos_token_ids)

@@ -7,10 +7,13 @@ from typing import NotRequired
 from typing_extensions import TypedDict
 
 from services.common.errors import ContextLengthExceeded
-from services.gateway.http.errors import TYPES, Dialect, describe, error_responses
+from services.gateway.http.errors import TYPES, Dialect, ErrorObject, describe, error_responses
 
 KINDS = {**TYPES, 404: "not_found_error", 501: "not_supported_error", 503: "unavailable_error"}
-PATHS = frozenset({"/completion", "/completions", "/embedding", "/embeddings", "/infill", "/props", "/slots"})
+PATHS = frozenset(
+    {"/completion", "/completions", "/embedding", "/embeddings", "/infill", "/lora-adapters", "/props", "/slots"}
+)
+CHATS = "/chat/completions"  # llama.cpp's second path of OpenAI's chats
 
 
 class LlamaCppErrorObject(TypedDict):
@@ -44,7 +47,33 @@ def llama_cpp_error(error: Exception) -> LlamaCppErrorBody:
     return {"error": found}
 
 
+class ChatErrorObject(ErrorObject):
+    """OpenAI's, with what llama.cpp says of a prompt that is too long."""
+
+    n_prompt_tokens: NotRequired[int]
+    n_ctx: NotRequired[int]
+
+
+class ChatErrorBody(TypedDict):
+    """The body of an error of a chat."""
+
+    error: ChatErrorObject
+
+
+def _chat_error(error: Exception) -> ChatErrorBody:
+    found: ChatErrorObject = {**describe(error)[1]["error"]}
+    if isinstance(error, ContextLengthExceeded):
+        of_llama_cpp = llama_cpp_error(error)["error"]
+        found |= {name: of_llama_cpp[name] for name in ("type", "n_prompt_tokens", "n_ctx") if name in of_llama_cpp}
+    return {"error": found}
+
+
+LLAMA_CPP_CHATS = Dialect(
+    lambda scope: scope["path"] == CHATS, ChatErrorBody, lambda error, scope: _chat_error(error)
+)
 LLAMA_CPP = Dialect(
-    lambda scope: scope["path"] in PATHS, LlamaCppErrorBody, lambda error, scope: llama_cpp_error(error)
+    lambda scope: scope["path"] in PATHS or scope["path"].startswith("/slots/"),
+    LlamaCppErrorBody,
+    lambda error, scope: llama_cpp_error(error),
 )
 ERROR_RESPONSES = error_responses(LlamaCppErrorBody)

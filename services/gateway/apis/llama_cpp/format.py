@@ -227,6 +227,7 @@ def generation_settings(
         "n_probs": used.logprobs or 0,
         "post_sampling_probs": bool(body.post_sampling_probs),
         "n_cmpl": used.n or 1,
+        "lora": [{"id": each.id, "scale": each.scale} for each in body.lora or ()],
         "grammar": used.grammar or "",
         "json_schema": used.json_schema,
         "stream": bool(used.stream),

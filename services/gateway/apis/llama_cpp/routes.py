@@ -1,11 +1,15 @@
-"""llama.cpp's own routes: POST /completion and /infill."""
+"""llama.cpp's own routes: /completion and /infill, and what tells of the server."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from typing_extensions import TypedDict
 
 from services.common.errors import PeerError
+from services.common.shorten import quote
+from services.gateway.apis.llama_cpp.adapters import AdapterObject, AdapterScalesBody, check_defaults, list_adapters
 from services.gateway.apis.llama_cpp.conversion import llama_cpp_messages
 from services.gateway.apis.llama_cpp.errors import ERROR_RESPONSES
 from services.gateway.apis.llama_cpp.format import LlamaCppFormat
@@ -16,6 +20,12 @@ from services.gateway.apis.shared.prompts import check_prompts
 from services.gateway.apis.shared.routes import json_router, streamed
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.field_names import client_field_names
+
+
+class Success(TypedDict):
+    """It is as asked for."""
+
+    success: bool
 
 
 def llama_cpp_routes(service: RequestService) -> APIRouter:
@@ -44,7 +54,8 @@ def llama_cpp_routes(service: RequestService) -> APIRouter:
         with client_field_names(answer_format.param_names):
             limits = service.limits
             check_prompts(body.prompts_given, limits, are_cut=body.truncate_prompt_tokens is not None)
-            messages = await llama_cpp_messages(body, request_id, limits)
+            names = service.names_for(request.state.caller)
+            messages = await llama_cpp_messages(body, request_id, limits, names)
         return Answer(service, messages, answer_format, is_stream=bool(body.stream))
 
     @router.get("/props", responses={200: {"model": Props}})
@@ -52,12 +63,31 @@ def llama_cpp_routes(service: RequestService) -> APIRouter:
         """llama.cpp's properties of the server: its model, context, defaults and number of slots."""
         return server_props(service)
 
+    @router.post("/props", include_in_schema=False)
+    async def change_props() -> None:
+        raise HTTPException(501, "the properties of this server cannot be changed")
+
     @router.get("/slots", responses={200: {"model": list[Slot]}})
-    async def slots(request: Request, fail_on_no_slot: bool = False) -> list[Slot]:
-        """The places for sequences, with those of this gateway process. fail_on_no_slot=1: a 503 if all are taken."""
+    async def slots(request: Request, fail_on_no_slot: str | None = None) -> list[Slot]:
+        """The places for sequences, with those of this gateway process. fail_on_no_slot: a 503 if all are taken."""
         found = server_slots(service, request.state.caller.name)
-        if fail_on_no_slot and all(slot["is_processing"] for slot in found):
-            raise PeerError(f"no slot is free: all {len(found)} are in use")
+        if fail_on_no_slot is not None and all(slot["is_processing"] for slot in found):
+            raise PeerError(f"no slot available: all {len(found)} are in use")
         return found
+
+    @router.post("/slots/{id_slot}", include_in_schema=False)
+    async def change_slot(id_slot: str) -> None:
+        raise HTTPException(501, f"slot {quote(id_slot)} cannot be saved, restored or erased: slots keep no prompts")
+
+    @router.get("/lora-adapters")
+    async def lora_adapters(request: Request) -> list[AdapterObject]:
+        """The adapters that the caller may use, with the numbers by which `lora` of a request names them."""
+        return list_adapters(service.names_for(request.state.caller))
+
+    @router.post("/lora-adapters", responses={200: {"model": Success}})
+    async def set_adapters(body: AdapterScalesBody, request: Request) -> Response:
+        """The scales of requests that name no adapter, which can only be 0."""
+        check_defaults(body.root, service.names_for(request.state.caller))
+        return JSONResponse({"success": True})
 
     return router

@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 
 from services.common.config import MAX_PROMPTS
 from services.common.sampling_params import MAX_LOGIT_BIAS, MAX_LOGIT_BIASES
+from services.gateway.apis.llama_cpp.adapters import AdapterScales
 from services.gateway.apis.shared.generation_fields import (
     AnswerFields,
     NumLogprobs,
@@ -62,7 +63,7 @@ class LlamaCppBody(SamplingFields, AnswerFields, StructuredOutputFields):
     """Prompts to continue, and llama.cpp's options; those of completions that have no other name here work too."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **UNSUPPORTED,
+        **{name: neutral for name, neutral in UNSUPPORTED.items() if name != "lora"},
         **OF_CHATS,
         "adaptive_target": (-1,),
         "grammar_lazy": (False,),
@@ -121,6 +122,9 @@ class LlamaCppBody(SamplingFields, AnswerFields, StructuredOutputFields):
         None,
         description="Pairs, or an object, of a token id or text and a value that is added to the logit of the token, "
         "or of all tokens of the text; false: never sample it",
+    )
+    lora: AdapterScales | None = Field(
+        None, description="The adapter that is applied, by its number in /lora-adapters: with scale 1, others with 0"
     )
     cache_prompt: bool | None = Field(None, description="false: compute the prompt without the prefix cache")
     return_progress: bool | None = Field(

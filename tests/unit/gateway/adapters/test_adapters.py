@@ -112,6 +112,45 @@ def test_configured_adapters_are_models_with_a_parent(tmp_path: Path, adapters: 
     with_gateway(tmp_path, test, lora_modules=(f"sql/one={adapters / 'a'}", f"b={adapters / 'b'}"))
 
 
+def test_adapters_have_numbers_for_clients_of_llama_cpp(tmp_path: Path, adapters: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway, submits: list[dense_pb2.Submit]) -> None:
+        assert (await client.get("/lora-adapters")).json() == [
+            {"id": 0, "name": "a", "path": str(adapters / "a"), "scale": 0.0},
+            {"id": 1, "name": "b", "path": str(adapters / "b"), "scale": 0.0},
+        ]
+
+        async def complete(scales: Any, **options: Any) -> httpx2.Response:
+            return await client.post("/completion", json={"prompt": "a", "n_predict": 1, "lora": scales, **options})
+
+        for scales, name in (
+            (None, ""),
+            ([], ""),
+            ([{"id": 1, "scale": 1.0}], "b"),
+            ([{"id": 0, "scale": 1}, {"id": 1, "scale": 0}], "a"),
+            ([{"id": 0, "scale": 0.0}], ""),
+        ):
+            answer = await complete(scales)
+            assert answer.status_code == 200, answer.text
+            assert submits[-1].spec.adapter.name == name
+            assert answer.json()["generation_settings"]["lora"] == (scales or [])
+        for wrong, what in (
+            ([{"id": 2, "scale": 1}], "lora[0].id is 2: there are 2 adapters"),
+            ([{"id": 0, "scale": 0}, {"id": 1, "scale": 0.3}], "lora[1].scale is 0.3, must be 0 or 1"),
+            ([{"id": 0, "scale": 1}, {"id": 1, "scale": 1}], "lora has 2 adapters of scale 1"),
+            ([{"id": 0}], "lora[0].scale"),
+        ):
+            answer = await complete(wrong)
+            assert answer.status_code == 400 and what in answer.json()["error"]["message"]
+        other = await complete([{"id": 0, "scale": 1}], model="b")
+        assert other.status_code == 400 and "'b', which model names" in other.json()["error"]["message"]
+        for scales, status in (([], 200), ([{"id": 1, "scale": 0}], 200), ([{"id": 1, "scale": 1}], 400), ({}, 400)):
+            changed = await client.post("/lora-adapters", json=scales)
+            assert changed.status_code == status, changed.text
+            assert changed.json() == {"success": True} if status == 200 else changed.json()["error"]["code"] == 400
+
+    with_gateway(tmp_path, test, lora_modules=(f"b={adapters / 'b'}", f"a={adapters / 'a'}"))
+
+
 def test_an_unknown_adapter_is_an_unknown_model(tmp_path: Path, adapters: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
     bodies: dict[str, dict[str, Any]] = {

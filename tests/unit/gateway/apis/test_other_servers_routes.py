@@ -45,6 +45,24 @@ def test_another_route_gives_the_same_answers(tmp_path: Path, path: str, other: 
     with_client(tmp_path, FakeDense(lambda submit: [*ids(" one two"), EOS]), test)
 
 
+def test_a_chat_that_is_too_long_is_told_as_llama_cpp_does_at_its_path(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"messages": [{"role": "user", "content": "word " * 100}]}
+        errors = []
+        for path, stream in ((CHATS, False), ("/chat/completions", False), ("/chat/completions", True)):
+            answer = await client.post(path, json=body | {"stream": stream})
+            assert answer.status_code == 400
+            errors.append(answer.json()["error"])
+        openai, *others = errors
+        assert openai.keys() == {"message", "type", "param", "code"}
+        for each in others:
+            assert each.pop("type") == "exceed_context_size_error"
+            assert each.pop("n_ctx") == 64 and each.pop("n_prompt_tokens") > 100
+            assert each == {name: value for name, value in openai.items() if name != "type"}
+
+    with_client(tmp_path, FakeDense(say(" one"), max_model_len=64), test)
+
+
 def test_an_invocation_without_a_prompt_or_messages_is_a_400(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         check_error(await client.post("/invocations", json={}), 400, "prompt", "must be provided")

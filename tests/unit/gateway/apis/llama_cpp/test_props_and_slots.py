@@ -49,6 +49,17 @@ def test_props_are_those_of_the_model_and_the_defaults_of_completion(tmp_path: P
     with_client(tmp_path, FakeDense(lambda submit: [*ids(" a"), EOS], max_model_len=777), test)
 
 
+def test_what_cannot_be_changed_is_refused_in_llama_cpps_words(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        for path in ("/props", "/slots/0?action=save", "/slots/abc?action=erase", "/slots/1"):
+            answer = await client.post(path, json={"filename": "a.bin"})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["type"]) == (501, 501, "not_supported_error")
+        assert (await client.get("/lora-adapters")).json() == []
+
+    with_client(tmp_path, FakeDense(lambda submit: [EOS]), test)
+
+
 def test_props_show_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
