@@ -30,6 +30,7 @@ log = structlog.get_logger()
 
 MAX_HEADERS = 256  # of one request, trailers included: each takes a microsecond or two before anybody may wait
 MAX_PIECE_BYTES = 2048  # of headers and chunks, at once: in chunks of a byte it takes a tenth of a millisecond
+MAX_WRITTEN_BYTES = 2**16  # of a body, at once
 SLICE_S = 0.000_2  # of processor time: for how long a connection's pieces are parsed in one iteration of the event loop
 MIN_SECOND_LOOK_S = 0.1  # extra time after a deadline, in which the loop reads what has already arrived
 
@@ -251,7 +252,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._running = cycle
         cycle.scope["state"]["body_writer"] = BodyWriter(cycle)
         cycle.scope["state"]["connection"] = self._connection
-        super()._start_asgi_task(cycle, _WithoutChunks(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
+        if cycle.scope["http_version"] == "1.0":
+            app = _WithoutChunks(app, cycle)
+        super()._start_asgi_task(cycle, _InPieces(app))
 
     def _refuse_headers(self) -> None:
         limit = self.section.max_header_bytes
@@ -332,6 +335,29 @@ class BoundedProtocol(HttpToolsProtocol):
     def _cut(self, reason: str, timeout_s: float) -> None:
         log.info("connection cut", client=self.client, reason=reason, timeout_s=timeout_s)
         self.transport.abort()
+
+
+class _InPieces:
+    """Around the application: sends a large body piece by piece, each when the client has read most of the last one.
+
+    As a whole it would lie in the buffer of its connection, where nothing counts it: the application would have ended,
+    and given back the memory that it holds, before its client has read anything.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_pieces(message: Message) -> None:
+            if len(rest := message.get("body", b"")) > MAX_WRITTEN_BYTES:
+                rest = memoryview(rest)
+                while len(rest) > MAX_WRITTEN_BYTES:
+                    await send({**message, "body": rest[:MAX_WRITTEN_BYTES], "more_body": True})
+                    rest = rest[MAX_WRITTEN_BYTES:]
+                message = {**message, "body": rest}
+            await send(message)
+
+        await self._app(scope, receive, send_pieces)
 
 
 class _WithoutChunks:
