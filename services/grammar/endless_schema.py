@@ -16,8 +16,7 @@ from typing import Any
 
 from services.common.json_files.patterns import PatternError, PatternMatcher
 from services.grammar.grammar_error import GrammarError
-from services.grammar.schema_ids import References
-from services.grammar.subschemas import as_dict, as_list, subschemas
+from services.grammar.schema_ids import References, as_dict, as_list
 
 _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 _NONE: frozenset[str] = frozenset()
@@ -43,7 +42,7 @@ class _EndlessSchemas:
 
     def __init__(self, root: Any) -> None:
         self._references = References(root)
-        self._schemas = subschemas(root, self._references)
+        self._schemas = self._references.subschemas()
         self._types: dict[int, frozenset[str]] = {}
         self._patterns = PatternMatcher(_MAX_PATTERNS_S)
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from services.grammar.grammar_error import GrammarError
 from services.grammar.schema_ids import References, check_ids
-from services.grammar.subschemas import subschemas
 
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 _YEAR = "(?:[1-9][0-9]{3}|0(?:[1-9][0-9]{2}|0(?:[1-9][0-9]|0[1-9])))"  # 0001 to 9999
@@ -41,7 +40,7 @@ def translate(text: str) -> str:
     try:
         root = json.loads(text)
         check_ids(root)
-        changes = [_change(schema) for schema in subschemas(root, References(root))]
+        changes = [_change(schema) for schema in References(root).subschemas()]
         return json.dumps(root, ensure_ascii=False, allow_nan=False) if any(changes) else text
     except RecursionError as error:
         raise GrammarError("it is nested too deeply") from error

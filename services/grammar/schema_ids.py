@@ -1,4 +1,4 @@
-"""Ids and anchors of a JSON Schema: what its references mean, and ids that two subschemas have."""
+"""Ids and anchors of a JSON Schema: what its references mean, the subschemas in use, and ids that two of them have."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class References:
     def __init__(self, root: Any) -> None:
         """Raises `GrammarError` for an `$id` that is no URI."""
         self._bases: dict[int, str] = {}  # of subschemas, without anchors
-        self._named = {"": root}  # by URI
+        self._root, self._named = root, {"": root}  # the latter by URI
         given = root.get("$schema") if isinstance(root, dict) else None
         is_old = isinstance(given, str) and any(draft in given for draft in _OLD_DRAFTS)
         for schema, base in _with_bases(root, ignores_neighbours=is_old):
@@ -36,6 +36,27 @@ class References:
             self._bases[id(schema)] = resource = urldefrag(base)[0]
             if isinstance(schema.get("$anchor"), str):
                 self._named.setdefault(f"{resource}#{schema['$anchor']}", schema)
+
+    def subschemas(self) -> list[dict[str, Any]]:
+        """All object schemas that matter for the schema's values, each once, and each before those that only it names.
+        """
+        found: dict[int, dict[str, Any]] = {}  # by identity
+        open_ = [self._root]
+        while open_:
+            schema = open_.pop()
+            if isinstance(schema, dict) and id(schema) not in found:
+                found[id(schema)] = schema
+                open_ += self._named_by(schema)
+        return list(found.values())
+
+    def _named_by(self, schema: dict[str, Any]) -> Iterator[Any]:
+        if "$ref" in schema:
+            yield self.target(schema)
+        for key in ("allOf", "anyOf", "oneOf", "prefixItems", "items"):
+            yield from as_list(schema.get(key))
+        for key in ("properties", "patternProperties"):
+            yield from as_dict(schema.get(key)).values()
+        yield from (schema.get(key) for key in ("items", "additionalItems", "additionalProperties"))
 
     def target(self, schema: dict[str, Any]) -> Any:
         """What the `$ref` of a subschema names; True, the schema of all values, if it is not in the document."""
@@ -49,6 +70,16 @@ class References:
         if fragment and not fragment.startswith("/"):
             return self._named.get(f"{uri}#{fragment}", True)
         return _pointed(self._named.get(uri, True), unquote(fragment))
+
+
+def as_list(value: Any) -> list[Any]:
+    """A list as it is; anything else, which the compiler refuses, as an empty one."""
+    return value if isinstance(value, list) else []
+
+
+def as_dict(value: Any) -> dict[str, Any]:
+    """An object as it is; anything else, which the compiler refuses, as an empty one."""
+    return value if isinstance(value, dict) else {}
 
 
 def _pointed(found: Any, pointer: str) -> Any:
