@@ -6,45 +6,25 @@ when a scraper asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from services.attn_worker.cache.tiers.tier import TierCounts
+from services.attn_worker.cache.block_pool import BlockPool
+from services.attn_worker.cache.kv_cache import KVCache
 from services.rpc.metrics import STEP_BUCKETS_S
 
 
-class BlockCounts(Protocol):
-    """Counts of blocks. Read from another thread, so numbers may belong to two neighbouring steps."""
-
-    num_blocks: int
-    num_free_blocks: int  # cached ones included
-    num_cached_blocks: int
-
-
-class TierWithCounts(Protocol):
-    """A `Tier`."""
-
-    counts: TierCounts
-
-
-class CacheCounts(BlockCounts, Protocol):
-    """Counts of the `KVCache`."""
-
-    tier: TierWithCounts
-    pools: Mapping[str, BlockCounts]  # of each group of layers that the model has, by its name
-    num_sequences: int
-    num_recovered_sequences: int
-    num_recovered_tokens: int
-
-
 class EngineCounts(Protocol):
-    """Counts of the `AttentionEngine`; totals since its start."""
+    """Counts of the `AttentionEngine`; totals since its start.
 
-    cache: CacheCounts
+    They are read from another thread, so numbers may belong to two neighbouring steps.
+    """
+
+    cache: KVCache
     num_steps: int
     num_computed_tokens: int
     num_cached_tokens: int
@@ -101,7 +81,7 @@ class _CountsCollector:
         yield _count_blocks(
             "kv_blocks",
             "Blocks of the KV cache: used by a sequence, cached (unused, content may be found again), or free.",
-            cache,
+            cache.pools["blocks"],
         )
         yield _count_blocks(
             "kv_window_blocks",
@@ -157,10 +137,10 @@ class _CountsCollector:
             yield CounterMetricFamily(f"twostroke_attention_{name}", text, value)
 
 
-def _count_blocks(name: str, text: str, counts: BlockCounts | None) -> GaugeMetricFamily:
+def _count_blocks(name: str, text: str, pool: BlockPool | None) -> GaugeMetricFamily:
     num_blocks = num_free = num_cached = 0
-    if counts is not None:
-        num_blocks, num_free, num_cached = counts.num_blocks, counts.num_free_blocks, counts.num_cached_blocks
+    if pool is not None:
+        num_blocks, num_free, num_cached = pool.num_blocks, pool.num_free_blocks, pool.num_cached_blocks
     blocks = GaugeMetricFamily(f"twostroke_attention_{name}", text, labels=["state"])
     blocks.add_metric(["used"], num_blocks - num_free)
     blocks.add_metric(["cached"], min(num_cached, num_free))

@@ -20,10 +20,9 @@ import grpc
 import structlog
 import torch
 
-from services.attn_worker.cache.block_pool import DIGEST_SIZE_BYTES
+from services.attn_worker.cache.block_pool import DIGEST_SIZE_BYTES, BlockPool
 from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.tiers.block_copier import CpuBlockCopier, max_blocks
-from services.attn_worker.cache.tiers.host_tier import FindableBlocks
 from services.attn_worker.cache.tiers.tier import MissingBlock
 from services.common.errors import DeviceError, InvalidRequest, PeerError
 from services.pb import attn_pb2, attn_pb2_grpc
@@ -46,7 +45,7 @@ class MovedBlocks:
     def __init__(
         self,
         storage: BlockStorage,
-        findable: FindableBlocks,
+        findable: BlockPool,
         identity: str,
         open_peer: Callable[[str], grpc.Channel],
         longest_s: float,
@@ -94,7 +93,7 @@ class BlockSender:
     For the event loop. Calls are served one after the other.
     """
 
-    def __init__(self, make_staging: Callable[[], BlockStaging], findable: FindableBlocks, longest_s: float) -> None:
+    def __init__(self, make_staging: Callable[[], BlockStaging], findable: BlockPool, longest_s: float) -> None:
         """`longest_s`: that a call may take, also to wait for its turn."""
         self._make_staging = make_staging
         self._staging: BlockStaging | None = None

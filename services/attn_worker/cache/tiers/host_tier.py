@@ -13,11 +13,11 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import structlog
 import torch
 
+from services.attn_worker.cache.block_pool import BlockPool
 from services.attn_worker.cache.tiers.block_copier import BlockCopier
 from services.attn_worker.cache.tiers.region import Entry, TierRegion
 from services.attn_worker.cache.tiers.tier import MissingBlock, TierCounts
@@ -30,16 +30,6 @@ _MAX_WRITTEN_AT_ONCE = 32  # blocks; between two such copies the thread may rest
 _CANCEL_TIMEOUT_S = 10.0
 
 
-class FindableBlocks(Protocol):
-    """What a tier must know of a `BlockPool`. May be called from any thread."""
-
-    def lookup(self, digest: bytes) -> int | None:
-        """The block of the device that holds this."""
-
-    def generation(self, block_id: int) -> int:
-        """A number that changes before the content of a findable block may change."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Load:
     blocks: Sequence[MissingBlock]
@@ -50,8 +40,8 @@ class _Load:
 class HostTier:
     """A `Tier`. When its region is full, the least recently used block is overwritten first."""
 
-    def __init__(self, region: TierRegion, copier: BlockCopier, findable: FindableBlocks) -> None:
-        """Owns region and copier from now on."""
+    def __init__(self, region: TierRegion, copier: BlockCopier, findable: BlockPool) -> None:
+        """Owns region and copier from now on. Of `findable` it calls what may be called from any thread."""
         self.counts = TierCounts(region.num_bytes, region.num_slots)
         self._region = region
         self._copier = copier
