@@ -456,6 +456,10 @@ class Config(Section):
     metrics: MetricsSection = MetricsSection()
     tracing: TracingSection = TracingSection()
 
+    def with_values(self, section: str, **values: object) -> Config:
+        """The config with these values in a section; they are not checked."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
+
     @pydantic.model_validator(mode="after")
     def _check_combinations(self) -> Config:
         scheduler, model, peers = self.scheduler, self.model, self.peers

@@ -40,14 +40,13 @@ def place_sockets(config: Config, run_dir: Path, *, is_private: bool) -> Config:
     }
     if is_private:
         endpoints["gateway"] |= {"address": "gateway", "http_address": "http"}
-    update = {}
     for name, keys in endpoints.items():
         section = getattr(config, name)
         sockets = {
             key: f"unix:{run_dir}/{file}.sock" for key, file in keys.items() if key not in section.model_fields_set
         }
-        update[name] = section.model_copy(update=sockets)
-    return config.model_copy(update=update)
+        config = config.with_values(name, **sockets)
+    return config
 
 
 def control_address(run_dir: Path) -> str:

@@ -21,7 +21,7 @@ from services.common.config import Config
 from services.common.errors import InvalidRequest, PeerError, TwostrokeError
 from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, Child, MakeChild, dense_stub
 from services.launch.children import Children
-from services.launch.service_configs import attention_worker_config, with_attention
+from services.launch.service_configs import attention_worker_config
 from services.launch.standby import Standby
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.error_details import error_of
@@ -172,7 +172,7 @@ class AttentionWorkers:
         async with self._dense_standby.suspended(is_taken=False):
             [dense] = self._children.of_role(DENSE_ROLE)
             addresses = change(dense.config.attention.addresses)
-            dense.reconfigure(with_attention(dense.config, addresses=addresses))
+            dense.reconfigure(dense.config.with_values("attention", addresses=addresses))
 
     def _dense_stub(self) -> AbstractAsyncContextManager[dense_pb2_grpc.DenseWorkerStub]:
         [dense] = self._children.of_role(DENSE_ROLE)

@@ -42,7 +42,6 @@ from services.launch.service_configs import (
     make_own_key,
     num_gateways,
     service_configs,
-    with_host_kv_path,
     without_needless_services,
     worker_addresses,
 )
@@ -57,6 +56,8 @@ from services.rpc.server import Service, uninterrupted
 from services.rpc.start_deadline import StartDeadline
 
 log = structlog.get_logger()
+
+HOST_KV_NAME = "host-kv"  # of the file of the host tier, if the config names none
 
 
 class Launcher(Service):
@@ -105,7 +106,8 @@ class Launcher(Service):
         self._api_key = make_own_key(config)
         has_tier = ATTENTION_ROLE in config.launch.services and config.attention.host_kv_bytes
         if has_tier and config.attention.host_kv_path is None:
-            config = with_host_kv_path(config, self._opened.enter_context(run_directory(SHM_DIR)))
+            memory_dir = self._opened.enter_context(run_directory(SHM_DIR))  # outlives the worker, but not the launcher
+            config = config.with_values("attention", host_kv_path=memory_dir / HOST_KV_NAME)
         addresses = worker_addresses(config, run_dir)
         counts_dir = self._opened.enter_context(run_directory(SHM_DIR)) if num_gateways(config) > 1 else None
         services = service_configs(config, run_dir, addresses, counts_dir, [each.fileno() for each in passed])

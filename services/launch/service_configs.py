@@ -32,7 +32,6 @@ DIVIDED_LIMITS = ("max_connections", "max_grpc_connections", "max_receiving")
 COUNTS_NAME = "gateway-counts"
 OWN_KEY_NAME = "twostroke-launcher"
 CHANGE_LOCK_NAME = "gateways.lock"
-HOST_KV_NAME = "host-kv"
 METRICS_PORT_STEP = 10  # 9100, 9110, ...: other services usually have the ports between
 
 
@@ -56,8 +55,7 @@ def without_needless_services(config: Config) -> Config:
         if (count := getattr(config.dense, key)) > 1:
             raise ConfigError(f"dense.{key} is {count}, but the model is an encoder: supported is 1")
     services = tuple(name for name in config.launch.services if name != ATTENTION_ROLE)
-    launch = config.launch.model_copy(update={"services": services})
-    return config.model_copy(update={"launch": launch})
+    return config.with_values("launch", services=services)
 
 
 def num_gateways(config: Config) -> int:
@@ -161,7 +159,7 @@ def rank_starts(
         first = start._replace(config=_of_rank(start.config, 0), options=ChildOptions(**leads))
         starts.append(first)
         for rank in range(1, count):
-            silent = with_attention(_of_rank(config, rank), kv_events=None, kv_events_replay=None)
+            silent = _of_rank(config, rank).with_values("attention", kv_events=None, kv_events_replay=None)
             own = with_address(silent, start.role, addresses[start.role, rank].new_address())
             starts.append(ServiceStart(worker_name(start.role, rank), start.role, own, ChildOptions(rank=rank)))
     return starts
@@ -177,23 +175,19 @@ def attention_starts(config: Config, run_dir: Path, of_first: Sequence[ServiceSt
     for start in of_first:
         if start.role != ATTENTION_ROLE:
             addresses = (config.attention.address, *sockets)
-            starts.append(start._replace(config=with_attention(start.config, addresses=addresses)))
+            starts.append(start._replace(config=start.config.with_values("attention", addresses=addresses)))
             continue
         starts.append(start._replace(config=_of_attention_worker(start.config, 0)))
         for index, address in enumerate(sockets, start=1):
-            own = with_address(_of_attention_worker(config, index), start.role, address)
+            own = attention_worker_config(config, index, address)
             name = f"{ATTENTION_ROLE}-{index}"
             starts.append(ServiceStart(name, start.role, own, ChildOptions(attention_index=index)))
     return starts
 
 
-def with_attention(config: Config, **changes: object) -> Config:
-    """The config with these values in its section attention."""
-    return config.model_copy(update={"attention": config.attention.model_copy(update=changes)})
-
-
 def attention_worker_config(config: Config, index: int, address: str) -> Config:
-    """The config of an attention worker that is started beside those that serve, whatever memory they have left."""
+    """The config of one of several attention workers; `index`: one that is started beside them later has a higher one.
+    """
     return with_address(_of_attention_worker(config, index), ATTENTION_ROLE, address)
 
 
@@ -211,7 +205,7 @@ def _of_attention_worker(config: Config, index: int) -> Config:
             changes["kv_cache_memory_fraction"] = part / (1 - all_devices[:index].count(device) * part)
     elif section.num_threads is None:
         changes["num_threads"] = max(1, available_cores() // (1 + section.workers))
-    return with_attention(config, **changes)
+    return config.with_values("attention", **changes)
 
 
 def _own_host_kv_path(section: AttentionSection, index: int) -> Path | None:
@@ -222,7 +216,7 @@ def _own_host_kv_path(section: AttentionSection, index: int) -> Path | None:
 
 def _of_rank(config: Config, rank: int) -> Config:
     """The config of a rank's workers: its own GPU, host tier and part of the cores; the first one's have metrics."""
-    update = {}
+    of_rank = config
     for name in SECTIONS.values():
         section = getattr(config, name)
         changes: dict[str, object] = {} if rank == 0 else {"metrics_address": None}
@@ -232,20 +226,13 @@ def _of_rank(config: Config, rank: int) -> Config:
             changes["num_threads"] = max(1, available_cores() // (2 * config.dense.num_ranks))
         if name == SECTIONS[ATTENTION_ROLE]:
             changes["host_kv_path"] = _own_host_kv_path(config.attention, rank)
-        update[name] = section.model_copy(update=changes)
-    return config.model_copy(update=update)
+        of_rank = of_rank.with_values(name, **changes)
+    return of_rank
 
 
 def with_address(config: Config, role: str, address: str) -> Config:
     """The config of a worker with its own address; other services have the address of the present worker."""
-    name = SECTIONS[role]
-    return config.model_copy(update={name: getattr(config, name).model_copy(update={"address": address})})
-
-
-def with_host_kv_path(config: Config, memory_dir: Path) -> Config:
-    """The config of an attention worker whose host tier lies in a directory that outlives it, but not the launcher."""
-    attention = config.attention.model_copy(update={"host_kv_path": memory_dir / HOST_KV_NAME})
-    return config.model_copy(update={"attention": attention})
+    return config.with_values(SECTIONS[role], address=address)
 
 
 def gateway_configs(
@@ -274,7 +261,7 @@ def gateway_configs(
         changes |= divided
         pairs.append(
             (
-                config.model_copy(update={"gateway": section.model_copy(update=changes)}),
+                config.with_values("gateway", **changes),
                 ChildOptions(
                     shares_ports=True,
                     peer_address=peers[index],

@@ -204,7 +204,7 @@ def test_a_directory_must_be_writable_and_have_room(tmp_path: Path) -> None:
 def model_finding(path: Path, **changes: object) -> Finding:
     config = Config()
     return doctor.check_model(
-        config.model_copy(update={"model": config.model.model_copy(update={"path": path, **changes})})
+        config.with_values("model", path=path, **changes)
     )
 
 

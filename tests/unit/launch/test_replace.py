@@ -120,8 +120,7 @@ def test_nothing_is_started_while_the_present_worker_does_not_serve(
 def test_a_new_worker_may_build_for_as_long_as_it_makes_progress(tmp_path: Path, makes_progress: bool) -> None:
     def prepare(world: World) -> None:
         old = world.old
-        changed = old.config.launch.model_copy(update={"start_timeout_s": 1.0})
-        old.config_file.write_text(dump_config(old.config.model_copy(update={"launch": changed})))
+        old.config_file.write_text(dump_config(old.config.with_values("launch", start_timeout_s=1.0)))
         lines = (f"plan {i}" for i in range(40)) if makes_progress else itertools.repeat("plan 1")  # 40 last 2 s
         world.change_new = lambda child: setattr(child, "loading", lines)
 
@@ -202,9 +201,7 @@ def test_a_worker_that_hangs_is_named_with_the_limit(tmp_path: Path, call: str, 
 
     def prepare(world: World) -> None:
         old = world.old
-        channel = old.config.channel.model_copy(update={"wait_timeout_s": 0.5})
-        peers = old.config.peers.model_copy(update={"rpc_timeout_s": 1.0})
-        old.config = old.config.model_copy(update={"channel": channel, "peers": peers})
+        old.config = old.config.with_values("channel", wait_timeout_s=0.5).with_values("peers", rpc_timeout_s=1.0)
         if call == "take over":
             world.change_new = lambda child: child.on_call.update({call: hang})
         else:
