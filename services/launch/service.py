@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Coroutine, Mapping
+import socket
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from services.launch.passed_sockets import take_passed_sockets, with_passed_sock
 from services.launch.replace import DenseReplacer
 from services.launch.run_directory import run_directory
 from services.launch.service_configs import (
+    ServiceStart,
     make_own_key,
     num_gateways,
     service_configs,
@@ -96,18 +98,7 @@ class Launcher(Service):
         passed = take_passed_sockets()
         for listener in passed:
             self._opened.callback(listener.close)
-        config = with_passed_sockets(self._config, passed)
-        config = place_sockets(config, run_dir, is_private=self._arguments.prompt is not None)
-        self._serves_alone = config.launch.runs_all
-        config = self._config = without_needless_services(config)
-        if {*SECTIONS} & {*config.launch.services}:
-            self._opened.enter_context(reading_shape(config.model, run_dir / SHAPE_FILE, start_process))
-        await self._check_config(config, is_http_passed=bool(passed))
-        self._api_key = make_own_key(config)
-        has_tier = ATTENTION_ROLE in config.launch.services and config.attention.host_kv_bytes
-        if has_tier and config.attention.host_kv_path is None:
-            memory_dir = self._opened.enter_context(run_directory(SHM_DIR))  # outlives the worker, but not the launcher
-            config = config.with_values("attention", host_kv_path=memory_dir / HOST_KV_NAME)
+        config = await self._complete_config(run_dir, passed)
         addresses = worker_addresses(config, run_dir)
         counts_dir = self._opened.enter_context(run_directory(SHM_DIR)) if num_gateways(config) > 1 else None
         services = service_configs(config, run_dir, addresses, counts_dir, [each.fileno() for each in passed])
@@ -121,18 +112,8 @@ class Launcher(Service):
         self._opened.callback(remove_stale_regions)  # regions of killed children; others have removed theirs
         for address in addresses.values():
             self._opened.callback(address.remove)
-        self._children = Children()
         make_child = self._child_maker(run_dir)
-        self._standbys = self._make_standbys(config, addresses, make_child)
-        self._opened.push_async_callback(self._stop_services)
-        if self._mps is not None:
-            processes = [self._children, Spares(list(self._standbys.values()))]
-            interval_s = None if has_all_workers else INTERVAL_S
-            self._gpu_faults = GpuFaults(self._mps, processes, interval_s)
-        for service in services:
-            self._children.start(make_child(*service))
-        for worker, address in addresses.items():
-            address.point_to(self._children.worker(*worker).address)
+        self._start_services(config, services, addresses, make_child)
         replacer = None
         if (first := (DENSE_ROLE, 0)) in addresses:
             attention_address = None if is_encoder(config.model.path) else config.attention.address
@@ -142,6 +123,42 @@ class Launcher(Service):
         if has_several(config) and has_all_workers:
             attention_workers = AttentionWorkers(self._children, make_child, self._standbys[first], config, run_dir)
         await self._start_control(run_dir, replacer, attention_workers)
+
+    async def _complete_config(self, run_dir: Path, passed: Sequence[socket.socket]) -> Config:
+        """The config with all that the launcher decides. Raises `ConfigError`."""
+        config = with_passed_sockets(self._config, passed)
+        config = place_sockets(config, run_dir, is_private=self._arguments.prompt is not None)
+        self._serves_alone = config.launch.runs_all
+        config = self._config = without_needless_services(config)
+        if {*SECTIONS} & {*config.launch.services}:
+            self._opened.enter_context(reading_shape(config.model, run_dir / SHAPE_FILE, start_process))
+        await self._check_config(config, is_http_passed=bool(passed))
+        self._api_key = make_own_key(config)
+        has_tier = ATTENTION_ROLE in config.launch.services and config.attention.host_kv_bytes
+        if has_tier and config.attention.host_kv_path is None:
+            memory_dir = self._opened.enter_context(run_directory(SHM_DIR))  # outlives the worker, but not the launcher
+            config = config.with_values("attention", host_kv_path=memory_dir / HOST_KV_NAME)
+        return config
+
+    def _start_services(
+        self,
+        config: Config,
+        services: Sequence[ServiceStart],
+        addresses: Mapping[tuple[str, int], SwitchedAddress],
+        make_child: MakeChild,
+    ) -> None:
+        """Starts them, to be stopped with all else. `addresses`: of the workers, which lead to these from now on."""
+        self._children = Children()
+        self._standbys = self._make_standbys(config, addresses, make_child)
+        self._opened.push_async_callback(self._stop_services)
+        if self._mps is not None:
+            processes = [self._children, Spares(list(self._standbys.values()))]
+            has_all_workers = {role for role, _ in addresses} == {*SECTIONS}
+            self._gpu_faults = GpuFaults(self._mps, processes, None if has_all_workers else INTERVAL_S)
+        for service in services:
+            self._children.start(make_child(*service))
+        for worker, address in addresses.items():
+            address.point_to(self._children.worker(*worker).address)
 
     async def run(self) -> None:
         """Runs until the prompt is answered, or all has drained. Raises the error that ends a service for good."""
