@@ -67,7 +67,10 @@ class AdapterRecords:
                 yield found
 
     def _remove_abandoned(self) -> None:
-        """Removes what processes have left that were killed within `write`."""
+        """Removes what processes have left that were killed within `write`.
+
+        A file has only the wall clock. If that steps forward while another process writes, at worst its load fails.
+        """
         for file in self._directory.glob(f"{NEW_PREFIX}*"):
             try:
                 if time.time() - file.stat().st_mtime > MAX_WRITE_S:

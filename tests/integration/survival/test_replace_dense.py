@@ -8,8 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import TypeVar
 
 import grpc
 import pytest
@@ -33,6 +35,8 @@ MOST_TRIES = 4
 WAIT_S = 60.0
 # A step is planned before the previous step's tokens are known, so it may compute a sequence that has just ended.
 MAX_WASTED_TOKENS_OF_A_SEQUENCE = 4
+
+T = TypeVar("T")
 
 pytestmark = pytest.mark.timeout(400)  # processes start and stop several times, and the machine may be slow
 
@@ -153,6 +157,27 @@ def num_recovered(metrics_address: str) -> float:
     return Scrape(metrics_address).value("twostroke_gateway_recovered_sequences_total")
 
 
+def change_under_load(
+    cluster: Cluster,
+    messages: Sequence[gateway_pb2.GenerateRequest],
+    metrics_address: str,
+    change: Callable[[], T],
+    undo: Callable[[], None] = lambda: None,
+) -> tuple[T, Load, int]:
+    """What `change` returns, the streams beside it, and how many tokens were computed before.
+
+    Where all streams had ended when the dense worker left, since nobody had time to run this process, it is done again.
+    """
+    for _ in range(MOST_TRIES):
+        computed, recovered = cluster.wait_idle(WAIT_S).num_computed_tokens, num_recovered(metrics_address)
+        with Load(cluster, messages) as load:
+            changed = change()
+        if num_recovered(metrics_address) > recovered:
+            return changed, load, computed
+        undo()
+    raise AssertionError(f"no stream was open at any of {MOST_TRIES} changes")
+
+
 def test_streams_end_as_without_the_replacement(
     cluster: Cluster,
     messages: list[gateway_pb2.GenerateRequest],
@@ -161,15 +186,13 @@ def test_streams_end_as_without_the_replacement(
     dense_metrics_address: str,
 ) -> None:
     log_size = cluster.log_file.stat().st_size
-    old_pid, computed = cluster.pid_of("dense_worker"), cluster.wait_idle(WAIT_S).num_computed_tokens
-    old_start, recovered = start_time(dense_metrics_address), num_recovered(metrics_address)
-    with Load(cluster, messages) as load:
-        result = ctl(cluster, "replace-dense", "--set", "dense.num_threads=1")
+    old_pid, old_start = cluster.pid_of("dense_worker"), start_time(dense_metrics_address)
+    replace = partial(ctl, cluster, "replace-dense", "--set", "dense.num_threads=1")
+    result, load, computed = change_under_load(cluster, messages, metrics_address, replace)
     assert result.returncode == 0, result.stderr
     new_pid = cluster.pid_of("dense_worker")
     assert f"process {new_pid} serves now" in result.stdout and "the same weights" in result.stdout
     assert new_pid != old_pid and not is_alive(old_pid)
-    assert num_recovered(metrics_address) > recovered, "no stream was open at the replacement"
     needed = load.check(undisturbed)
     assert cluster.wait_idle(WAIT_S).num_computed_tokens - computed <= needed, "a prompt was prefilled again"
     assert b"is_crash=True" not in cluster.log_file.read_bytes()[log_size:]
@@ -180,25 +203,27 @@ def test_streams_end_as_without_the_replacement(
 def test_a_worker_that_cannot_serve_is_rolled_back(
     cluster: Cluster, messages: list[gateway_pb2.GenerateRequest], undisturbed: list[Collected], metrics_address: str
 ) -> None:
-    pid, computed = cluster.pid_of("dense_worker"), cluster.wait_idle(WAIT_S).num_computed_tokens
+    pid = cluster.pid_of("dense_worker")
     few = messages[:6]  # the test above has streams of every kind
-    with Load(cluster, few) as load:
+
+    def fail() -> list[CompletedProcess[str]]:
         impatient = ctl(cluster, "replace-dense", "--timeout", "0.1")
         until(lambda: not has_second_worker(cluster), "the new worker stops when nobody wants it any more")
         not_a_key = ctl(cluster, "replace-dense", "--set", "dense.num_thread=1")
         while "under way" in not_a_key.stderr:  # the worker is gone, but the launcher has not noticed yet
             not_a_key = ctl(cluster, "replace-dense", "--set", "dense.num_thread=1")
         no_device = ctl(cluster, "replace-dense", "--set", "dense.device=cuda:99")  # the new worker ends at its start
-        recovered = num_recovered(metrics_address)
-        # The next replacement fails after the old worker has left.
-        other_dtype = ctl(cluster, "replace-dense", "--set", "model.dtype=float16")
+        # The last one fails after the old worker has left.
+        return [impatient, not_a_key, no_device, ctl(cluster, "replace-dense", "--set", "model.dtype=float16")]
+
+    failures, load, computed = change_under_load(cluster, few, metrics_address, fail)
+    impatient, not_a_key, no_device, other_dtype = failures
     assert impatient.returncode == 1 and "not done within 0.1 s" in impatient.stderr
     assert (not_a_key.returncode, no_device.returncode, other_dtype.returncode) == (1, 1, 1)
     assert "unknown config key dense.num_thread" in not_a_key.stderr
     assert "'cuda:99'" in no_device.stderr and f"process {pid}, goes on" in no_device.stderr
     assert "dtype is float16" in other_dtype.stderr and f"process {pid}, goes on" in other_dtype.stderr
     assert cluster.pid_of("dense_worker") == pid
-    assert num_recovered(metrics_address) > recovered, "no stream was open when the old worker left"
     needed = load.check(undisturbed[: len(few)])
     assert cluster.wait_idle(WAIT_S).num_computed_tokens - computed <= needed, "a prompt was prefilled again"
 
@@ -210,19 +235,11 @@ def test_the_precision_changes_under_running_streams_that_keep_their_cache(
     greedy = with_lengths([messages[0]] * 3, LONG_TOKENS)
     refused = ctl(cluster, "replace-dense", "--set", "dense.quantization=fp8")
     assert refused.returncode == 1 and "--keep-caches" in refused.stderr
-    for number in range(MOST_TRIES):
-        cluster.wait_idle(WAIT_S)
-        recovered = num_recovered(metrics_address)
-        computed = cluster.attention_status().num_computed_tokens
-        with Load(cluster, greedy) as load:
-            changed = ctl(cluster, "replace-dense", "--set", "dense.quantization=fp8", "--keep-caches")
-        assert changed.returncode == 0, changed.stderr
-        assert "the same KV cache, whatever the weights" in changed.stdout
-        if num_recovered(metrics_address) > recovered:
-            break
-        # Nobody had time to run this process, so that all streams had ended: the same once more.
-        assert number + 1 < MOST_TRIES, "no stream was open when the precision changed"
-        change_back(cluster)
+    change = partial(ctl, cluster, "replace-dense", "--set", "dense.quantization=fp8", "--keep-caches")
+    undo = partial(change_back, cluster)
+    changed, load, computed = change_under_load(cluster, greedy, metrics_address, change, undo)
+    assert changed.returncode == 0, changed.stderr
+    assert "the same KV cache, whatever the weights" in changed.stdout
     num_prompt_tokens = len(cluster.gateway.Tokenize(gateway_pb2.TokenizeRequest(text=PROMPT)).token_ids)
     needed = 0
     for message, answers in zip(greedy, load.collected, strict=True):
@@ -252,9 +269,10 @@ def replace_under_streams(cluster: Cluster, *settings: str) -> tuple[CompletedPr
                 errors.append(error)
                 return
 
-    with ThreadPoolExecutor(2) as threads:
-        # Of two lengths: equal ones would end together, and what has not begun yet is answered with the new weights.
-        streams = [threads.submit(stream_until_it_fails, num_tokens) for num_tokens in (400, 330)]
+    # Of several lengths: equal ones would end together, and what has not begun yet is answered with the new weights.
+    lengths = (400, 370, 330, 290)
+    with ThreadPoolExecutor(len(lengths)) as threads:
+        streams = [threads.submit(stream_until_it_fails, num_tokens) for num_tokens in lengths]
         options = [word for setting in settings for word in ("--set", setting)]
         replaced = ctl(cluster, "replace-dense", *options, "--drop-caches")
         is_over.set()
