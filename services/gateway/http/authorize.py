@@ -13,8 +13,14 @@ from services.gateway.access.client_address import FORWARDED_FOR
 from services.gateway.http.connection import Connection
 from services.gateway.http.errors import error_response
 from services.gateway.http.headers import header_values
-from services.gateway.resources.heavy_work import work_for
-from services.gateway.resources.memory_budget import BYTES_PER_BODY_BYTE, HeldMemory, MemoryBudget, hold_body
+from services.gateway.resources.heavy_work import MAX_INLINE_BYTES, work_for
+from services.gateway.resources.memory_budget import (
+    BYTES_PER_BODY_BYTE,
+    BYTES_PER_BODY_COMMA,
+    HeldMemory,
+    MemoryBudget,
+    hold_body,
+)
 
 # Paths for probes, scrapers and browsers, which need no key. Their answers reveal nothing about requests. A POST to /
 # is a request for vectors, though.
@@ -76,11 +82,18 @@ class Authorize:
 def _counted(receive: Receive, held: HeldMemory) -> Receive:
     """`receive`, with the body counted while it arrives: what does not fit waits. Raises `CapacityError`."""
 
+    num_before = 0  # bytes of the body
+
     async def receive_counted() -> Message:
+        nonlocal num_before
         message = await receive()
         if body := message.get("body"):
+            num_bytes = BYTES_PER_BODY_BYTE * len(body)
+            if num_before >= MAX_INLINE_BYTES:
+                num_bytes += BYTES_PER_BODY_COMMA * body.count(b",")
+            num_before += len(body)
             try:
-                await held.reserve_body(BYTES_PER_BODY_BYTE * len(body), "its body")
+                await held.reserve_body(num_bytes, "its body")
             except ClientDisconnect:
                 return {"type": "http.disconnect"}
         if message["type"] == "http.request" and not message.get("more_body"):

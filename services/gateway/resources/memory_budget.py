@@ -33,6 +33,7 @@ SMALL_BYTES = 4096  # of a body or message, with what is made of it: so much doe
 TINY_BYTES = 1024  # the same of an abort's, which must come through for the others to end: they may hold twice as much
 SMALL_PARTS = 16  # so much of the budget may be held by small ones
 BYTES_PER_BODY_BYTE = 4  # of a body or message: itself, the objects that are made of it, and the prompt
+BYTES_PER_BODY_COMMA = 32  # of the JSON of a large body, beside that: each number of a list is an object of its own
 _LAST_PARTS = 4  # the last part in so many of what is not settled is for one request
 _BODIES = 2 / 8, 3 / 8, 5 / 8  # of the budget, for bodies: of any client, of one that holds little, with the last one
 
