@@ -99,13 +99,13 @@ class BackgroundResponses:
     ) -> ResponseObject:
         """The response as it has ended."""
         hold_body(held)
-        generations, log = Generations(self._service.heavy_work), stored.events
+        generations, log = Generations(self._service), stored.events
         try:
             # The response is here as JSON and as objects, which have what the message has not, such as metadata.
             num_bytes = BYTES_PER_BODY_BYTE * message.ByteSize() + stored.num_bytes + len(stored.response)
             await held.reserve(num_bytes, "a request in the background", "input")
             with client_field_names(form.param_names):
-                await generations.start(self._service, [message], caller)
+                await generations.start([message], caller)
             await form.begin([each.request.spec.prompt_token_ids for each in generations.running])
             self._started[key] = stored
             if log is not None:

@@ -98,7 +98,7 @@ class Answer(Response):
         await while_connected(scope, receive, work)
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        generations = Generations(self._service.heavy_work)
+        generations = Generations(self._service)
         try:
             await self._start(generations, scope)
             answers = await generations.completions()
@@ -116,7 +116,7 @@ class Answer(Response):
         yield from json_pieces(self._format.whole(answers))
 
     async def _stream(self, scope: Scope, send: Send) -> None:
-        generations = Generations(self._service.heavy_work, repeats_prompt=self._format.repeats_prompt)
+        generations = Generations(self._service, repeats_prompt=self._format.repeats_prompt)
         try:
             await self._start(generations, scope)
             first = asyncio.ensure_future(generations.next_chunk())
@@ -171,7 +171,7 @@ class Answer(Response):
                 check_can_stream(message)
             check_one_prompt(len(self._messages))
         with client_field_names(self._format.param_names):
-            await generations.start(self._service, self._messages, scope["state"]["caller"])
+            await generations.start(self._messages, scope["state"]["caller"])
         await self._format.begin([generation.request.spec.prompt_token_ids for generation in generations.running])
 
     async def _send_events(

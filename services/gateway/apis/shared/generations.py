@@ -14,62 +14,50 @@ from services.gateway.core.chunks import Chunk, Completion, Prompt
 from services.gateway.core.generation import Generation
 from services.gateway.core.request_service import Part, RequestService, num_answers_of
 from services.gateway.resources.gather import gather_or_cancel
-from services.gateway.resources.heavy_work import HeavyWork
 from services.pb import gateway_pb2
 
 
 class Generations:
     """All generations of a request. Always call `close`, also if `start` fails."""
 
-    def __init__(self, heavy_work: HeavyWork, *, repeats_prompt: bool = False) -> None:
-        """`heavy_work`: of the service.
-
-        `repeats_prompt`: the first chunk of every answer carries the prompt, and not only that of answer 0.
-        """
+    def __init__(self, service: RequestService, *, repeats_prompt: bool = False) -> None:
+        """`repeats_prompt`: the first chunk of every answer carries the prompt, and not only that of answer 0."""
         self.running: list[Generation] = []
-        self._heavy_work = heavy_work
+        self._service = service
         self._repeated = _RepeatedPrompts() if repeats_prompt else None
         self._readers: dict[asyncio.Task[Chunk], int] = {}  # index of the prompt, by the task that reads its next chunk
         self._ready: list[asyncio.Task[Chunk]] = []
 
     async def start(
-        self,
-        service: RequestService,
-        messages: Sequence[gateway_pb2.GenerateRequest],
-        caller: Caller,
-        *,
-        in_one_message: bool = False,
+        self, messages: Sequence[gateway_pb2.GenerateRequest], caller: Caller, *, in_one_message: bool = False
     ) -> None:
         """Starts one generation per message. Raises the `TwostrokeError` of the first one that is refused.
 
         `in_one_message`: see `Part`.
         """
+        service = self._service
         with service.metrics.noting_rejection():
             _check_num_answers(messages, service.section)
             caller.usage.check_prompts(len(messages), sum(map(num_answers_of, messages)))
         if len(messages) > 1:
-            await self._start_batch(service, messages, caller, in_one_message)
+            await self._start_batch(messages, caller, in_one_message)
             return
         [message] = messages
         self.running.append(await service.start(message, caller, Part(in_one_message=in_one_message)))
         await asyncio.sleep(0)  # it goes on its way to the dense worker
 
     async def _start_batch(
-        self,
-        service: RequestService,
-        messages: Sequence[gateway_pb2.GenerateRequest],
-        caller: Caller,
-        in_one_message: bool,
+        self, messages: Sequence[gateway_pb2.GenerateRequest], caller: Caller, in_one_message: bool
     ) -> None:
         """Starts several generations, which can be aborted together while none of them is read."""
-        num_logprobs = 0
+        service, num_logprobs = self._service, 0
         with ExitStack() as stack:
             with service.metrics.noting_rejection():
                 give_up_room = stack.enter_context(service.room(messages, caller))
             async with service.reading(messages, caller) as aborted:
                 for prompt_index, message in enumerate(messages):
                     if prompt_index:  # starting the answers to one prompt may take milliseconds
-                        await self._heavy_work.beginning()
+                        await service.heavy_work.beginning()
                     give_up_room(num_answers_of(message))  # its start takes it before anybody else can
                     name = f"prompt[{prompt_index}]"
                     part = Part(name, num_logprobs, is_being_read=True, in_one_message=in_one_message)
@@ -144,7 +132,7 @@ class Generations:
             await asyncio.gather(*self._readers, return_exceptions=True)
             while left:
                 if not left[-1].is_finished:
-                    await self._heavy_work.beginning()
+                    await self._service.heavy_work.beginning()
                 left.pop().close()
         finally:  # also if this task is cancelled meanwhile
             for generation in left:

@@ -214,7 +214,7 @@ class Triton:
         self, request: InferRequest, caller: Caller
     ) -> AsyncIterator[tuple[Generations, Answers]]:
         """Starts the generations of all rows, and ends them with the context."""
-        service, generations, messages = self.service, Generations(self.service.heavy_work), []
+        service, generations, messages = self.service, Generations(self.service), []
         with self._known(request, caller) as running:
             for name, row in zip(running.request_ids, request.rows, strict=True):
                 pictures = await pictures_of(row, service)
@@ -224,7 +224,7 @@ class Triton:
                 messages.append(message)
             try:
                 with client_field_names(PARAM_NAMES):
-                    await generations.start(service, messages, caller, in_one_message=request.in_one_message)
+                    await generations.start(messages, caller, in_one_message=request.in_one_message)
                 self._check_numbers(request, generations)
                 pad_id = service.eos_token_ids[0] if service.eos_token_ids else 0
                 answers = Answers(request.model, request.rows, service.tokenizer, pad_id, service.model.vocab_size)

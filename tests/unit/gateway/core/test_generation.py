@@ -434,7 +434,7 @@ def test_an_aborted_request_of_which_nobody_has_read_ends_as_it_is() -> None:
 def test_the_prompts_of_requests_are_closed_in_one_iteration_of_the_loop_each(is_cancelled: bool) -> None:
     async def test() -> None:
         work, journals = HeavyWork(), list[Journal]()
-        requests = [Generations(work) for _ in range(3)]
+        requests = [Generations(Mock(heavy_work=work)) for _ in range(3)]
         for each in requests:
             for _ in range(4):
                 generation, _, journal = begin_many(n=2, best_of=2)
@@ -475,7 +475,7 @@ def test_the_further_prompts_of_requests_are_started_in_one_iteration_of_the_loo
         service = Mock(heavy_work=work, section=section, reading=lambda *_: nullcontext(set()), start=start)
         service.metrics.noting_rejection = nullcontext
         service.room = lambda *_: nullcontext(lambda _: None)
-        requests = [asyncio.ensure_future(Generations(work).start(service, messages, Mock())) for _ in range(4)]
+        requests = [asyncio.ensure_future(Generations(service).start(messages, Mock())) for _ in range(4)]
         while not all(each.done() for each in requests):
             await asyncio.sleep(0)
             iteration += 1
