@@ -22,7 +22,7 @@ _current: ContextVar[Repeatable | None] = ContextVar("repeatable", default=None)
 
 @dataclass(slots=True)
 class Repeatable:
-    """One run of a resumable request. A further run needs one that `again` makes."""
+    """One run of a resumable request. A further run needs one with the same name, entropy and time."""
 
     request_id: str
     entropy: bytes = field(default_factory=lambda: secrets.token_bytes(ENTROPY_BYTES))
@@ -34,10 +34,6 @@ class Repeatable:
 
     def __post_init__(self) -> None:
         self._random = Random(self.entropy)
-
-    def again(self) -> Repeatable:
-        """The `Repeatable` of a further run, which draws the same numbers."""
-        return Repeatable(self.request_id, self.entropy, self.created)
 
     @property
     def digest(self) -> int:

@@ -77,7 +77,7 @@ def read_chat(
 def use_template_kwargs(tokenizer: Tokenizer, text: str) -> None:
     """Gives chats the variables in the JSON of `gateway.chat_template_kwargs`. Raises `ConfigError`."""
     try:
-        tokenizer.use_template_kwargs(read_template_kwargs(text, "chat_template_kwargs"))
+        tokenizer.use_template_kwargs(read_template_kwargs(text))
     except InvalidRequest as error:
         raise ConfigError(f"gateway.{error}") from error
 
@@ -164,17 +164,14 @@ def _check_length(name: str, field: str) -> None:
 
 
 def _read_template_kwargs(chat: gateway_pb2.Chat) -> dict[str, Any]:
-    text = chat.chat_template_kwargs
     _check_length(chat.reasoning_effort, "reasoning_effort")
     effort = {"reasoning_effort": chat.reasoning_effort} if chat.reasoning_effort else {}
-    if not text:
-        return effort
-    return effort | read_template_kwargs(text, "chat_template_kwargs")
+    return effort | (read_template_kwargs(chat.chat_template_kwargs) if chat.chat_template_kwargs else {})
 
 
-def read_template_kwargs(text: str, field: str) -> dict[str, Any]:
-    """Variables of a template, from the JSON object in `field`. Raises `InvalidRequest`."""
-    num_bytes = len(text.encode())
+def read_template_kwargs(text: str) -> dict[str, Any]:
+    """Variables of a template, from the JSON object in `chat_template_kwargs`. Raises `InvalidRequest`."""
+    field, num_bytes = "chat_template_kwargs", len(text.encode())
     if num_bytes > MAX_TEMPLATE_KWARGS_BYTES:
         raise InvalidRequest(f"{field} has {num_bytes} bytes, at most {MAX_TEMPLATE_KWARGS_BYTES} allowed", field)
     try:
