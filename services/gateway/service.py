@@ -52,10 +52,8 @@ from services.gateway.request.sampling_defaults import NO_DEFAULTS, SamplingDefa
 from services.gateway.request.source_reader import make_source_reader
 from services.gateway.resources.memory_budget import MemoryBudget
 from services.gateway.resources.open_files import fit_connections
-from services.gateway.resume.recordings import Recordings
 from services.gateway.resume.registry import Registry
 from services.gateway.resume.resume_metrics import ResumeMetrics
-from services.gateway.resume.resume_peers import ResumePeers
 from services.gateway.resume.resumption import Resumption
 from services.gateway.sound.sound_reader import SoundReader
 from services.gateway.sound.speech_model import read_speech_model
@@ -191,17 +189,12 @@ class Gateway(Service):
         return Counts() if path is None else SharedCounts(path, self._options.process_index)
 
     def _make_resumption(self) -> Resumption:
-        section, metrics = self._section, ResumeMetrics(self._registry)
-        recordings = Recordings(
-            self._memory, metrics, section.resume_timeout_s, section.max_resumable, self._counts
-        )
-        self._opened.push_async_callback(recordings.close)
-        # Without peers nobody else has this name.
-        process = self._options.peer_address or "gateway"
+        process = self._options.peer_address or "gateway"  # without peers nobody else has this name
         registry = Registry(self._options.control_address, process, MAX_MESSAGE_BYTES)
-        peers = ResumePeers()
-        self._opened.push_async_callback(peers.close)
-        return Resumption(recordings, registry, peers, metrics, section.resume_timeout_s, self._dense.wait_connected)
+        metrics, wait_ready = ResumeMetrics(self._registry), self._dense.wait_connected
+        resumption = Resumption(self._section, self._memory, self._counts, registry, metrics, wait_ready)
+        self._opened.push_async_callback(resumption.close)
+        return resumption
 
     async def _listen(self) -> None:
         config, section, service = self._config, self._section, self._service

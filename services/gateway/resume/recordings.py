@@ -38,8 +38,9 @@ class Recordings:
         timeout_s: float,
         max_number: int,
         counts: Counts,
+        on_drop: Callable[[Recording], None],
     ) -> None:
-        """`counts`: those of all processes, for whose sum `max_number` is.
+        """`counts`: those of all processes, for whose sum `max_number` is. `on_drop` gets what is forgotten.
 
         Other processes count only what runs here, for they cannot drop what has ended here.
         """
@@ -54,7 +55,7 @@ class Recordings:
         self._metrics = metrics
         self._timeout_s = timeout_s
         self._max_number = max_number
-        self.on_drop: Callable[[Recording], None] = lambda recording: None
+        self._on_drop = on_drop
         memory.reclaim = self._reclaim
 
     def find(self, name: Name) -> Recording | None:
@@ -113,7 +114,7 @@ class Recordings:
             del self._num_of[owner]
         if timer := self._timers.pop(recording.name, None):
             timer.cancel()
-        self.on_drop(recording)
+        self._on_drop(recording)
         return True
 
     def _end_running(self, recording: Recording) -> None:

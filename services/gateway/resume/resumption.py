@@ -12,8 +12,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
+from services.common.config import GatewaySection
 from services.common.errors import CapacityError, NotFound, PeerError, TakenOver, TwostrokeError
-from services.gateway.resources.memory_budget import HeldMemory
+from services.common.shared_counts import Counts
+from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
 from services.gateway.resources.repeatable import Repeatable
 from services.gateway.resume.recording import AnswerReader, Name, Received, Record, Recording
 from services.gateway.resume.recordings import Produce, Recordings
@@ -46,26 +48,34 @@ class Resumption:
 
     def __init__(
         self,
-        recordings: Recordings,
+        section: GatewaySection,
+        memory: MemoryBudget,
+        counts: Counts,
         registry: Registry,
-        peers: ResumePeers,
         metrics: ResumeMetrics,
-        timeout_s: float,
         wait_ready: Callable[[], Awaitable[None]],
     ) -> None:
-        """`wait_ready` returns once requests can run; raises `PeerError` after its own time limit."""
-        self._recordings = recordings
+        """`counts`: those of all processes. `wait_ready` returns once requests can run; raises `PeerError` after its
+        own time limit.
+        """
+        self._timeout_s = section.resume_timeout_s
+        self._recordings = Recordings(
+            memory, metrics, self._timeout_s, section.max_resumable, counts, self._let_go
+        )
         self._registry = registry
-        self._peers = peers
+        self._peers = ResumePeers()
         self._metrics = metrics
-        self._timeout_s = timeout_s
         self._wait_ready = wait_ready
         self._starting = WeakValueDictionary[Name, asyncio.Lock]()  # held from a claim to the start
-        recordings.on_drop = self._let_go
 
     async def run(self) -> None:
         """Stays in touch with the launcher, until cancelled."""
         await self._registry.run(self._lose)
+
+    async def close(self) -> None:
+        """Cancels all requests, and closes all connections."""
+        await self._peers.close()
+        await self._recordings.close()
 
     async def read(self, call: Call) -> AnswerReader:
         """A reader of the answer; the caller closes it. Runs the request if need be.

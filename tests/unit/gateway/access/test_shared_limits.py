@@ -186,7 +186,7 @@ def test_memory_that_another_process_gives_back_goes_to_who_waits(processes: lis
 def test_resumable_requests_are_counted_in_all_processes(processes: list[SharedCounts]) -> None:
     owner = ("", 1)
     first, second = [
-        Recordings(MemoryBudget(1000), None, 1.0, 1, counts)  # type: ignore[arg-type]
+        Recordings(MemoryBudget(1000), None, 1.0, 1, counts, Mock())  # type: ignore[arg-type]
         for counts in processes
     ]
     second.make_room(owner)
@@ -204,7 +204,8 @@ def test_answers_that_have_ended_leave_the_room_to_other_processes(
     async def test() -> None:
         budgets = [MemoryBudget(1000, 20.0, 5, counts) for counts in processes]
         first, second = [
-            Recordings(budget, Mock(), 60.0, 1, counts) for budget, counts in zip(budgets, processes, strict=True)
+            Recordings(budget, Mock(), 60.0, 1, counts, Mock())
+            for budget, counts in zip(budgets, processes, strict=True)
         ]
         held, record = HeldMemory(budgets[0], CLIENT), Record(b"", Repeatable("a"))
         await held.reserve(500, "a body")
