@@ -29,9 +29,10 @@ from services.gateway.link.journal_entry import FinishReason
 from services.gateway.link.served_model import ServedModel
 from services.gateway.link.stepwise import check_repeatable
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
-from services.gateway.request.generation_request import (
-    GenerationRequest,
-    Owner,
+from services.gateway.request.generation_request import GenerationRequest, Owner
+from services.gateway.request.model_limits import LocalModel, ModelLimits
+from services.gateway.request.model_names import ModelNames
+from services.gateway.request.read_request import (
     check_counts,
     check_num_logprobs,
     check_size,
@@ -39,8 +40,6 @@ from services.gateway.request.generation_request import (
     read_request,
     read_text_or_chat,
 )
-from services.gateway.request.model_limits import LocalModel, ModelLimits
-from services.gateway.request.model_names import ModelNames
 from services.gateway.resources.heavy_work import HeavyWork
 from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget, settle_body
 from services.gateway.text.answer_grammar import refusal

@@ -14,7 +14,7 @@ from services.common.errors import InvalidRequest
 from services.gateway.access.reception import current_caller
 from services.gateway.access.slow_reader import SlowReaders
 from services.gateway.core.generation import Generation
-from services.gateway.request.generation_request import MAX_REQUEST_ID_CHARACTERS, check_name
+from services.gateway.request.read_request import MAX_REQUEST_ID_CHARACTERS, check_name
 from services.gateway.resources.memory_budget import BYTES_PER_BODY_BYTE, HeldMemory, MemoryBudget
 from services.gateway.resume.recording import AnswerReader, Received, Recording
 from services.gateway.resume.resumption import Call, Resumption

@@ -24,13 +24,8 @@ from services.gateway.core.request_service import Part, RequestService
 from services.gateway.features.installed import POOLING
 from services.gateway.features.pooling import PooledVector
 from services.gateway.request.context_length import too_long
-from services.gateway.request.generation_request import (
-    check_counts,
-    check_size,
-    check_token_ids,
-    read_text_or_chat,
-)
 from services.gateway.request.mixed_prompt import most_tokens, without_texts_between
+from services.gateway.request.read_request import check_counts, check_size, check_token_ids, read_text_or_chat
 from services.gateway.resources.gather import gather_or_cancel
 from services.gateway.resources.memory_budget import HeldMemory
 from services.gateway.text.tokenizer import InputLimit

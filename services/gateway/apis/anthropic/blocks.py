@@ -9,7 +9,7 @@ from pydantic import Field, Tag
 
 from services.gateway.apis.shared.parts import MAX_PARTS, CallId, ToolName, by_field, by_shape, check_parts, readable
 from services.gateway.apis.shared.request_model import RequestModel, at_most
-from services.gateway.request.generation_request import MAX_MESSAGES
+from services.gateway.request.read_request import MAX_MESSAGES
 
 
 class TextBlock(RequestModel):

@@ -21,7 +21,7 @@ from services.gateway.apis.anthropic.schema import CountTokensRequest, MessagesR
 from services.gateway.apis.shared.conversation import ASSISTANT, SYSTEM, USER, Conversation
 from services.gateway.apis.shared.structured_output import json_structure
 from services.gateway.apis.shared.to_message import json_text, sampling_options, thinking_variables
-from services.gateway.request.generation_request import MAX_USER_CHARACTERS
+from services.gateway.request.read_request import MAX_USER_CHARACTERS
 from services.gateway.request.sampling_defaults import SamplingDefaults
 from services.gateway.text.tools.tool import FUNCTION_PREFIX
 from services.pb import gateway_pb2, sampling_pb2

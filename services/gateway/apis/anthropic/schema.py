@@ -14,7 +14,7 @@ from services.gateway.apis.shared.generation_fields import IGNORED, Stream, Temp
 from services.gateway.apis.shared.other_servers import VLLM_MESSAGES
 from services.gateway.apis.shared.parts import Description, ToolName
 from services.gateway.apis.shared.request_model import Int64, RequestModel, UInt32, at_most
-from services.gateway.request.generation_request import MAX_STOP_STRINGS
+from services.gateway.request.read_request import MAX_STOP_STRINGS
 from services.gateway.text.read_chat import MAX_NAME_CHARACTERS
 from services.gateway.text.tools.tool import MAX_TOOLS
 

@@ -13,7 +13,7 @@ from services.gateway.apis.shared.generation_fields import IGNORED, Priority, St
 from services.gateway.apis.shared.parts import MAX_PARTS, CallId, ToolName, by_field, by_shape, check_parts
 from services.gateway.apis.shared.request_model import Int32, Int64, RequestModel, UInt32, at_most
 from services.gateway.apis.shared.structured_output import JsonSchema
-from services.gateway.request.generation_request import MAX_MESSAGES, MAX_STOP_STRINGS
+from services.gateway.request.read_request import MAX_MESSAGES, MAX_STOP_STRINGS
 from services.gateway.text.read_chat import MAX_CALLS
 from services.gateway.text.tools.tool import MAX_TOOLS
 

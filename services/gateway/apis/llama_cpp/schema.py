@@ -29,7 +29,7 @@ from services.gateway.apis.shared.request_model import (
 )
 from services.gateway.apis.shared.structured_output import StructuredOutputFields
 from services.gateway.apis.shared.timings import ProgressObject, TimingsObject
-from services.gateway.request.generation_request import MAX_STRING_CHARACTERS
+from services.gateway.request.read_request import MAX_STRING_CHARACTERS
 
 DEFAULTS: Mapping[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}  # as with llama.cpp
 # By llama.cpp's names, in the order in which they are applied: what each is without effect.

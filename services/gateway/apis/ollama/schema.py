@@ -14,7 +14,7 @@ from services.gateway.apis.shared.generation_fields import IGNORED
 from services.gateway.apis.shared.logprobs import TokenLogprob
 from services.gateway.apis.shared.parts import MAX_PARTS
 from services.gateway.apis.shared.request_model import Int32, Int64, RequestModel, TokenIdList, UInt32, at_most
-from services.gateway.request.generation_request import MAX_MESSAGES, MAX_STOP_STRINGS
+from services.gateway.request.read_request import MAX_MESSAGES, MAX_STOP_STRINGS
 from services.gateway.text.read_chat import MAX_CALLS, MAX_NAME_CHARACTERS
 from services.gateway.text.tools.tool import MAX_TOOLS
 

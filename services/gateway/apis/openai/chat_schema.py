@@ -25,7 +25,7 @@ from services.gateway.apis.shared.logprobs import ChatLogprobs
 from services.gateway.apis.shared.parts import MAX_CHAT_PARTS, MAX_PARTS, by_field, readable
 from services.gateway.apis.shared.request_model import CountOrAll, Int64, RequestModel, UInt32, at_most
 from services.gateway.apis.shared.timings import ProgressObject, TimingsObject
-from services.gateway.request.generation_request import MAX_MESSAGES
+from services.gateway.request.read_request import MAX_MESSAGES
 from services.gateway.text.read_chat import MAX_NAME_CHARACTERS
 
 MAX_KEPT_MESSAGES = 256  # while a request waits and is answered

@@ -22,8 +22,8 @@ from services.gateway.apis.shared.to_message import (
     sampling_message,
     thinking_variables,
 )
-from services.gateway.request.generation_request import check_token_ids
 from services.gateway.request.model_limits import LocalModel, ModelLimits
+from services.gateway.request.read_request import check_token_ids
 from services.gateway.request.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from services.gateway.text.chat_vectors import MAX_PLACES
 from services.gateway.text.tools.tool import FUNCTION_PREFIX

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from services.common.sampling_params import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES, NUMBERS
 from services.gateway.apis.shared.request_model import CountOrAll, Int32, Int64, RequestModel, UInt32, at_most
 from services.gateway.http.headers import MAX_CHARACTERS_OF_BODY, REQUEST_ID_HEADER, fault_in, name_by_body
-from services.gateway.request.generation_request import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_TOKENS
+from services.gateway.request.read_request import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_TOKENS
 
 MAX_METADATA = 16  # OpenAI's limit
 MAX_LABEL_CHARACTERS = 512

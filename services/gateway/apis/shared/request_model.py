@@ -14,7 +14,7 @@ from services.common.config import MAX_PROMPTS
 
 MAX_FIELDS = 256  # of one object, unknown ones too
 
-# Integers of the gRPC messages have bounds. `gateway/request/generation_request.py` checks whether a value makes sense.
+# Integers of the gRPC messages have bounds. `gateway/request/read_request.py` checks whether a value makes sense.
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
 CountOrAll = Annotated[int, Field(ge=-1, le=2**32 - 1)]  # -1: all

@@ -18,7 +18,7 @@ from services.gateway.apis.tgi.format import TgiFormat
 from services.gateway.apis.tgi.schema import StreamRequest, TextServerInfo, TgiEvent, TgiRequest
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.field_names import client_field_names
-from services.gateway.request.generation_request import MAX_STOP_STRINGS
+from services.gateway.request.read_request import MAX_STOP_STRINGS
 
 
 def text_generation_routes(service: RequestService) -> APIRouter:

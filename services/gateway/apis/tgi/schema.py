@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from services.gateway.apis.shared.request_model import Int32, RequestModel, UInt32, at_most
 from services.gateway.apis.shared.structured_output import JsonSchema
-from services.gateway.request.generation_request import MAX_STOP_STRINGS
+from services.gateway.request.read_request import MAX_STOP_STRINGS
 
 DEFAULT_TOKENS = 100  # Text Generation Inference's default of max_new_tokens
 

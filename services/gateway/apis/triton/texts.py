@@ -15,7 +15,7 @@ from services.gateway.apis.triton.rows import Row
 from services.gateway.apis.triton.tensors import Tensor, text_tensor
 from services.gateway.apis.triton.to_message import prompt_token_ids, word_list
 from services.gateway.core.request_service import RequestService
-from services.gateway.request.generation_request import MAX_BAD_WORDS, MAX_STRING_CHARACTERS
+from services.gateway.request.read_request import MAX_BAD_WORDS, MAX_STRING_CHARACTERS
 from services.gateway.resources.heavy_work import MAX_INLINE_BYTES
 from services.gateway.resources.memory_budget import HeldMemory, settle_body
 from services.gateway.vectors.vectors import InputOptions, VectorInput, Vectors, shaped

@@ -21,7 +21,7 @@ from services.gateway.core.request_service import BYTES_PER_TOKEN_TEXT, Part, Re
 from services.gateway.features.installed import REPORTS
 from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.link.journal_entry import FinishReason
-from services.gateway.request.generation_request import check_can_stream
+from services.gateway.request.read_request import check_can_stream
 from services.gateway.resume.grpc_calls import STREAM, WHOLE, GrpcResumption, Way
 from services.gateway.resume.recording import Recording
 from services.gateway.resume.resumption import Resumption

@@ -24,7 +24,7 @@ from services.gateway.core.chunks import Completion, Finish
 from services.gateway.core.chunks import Prompt as ShownPrompt
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.field_names import client_field_names
-from services.gateway.request.generation_request import check_token_ids
+from services.gateway.request.read_request import check_token_ids
 from services.gateway.resources.heavy_work import MAX_INLINE_BYTES
 from services.gateway.resources.repeatable import created_at
 from services.pb import gateway_pb2

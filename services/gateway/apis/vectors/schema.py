@@ -20,7 +20,7 @@ from services.gateway.apis.shared.inputs import Input, InputFields, Texts, input
 from services.gateway.apis.shared.parts import MAX_PARTS, by_shape, check_parts
 from services.gateway.apis.shared.request_model import RequestModel, at_most
 from services.gateway.apis.shared.to_message import json_text
-from services.gateway.request.generation_request import MAX_MESSAGES
+from services.gateway.request.read_request import MAX_MESSAGES
 from services.gateway.text.read_chat import MAX_NAME_CHARACTERS
 from services.gateway.vectors.packed_numbers import packed
 from services.gateway.vectors.vectors import InputOptions, VectorInput
