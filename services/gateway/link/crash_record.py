@@ -19,8 +19,7 @@ from collections.abc import Iterable, Mapping
 import structlog
 
 from services.common.errors import RequestAborted
-from services.gateway.link.journal import StreamSequences
-from services.gateway.link.journal_entry import JournalEntry
+from services.gateway.link.journal_entry import JournalEntry, StreamSequences
 from services.pb import dense_pb2
 
 log = structlog.get_logger()

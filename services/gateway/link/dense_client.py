@@ -11,7 +11,7 @@ import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import grpc
 import structlog
@@ -26,10 +26,10 @@ from services.gateway.link.dense_messages import (
     keep_reports,
     table_parts,
 )
-from services.gateway.link.journal import StreamSequences
-from services.gateway.link.journal_entry import JournalEntry
+from services.gateway.link.journal_entry import JournalEntry, StreamSequences
 from services.gateway.link.outbox import Item, Outbox
 from services.gateway.link.served_model import (
+    ServedModel,
     ask_info,
     peer_error,
     served_model,
@@ -39,9 +39,6 @@ from services.gateway.link.served_model import (
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.client import open_channel, read_peer_tls
 from services.rpc.stream_socket import StreamSocket
-
-if TYPE_CHECKING:
-    from services.gateway.link.dense_pool import DensePool
 
 log = structlog.get_logger()
 
@@ -55,13 +52,28 @@ class StreamReopened(PeerError):
     """The gateway itself ended a stream to look for another worker."""
 
 
+class StreamPool(Protocol):
+    """What decides which sequences each stream runs: `DensePool`."""
+
+    prefix_generation: int  # the highest that a worker has confirmed after a flush; 0: there was none
+
+    def accept(self, client: DenseClient, model: ServedModel) -> None:
+        """Accepts the worker that a stream has found, or raises `PeerError` to refuse it."""
+
+    def assign_orphaned_sequences(self, client: DenseClient) -> None:
+        """Called before a stream continues its sequences; may give it more of them."""
+
+    async def note_connection(self, client: DenseClient, is_connected: bool) -> None:
+        """Called when a stream connects or breaks."""
+
+
 class DenseClient:
     """Keeps the stream connected while `run` runs. Its pool decides which sequences it runs.
 
     A sequence waits for a lost dense worker for `peers.connect_timeout_s`, then fails with `PeerError`.
     """
 
-    def __init__(self, address: str, peers: PeerSection, sequences: StreamSequences, pool: DensePool) -> None:
+    def __init__(self, address: str, peers: PeerSection, sequences: StreamSequences, pool: StreamPool) -> None:
         self._address = address
         self._peers = peers
         self._tls = read_peer_tls(peers)

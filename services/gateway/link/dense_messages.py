@@ -14,8 +14,7 @@ from services.common.errors import (
     RequestAborted,
     TwostrokeError,
 )
-from services.gateway.link.journal import StreamSequences
-from services.gateway.link.journal_entry import FinishReason, JournalEntry
+from services.gateway.link.journal_entry import FinishReason, JournalEntry, StreamSequences
 from services.lora.prompt_embeds import PromptEmbeds
 from services.pb import dense_pb2
 from services.step.sequence_spec import encode_spec

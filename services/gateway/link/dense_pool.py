@@ -56,7 +56,7 @@ class DensePool:
         self._on_connection = on_connection
         self._rebalance_interval_s = rebalance_interval_s
         self._model: ServedModel | None = None
-        self.prefix_generation = 0  # the highest that a worker has confirmed after a flush; 0: there was none
+        self.prefix_generation = 0  # see `StreamPool`
         self.stall: stall_pb2.Stall | None = None  # a stall that the gateway's watchdog has noticed
         self._is_connected = asyncio.Event()
         self._clients = [DenseClient(address, peers, journal.new_stream(), self) for _ in range(num_streams)]

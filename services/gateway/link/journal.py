@@ -1,4 +1,4 @@
-"""`Journal`: all open sequences of this gateway. `StreamSequences`: those that one stream to a dense worker runs.
+"""`Journal`: all open sequences of this gateway.
 
 Because of the journal the death of a worker is only a pause: it has everything that is needed to continue. Runs in the
 gateway's event loop.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.fairness import Client
 from services.common.shared_counts import Counts
-from services.gateway.link.journal_entry import JournalEntry
+from services.gateway.link.journal_entry import JournalEntry, StreamSequences
 from services.gateway.link.stepwise import StepwiseEntry, TurnQueue
 from services.gateway.link.update_queue import Turns, UpdateQueue
 from services.gateway.request.generation_request import GenerationRequest, Owner
@@ -152,32 +152,3 @@ class Journal:
 def is_of_batch(request_id: str, name: str) -> bool:
     """Whether it is `name`-0, `name`-1, or so on."""
     return request_id.startswith(f"{name}-") and request_id[len(name) + 1 :].isdecimal()
-
-
-class StreamSequences:
-    """A sequence is in one of these at most, from `add` until the journal forgets it. Its length includes ended ones.
-    """
-
-    def __init__(self, gateway: int) -> None:
-        """`gateway`: the upper half of all seq_ids of this gateway."""
-        self.gateway = gateway
-        self._entries: dict[int, JournalEntry] = {}
-        self.get = self._entries.get  # returns the entry of a seq_id, or None; called for every token
-
-    def add(self, entry: JournalEntry) -> None:
-        """Adds a sequence, which this stream runs from now on, and no other."""
-        if entry.stream is not None:
-            entry.stream.discard(entry)
-        entry.stream = self
-        self._entries[entry.seq_id] = entry
-
-    def discard(self, entry: JournalEntry) -> None:
-        """Removes a sequence; later tokens for it are ignored."""
-        del self._entries[entry.seq_id]
-
-    def unfinished(self) -> Iterator[JournalEntry]:
-        """Sequences that the dense worker must continue, in the order in which they were added."""
-        return (entry for entry in self._entries.values() if not entry.is_ended)
-
-    def __len__(self) -> int:
-        return len(self._entries)

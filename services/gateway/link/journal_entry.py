@@ -8,11 +8,10 @@ locks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from services.common.errors import TwostrokeError
 from services.common.token_logprobs import LogprobRows
@@ -22,9 +21,6 @@ from services.gateway.link.search_record import SearchRecord
 from services.gateway.link.update_queue import UpdateQueue
 from services.gateway.request.generation_request import GenerationRequest
 from services.pb import dense_pb2
-
-if TYPE_CHECKING:
-    from services.gateway.link.journal import StreamSequences
 
 NO_RECORDS: Mapping[str, ReportRecord] = MappingProxyType({})
 
@@ -88,7 +84,7 @@ class JournalEntry:
         seq_id: int,
         request: GenerationRequest,
         index: int,
-        updates: UpdateQueue,
+        updates: UpdateQueue[JournalEntry],
         on_start: Callable[[JournalEntry], None],
     ) -> None:
         """The entry adds itself to `updates` when it has an update; `on_start` is called when it first runs."""
@@ -249,3 +245,32 @@ class JournalEntry:
         if not self._is_in_updates:
             self._is_in_updates = True
             self.updates.put(self)
+
+
+class StreamSequences:
+    """A sequence is in one of these at most, from `add` until the journal forgets it. Its length includes ended ones.
+    """
+
+    def __init__(self, gateway: int) -> None:
+        """`gateway`: the upper half of all seq_ids of this gateway."""
+        self.gateway = gateway
+        self._entries: dict[int, JournalEntry] = {}
+        self.get = self._entries.get  # returns the entry of a seq_id, or None; called for every token
+
+    def add(self, entry: JournalEntry) -> None:
+        """Adds a sequence, which this stream runs from now on, and no other."""
+        if entry.stream is not None:
+            entry.stream.discard(entry)
+        entry.stream = self
+        self._entries[entry.seq_id] = entry
+
+    def discard(self, entry: JournalEntry) -> None:
+        """Removes a sequence; later tokens for it are ignored."""
+        del self._entries[entry.seq_id]
+
+    def unfinished(self) -> Iterator[JournalEntry]:
+        """Sequences that the dense worker must continue, in the order in which they were added."""
+        return (entry for entry in self._entries.values() if not entry.is_ended)
+
+    def __len__(self) -> int:
+        return len(self._entries)

@@ -19,7 +19,7 @@ from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.resources.repeatable import current_run
 
 
-class TurnQueue(UpdateQueue):
+class TurnQueue(UpdateQueue[JournalEntry]):
     """The answers to one request take turns, a chunk each, whichever has tokens first."""
 
     __slots__ = ("_ready", "_remaining")

@@ -8,18 +8,17 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from services.gateway.link.journal_entry import JournalEntry
+from typing import Generic, TypeVar
 
 ROUND_SIZE = 16  # requests whose tokens are handed out in one iteration of the event loop
 NUM_WAKES = 64  # tasks that wait for tokens and are woken in one; fewer would make the last tokens of a step later
 ROUND_SIZE_AT_ARRIVALS = 2  # both while requests arrive, each of which needs some ten iterations to begin
 ROUNDS_OF_ARRIVAL = 64  # how many are smaller after a request has arrived
 
+Entry = TypeVar("Entry")  # of a sequence
 
-class UpdateQueue:
+
+class UpdateQueue(Generic[Entry]):
     """A queue of the sequences of a request that have updates, for the request's handler.
 
     The handler waits for the next one, or has all that there are passed to a function, which wakes no task. Either has
@@ -31,14 +30,14 @@ class UpdateQueue:
     def __init__(self, turns: Turns) -> None:
         """`turns`: those of all requests."""
         self._turns = turns
-        self._entries: list[JournalEntry] = []  # each entry at most once
+        self._entries: list[Entry] = []  # each entry at most once
         self._num_due = 0  # of them, that `next` may return in this turn
         self._is_new = True  # whether it has had no turn
         self._waiter: asyncio.Future[None] | None = None
-        self._take: Callable[[list[JournalEntry]], bool] | None = None  # given while `forward` runs
+        self._take: Callable[[list[Entry]], bool] | None = None  # given while `forward` runs
         self._can_take: Callable[[], bool] = bool
 
-    def put(self, entry: JournalEntry) -> None:
+    def put(self, entry: Entry) -> None:
         """Adds an entry that is not in the queue."""
         entries = self._entries
         entries.append(entry)
@@ -49,7 +48,7 @@ class UpdateQueue:
         elif self._waiter is not None and len(self._entries) == 1:
             self._turns.wakes.add(self._wake, is_first=self._is_new)
 
-    async def next(self) -> JournalEntry:
+    async def next(self) -> Entry:
         """Waits for an entry with updates. For one caller at a time."""
         if not self._num_due:
             await self._turn()
@@ -71,7 +70,7 @@ class UpdateQueue:
             self._is_new = False
             self._waiter.set_result(None)
 
-    async def forward(self, take: Callable[[list[JournalEntry]], bool], can_take: Callable[[], bool]) -> None:
+    async def forward(self, take: Callable[[list[Entry]], bool], can_take: Callable[[], bool]) -> None:
         """Passes entries with updates to `take`, all that there are at once, until `take` says that these were the last
         ones or raises, as this then does. Returns as well when there are some and `can_take` is false.
 
@@ -103,7 +102,7 @@ class UpdateQueue:
         except Exception as error:
             waiter.set_exception(error)
 
-    def leave(self, entry: JournalEntry) -> None:
+    def leave(self, entry: Entry) -> None:
         """Called when the last chunk of an answer has been made."""
 
 
