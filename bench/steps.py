@@ -42,7 +42,7 @@ from services.dense_worker.engine.attachment import AttachedCache, Attachment
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.sequence import Sequence
-from services.dense_worker.engine.session import InFlight, Session
+from services.dense_worker.engine.session import InFlight
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.drafting.measured_drafting import ForcedDrafting
 from services.dense_worker.features.drafting.step_costs import StepCosts
@@ -102,9 +102,8 @@ class Steps:
         attention: Any = None
         self.engine = Engine(limits, self.runner, attention, self.keep_report, 1.0, [metrics], drafting, features)
         attached = AttachedCache(0, self.cache.num_blocks, self.cache.num_free_blocks, {})
-        self.session = Session(Attachment(1, 1, {}, BLOCK_SIZE, (attached,), self.cache.max_model_len))
         self.scheduler = self.engine._scheduler
-        self.scheduler.begin(self.session)
+        self.session = self.scheduler.begin(Attachment(1, 1, {}, BLOCK_SIZE, (attached,), self.cache.max_model_len))
         for seq_id in range(1, batch + 1):
             prompt, client = list(range(PROMPT_LEN)), seq_id % num_clients
             spec = SequenceSpec(f"r{seq_id}", prompt, self.sampling, MAX_TOKENS, self.stop_token_ids, client=client)

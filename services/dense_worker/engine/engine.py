@@ -465,8 +465,8 @@ class Engine(GatewayEngine):
             attachment.abort()
             attachment.close()
             return
-        self._session = Session(attachment)  # the watchdog watches from now on; attaching takes long on a GPU
-        self._scheduler.begin(self._session)
+        # The watchdog watches from now on; attaching takes long on a GPU.
+        self._session = self._scheduler.begin(attachment)
         self._rehearsal = Rehearsal(self._scheduler.limits, attachment) if attachment.rehearses else None
         log.info("attached", epoch=f"{attachment.epoch:016x}", num_blocks=attachment.caches[0].num_blocks)
         self._attention.ready(attachment)

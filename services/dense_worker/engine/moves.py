@@ -9,7 +9,6 @@ as long as no other cache has room.
 from __future__ import annotations
 
 from services.dense_worker.engine.fairness.admission import Admission
-from services.dense_worker.engine.residency import Residency
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import Session
 
@@ -17,10 +16,9 @@ from services.dense_worker.engine.session import Session
 class Moves:
     """Of one attachment."""
 
-    def __init__(self, session: Session, admission: Admission, residency: Residency) -> None:
+    def __init__(self, session: Session, admission: Admission) -> None:
         self._session = session
         self._admission = admission
-        self._residency = residency
         self._moving: Sequence | None = None
 
     def go_on(self) -> None:
@@ -29,7 +27,7 @@ class Moves:
             return
         self._moving = next((each for each in self._session.running if self._may_move(each)), None)
         if self._moving is not None:
-            self._residency.preempt(self._moving)
+            self._session.preempt(self._moving)
             self._moving.leaves_cache_id = self._moving.cache_id
 
     def is_empty(self, cache_id: int) -> bool:

@@ -15,7 +15,6 @@ from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence
-from services.dense_worker.engine.session import Session
 from services.step import SequenceSpec
 from services.step.codec import encode_plan
 
@@ -49,9 +48,8 @@ class Rehearsal:
         if self._sequence is not None or self._spec is None:
             return
         self._scheduler.cancel(_SEQ_ID)
-        session = Session(self._attachment)
+        session = self._scheduler.begin(self._attachment)
         session.num_completed = 1  # as if a step had run: then the plan that opens a sequence runs it
-        self._scheduler.begin(session)
         prompt = self._spec.prompt_token_ids[:_MAX_PROMPT_TOKENS]
         self._sequence = Sequence(_SEQ_ID, replace(self._spec, prompt_token_ids=prompt))
 

@@ -15,12 +15,11 @@ from itertools import compress
 import numpy as np
 
 from services.common.errors import CapacityError, InvalidRequest, PeerError, RequestAborted, TwostrokeError
-from services.dense_worker.engine.attachment import AttachedCache
+from services.dense_worker.engine.attachment import AttachedCache, Attachment
 from services.dense_worker.engine.fairness.admission import Admission
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.moves import Moves
 from services.dense_worker.engine.placement import Placement
-from services.dense_worker.engine.residency import Residency
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import NO_ATTACHMENT, InFlight, Opening, PublishedPlan, Session
 from services.dense_worker.engine.step_planner import StepPlanner
@@ -56,18 +55,16 @@ class Scheduler:
         placement: Placement | None = None,
     ) -> None:
         self.limits = limits
-        self.session = Session(NO_ATTACHMENT)  # until the first attachment
         self._drafting = drafting or Drafting()
         self._features = features
         self._sequences: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(limits.max_num_waiting, limits.max_num_waiting_tokens, limits.priority_ageing_s)
+        self.session = Session(NO_ATTACHMENT, self._waiting)  # until the first attachment
         self._suspects = _Suspects()
         self._forks = forks or ForkPolicy()
         self._placement = placement or Placement()
-        self._next_step_id = 1
         self._had_parked = False  # when features were last asked to provide what sequences lack
         self._awaits_caches_until_s: float | None = None  # on the monotonic clock
-        self._num_past_preemptions = 0  # in earlier attachments
         self._prefix_generation = 0  # of the sequences that are opened next
         self._begin_parts()
 
@@ -87,34 +84,33 @@ class Scheduler:
     @property
     def num_steps(self) -> int:
         """Total number of plans."""
-        return self._next_step_id - 1
+        return self.session.last_step_id
 
     @property
     def num_preemptions(self) -> int:
         """Total number of preemptions."""
-        return self._num_past_preemptions + self._residency.num_preemptions
+        return self.session.num_preemptions
 
-    def begin(self, session: Session) -> None:
+    def begin(self, attachment: Attachment) -> Session:
         """Starts a new attachment: all live sequences wait again, in their order.
 
         Plans in flight are void. Their tokens were never known; sampling gives the same ones again.
         """
-        opening = [each.sequence for each in self.session.openings.values()]
-        for sequence in {*opening, *self.session.running}:  # a cancelled one may still be being opened
-            for feature in sequence.features:
-                feature.leave(self.num_steps)
-        self.session = session
-        self._num_past_preemptions = self.num_preemptions
-        for cache in session.attachment.caches:
+        old = self.session
+        for sequence in {*[each.sequence for each in old.openings.values()], *old.running}:
+            old.release_features(sequence)  # of a cancelled one, too, that is still being opened
+        self.session = session = Session(attachment, self._waiting, old.last_step_id, old.num_preemptions)
+        for cache in attachment.caches:
             self._prefix_generation = max(self._prefix_generation, cache.prefix_generation)
         self._begin_parts()
-        self._await_caches(session.attachment.max_model_len // session.ledger.block_size)
+        self._await_caches(attachment.max_model_len // attachment.block_size)
         self._waiting.clear()
         for sequence in self._sequences.values():
             sequence.leave_cache()
             sequence.num_pending_tokens = 0
             self._note_new_caches(sequence)
-            self._residency.wait(sequence)
+            session.wait(sequence)
+        return session
 
     # From a sequence's arrival to its end
 
@@ -137,7 +133,7 @@ class Scheduler:
         self._sequences[sequence.seq_id] = sequence
         self._suspects.add(sequence)
         self._forks.add(sequence)
-        self._residency.wait(sequence)
+        self.session.wait(sequence)
 
     def next_to_open(self) -> list[Sequence]:
         """Chooses the sequences, in order, that fit now. Reserves their blocks and makes them OPENING.
@@ -170,7 +166,7 @@ class Scheduler:
             chosen.append(sequence)
             if is_forked:
                 self._waiting.note_opened(sequence)
-                self._residency.enter(sequence)
+                session.enter(sequence)
                 continue
             if self._starts_empty(sequence):
                 self._start_empty(sequence)
@@ -183,7 +179,7 @@ class Scheduler:
             if sequence.is_suspect:
                 break
         if not (session.running or session.openings or session.closing or self._waiting.has_parked):
-            self._residency.drop_orphaned_blocks()  # nothing else can free blocks
+            session.drop_orphaned_blocks()  # nothing else can free blocks
         return chosen
 
     def _starts_empty(self, sequence: Sequence) -> bool:
@@ -208,7 +204,7 @@ class Scheduler:
         self.session.to_open.append(sequence.describe(self._prefix_generation, starts_empty=True))
         sequence.note_found(0)
         self._waiting.note_opened(sequence)
-        self._residency.enter(sequence)
+        self.session.enter(sequence)
         for feature in sequence.features:
             feature.opened(sequence, SequenceOpened(sequence.seq_id))
 
@@ -227,7 +223,7 @@ class Scheduler:
                 return self._fail(sequence, RequestAborted(answer.error))  # it was to start empty; its steps fail, too
             raise PeerError(f"sequence {answer.seq_id:x} is not being opened")
         sequence = opening.sequence
-        self.session.release_reservation(sequence)
+        session.release_reservation(sequence)
         if answer.error is not None:
             return self._refused(sequence, answer.error)
         ledger = session.ledger_of(sequence)
@@ -244,18 +240,17 @@ class Scheduler:
         sequence.note_found(answer.num_cached_tokens - answer.num_recovered_tokens)
         self._waiting.note_opened(sequence)
         if sequence.status is SequenceStatus.FINISHED:  # cancelled meanwhile
-            self._residency.close(sequence)
+            session.close(sequence)
         else:
-            self._residency.enter(sequence)
+            session.enter(sequence)
             opening.state.lane = sequence.lane
             if not all([feature.opened(sequence, answer) for feature in sequence.features]):
-                self._residency.preempt(sequence)
+                session.preempt(sequence)
         return None
 
     def _refused(self, sequence: Sequence, error: str) -> SequenceOutput | None:
         self.session.closing.discard(sequence.seq_id)
-        for feature in sequence.features:
-            feature.leave(self.num_steps)
+        self.session.release_features(sequence)
         if sequence.status is SequenceStatus.FINISHED:
             return None
         self._forget(sequence)
@@ -285,7 +280,7 @@ class Scheduler:
         if step is None or not (step.has_entries or of_lane.to_close or of_lane.dead_rows):
             return None
         plan = StepPlan(
-            self._next_step_id,
+            session.last_step_id + 1,
             step.all_entries(),
             (*of_lane.to_close, *of_lane.dead_rows),
             session.take_sampled(),
@@ -296,16 +291,14 @@ class Scheduler:
             evicts_blocks=step.evicts_blocks,
             extra_rows=tuple(step.extra_rows),
         )
-        self._residency.last_step_id = self._next_step_id
-        self._next_step_id += 1
         return session.publish(plan, step.decodes, step.planned)
 
     def plan_openings(self) -> StepPlan | None:
         """The openings of the next step alone, which are sent ahead of it; None: there are none that have an answer."""
-        if all([each.starts_empty for each in self.session.to_open]):
+        session = self.session
+        if all([each.starts_empty for each in session.to_open]):
             return None
-        new_sequences = self.session.take_openings()
-        return StepPlan(self._next_step_id, new_sequences=new_sequences) if new_sequences else None
+        return StepPlan(session.last_step_id + 1, new_sequences=session.take_openings())
 
     def accepted(self, answer: PlanAccepted) -> list[SequenceOutput]:
         """Handles the attention worker's answer to a plan: freed blocks, and sequences that could not take part."""
@@ -512,12 +505,11 @@ class Scheduler:
             session.closing.discard(opening.sequence.seq_id)
             session.release_reservation(opening.sequence)
             session.close_rest(opening.sequence, cache_id)
-            for feature in opening.sequence.features:
-                feature.leave(self.num_steps)
+            session.release_features(opening.sequence)
         session.to_open = [each for each in session.to_open if each.cache_id != cache_id]
         for sequence in [each for each in session.running if cache_id in each.cache_ids]:
             lost.append(sequence)
-            self._residency.leave(sequence)
+            session.leave(sequence)
         if not is_crash:
             self._placement.expect_less(session.ledgers[cache_id].num_blocks)
         session.remove_cache(cache_id)
@@ -537,7 +529,7 @@ class Scheduler:
                     outputs.append(SequenceOutput.failed(sequence, RequestAborted(what)))
                     continue
                 sequence.num_crashes += 1
-            self._residency.wait(sequence)
+            session.wait(sequence)
             self._suspects.add(sequence)
         return outputs + self._refuse_too_large()
 
@@ -560,13 +552,9 @@ class Scheduler:
     def _begin_parts(self) -> None:
         """Makes the parts that work for one session."""
         session, limits = self.session, self.limits
-        self._residency = Residency(session, self._waiting)
-        self._residency.last_step_id = self.num_steps
-        self._admission = Admission(
-            session, self._waiting, limits, self._forks, self._residency, self._placement
-        )
-        self._moves = Moves(session, self._admission, self._residency)
-        parts = (session, self._waiting, limits, self._drafting, self._forks, self._residency)
+        self._admission = Admission(session, limits, self._forks, self._placement)
+        self._moves = Moves(session, self._admission)
+        parts = (session, limits, self._drafting, self._forks)
         self._planners = [StepPlanner(*parts, lane) for lane in range(len(session.lanes))]
         self._has_rows = session.sliding_window.window is None
 
@@ -588,7 +576,7 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.RUNNING:
-            self._residency.leave(sequence)
+            self.session.leave(sequence)
         elif sequence.status is SequenceStatus.WAITING:
             self._waiting.remove(sequence)
             if sequence.seq_id in self.session.orphaned_blocks:

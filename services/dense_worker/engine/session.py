@@ -18,8 +18,8 @@ from services.dense_worker.engine.attachment import AttachedCache, Attachment
 from services.dense_worker.engine.block_ledger import BlockLedger
 from services.dense_worker.engine.decode_rows import DecodeRows, Decodes
 from services.dense_worker.engine.lane_dealer import LaneDealer
-from services.dense_worker.engine.sequence import Sequence
-from services.dense_worker.engine.waiting_queue import insert, remove
+from services.dense_worker.engine.sequence import Sequence, SequenceStatus
+from services.dense_worker.engine.waiting_queue import WaitingQueue, insert, remove
 from services.step import NO_TOKENS, NewSequence, PlanAccepted, StepPlan, TokenColumns
 
 if TYPE_CHECKING:  # these need torch; the scheduler must not
@@ -118,10 +118,19 @@ NO_ATTACHMENT = Attachment(
 
 
 class Session:
-    """Owned by the engine thread. The scheduler keeps its state of this attachment here."""
+    """Owned by the engine thread. The scheduler and its parts keep their state of this attachment here.
 
-    def __init__(self, attachment: Attachment) -> None:
+    Whoever decides that a sequence has to go, scheduler, admission, moves or planner, says so here.
+    """
+
+    def __init__(
+        self, attachment: Attachment, waiting: WaitingQueue, last_step_id: int = 0, num_preemptions: int = 0
+    ) -> None:
+        """`waiting`: the scheduler's; `last_step_id`, `num_preemptions`: those of the session before"""
         self.attachment = attachment
+        self.waiting = waiting
+        self.last_step_id = last_step_id  # of the newest plan, which may still run what leaves now
+        self.num_preemptions = num_preemptions  # in total
         # Whether no KV cache had anything when they were attached.
         self.has_new_caches = all(each.is_empty for each in attachment.caches)
         self.sliding_window = SlidingWindow(attachment.block_size, attachment.window, attachment.num_sink_tokens)
@@ -266,8 +275,18 @@ class Session:
         self.last_step_s = step.end_s - step.begin_s
         self.last_plan = step.published.plan
 
-    def add(self, sequence: Sequence) -> None:
-        """A sequence runs from now on."""
+    def wait(self, sequence: Sequence) -> None:
+        """A sequence waits, for the first time or again."""
+        missing = [each.resource for each in sequence.features if not each.is_ready]
+        self.waiting.push(sequence, missing)
+        if sequence.policy is not None:
+            sequence.policy.leave_cache()
+            held = self.orphaned_blocks.keys() - {sequence.seq_id}  # rows from before the attachment
+            self.close_orphaned(held & set(sequence.policy.seq_ids))
+
+    def enter(self, sequence: Sequence) -> None:
+        """A sequence is in the KV cache, or will be forked into it: steps may run it from now on."""
+        sequence.status = SequenceStatus.RUNNING
         self.request_ids[sequence.seq_id] = sequence.spec.request_id
         self.dealer.enter(sequence)
         self.prefixes.note(sequence)
@@ -277,8 +296,8 @@ class Session:
         if sequence not in self.to_fork:
             self._count_rows(sequence, 1)
 
-    def remove(self, sequence: Sequence) -> None:
-        """A running sequence runs no more."""
+    def leave(self, sequence: Sequence) -> None:
+        """A running sequence runs no more: the next plan closes it."""
         if sequence.slot is not None:
             self.leave_row(sequence)
         self.dealer.leave(sequence)
@@ -288,6 +307,15 @@ class Session:
         self.num_running_rows -= sequence.num_rows
         if sequence not in self.to_fork:
             self._count_rows(sequence, -1)
+        self.close(sequence)
+
+    def preempt(self, victim: Sequence) -> None:
+        """A running sequence gives up its blocks, and waits again."""
+        for step in self.in_flight:
+            step.published.left.setdefault(victim, victim.cache_ids)
+        self.leave(victim)
+        self.wait(victim)
+        self.num_preemptions += 1
 
     def enter_cache(self, sequence: Sequence) -> None:
         """The next plan forks a sequence of `to_fork`."""
@@ -337,6 +365,7 @@ class Session:
         lane = self.lanes[plan.lane]
         frees_blocks = plan.evicts_blocks or bool(lane.to_close)
         published = PublishedPlan(plan, decodes, tuple(entries), bool(lane.dead_rows), frees_blocks)
+        self.last_step_id = plan.step_id
         self.published[plan.step_id] = published
         self.num_freeing_plans += published.frees_blocks
         self.num_burying_plans += published.closes_rows
@@ -403,7 +432,7 @@ class Session:
         sequence.num_reserved_blocks = 0
 
     def close(self, sequence: Sequence) -> None:
-        """A running sequence leaves the cache with the next plan of its lane, and so do all its rows."""
+        """A sequence that no step runs any more leaves the cache with the next plan of its lane, with all its rows."""
         self.release_reservation(sequence)
         self.to_fork.pop(sequence, None)
         sequence.leave_cache()
@@ -411,6 +440,12 @@ class Session:
         # One that no plan has opened is unknown to its cache, which does not mind, and known to the runner.
         self.to_open = [each for each in self.to_open if each.seq_id != sequence.seq_id or not each.starts_empty]
         self._close_ids({sequence.seq_id, *sequence.open_seq_ids}, sequence.lane)
+        self.release_features(sequence)
+
+    def release_features(self, sequence: Sequence) -> None:
+        """A sequence needs no resources of its features any more, or only for plans that have been published."""
+        for feature in sequence.features:
+            feature.leave(self.last_step_id)
 
     def close_rest(self, sequence: Sequence, lost_cache_id: int) -> None:
         """A sequence was being opened when one of its KV caches was lost: it leaves the others with the next plan."""
@@ -433,6 +468,12 @@ class Session:
         for seq_id in seq_ids:
             del self.orphaned_blocks[seq_id]
         self._close_ids(seq_ids, lane=0)
+
+    def drop_orphaned_blocks(self) -> None:
+        """Gives up the blocks that the last waiting sequence holds from before; it will be computed again."""
+        waiting = {each.seq_id: each for each in self.waiting if each.seq_id in self.orphaned_blocks}
+        if waiting:
+            self.close_orphaned([max(waiting, key=lambda seq_id: waiting[seq_id].order)])
 
 
 class SeenPrefixes:

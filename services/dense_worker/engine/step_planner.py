@@ -18,10 +18,8 @@ from services.dense_worker.engine.fairness.step_shares import (
 from services.dense_worker.engine.fairness.victims import choose_victim_of_shortage, put_largest_last
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.plan_builder import PlanBuilder
-from services.dense_worker.engine.residency import Residency
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import Session
-from services.dense_worker.engine.waiting_queue import WaitingQueue
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.fork_policy import ForkPolicy
 from services.dense_worker.features.row_policy import RowPolicy
@@ -49,20 +47,17 @@ class StepPlanner:
     def __init__(
         self,
         session: Session,
-        waiting: WaitingQueue,
         limits: SchedulerLimits,
         drafting: Drafting,
         forks: ForkPolicy,
-        residency: Residency,
-        lane: int = 0,
+        lane: int,
     ) -> None:
         self._session = session
         self._lane = lane
-        self._waiting = waiting
+        self._waiting = session.waiting
         self._limits = limits
         self._drafting = drafting
         self._forks = forks
-        self._residency = residency
         self._host_turns = HostTurns()
         self._pace = PromptPace() if limits.measures_steps else None
         self._has_given_way = False  # whether the last step was only for newcomers
@@ -202,7 +197,7 @@ class StepPlanner:
             decodes = self._plan_decode_rows(step, rows, decodes, is_shared=is_shared)
         if session.to_fork and may_fork:
             for sequence in self._forks.plan(step, session):
-                self._residency.preempt(sequence)
+                self._session.preempt(sequence)
         if is_shared and decodes and min(each.num_available_blocks for each in session.ledgers.values()) < len(decodes):
             decodes = put_largest_last(decodes)
         for sequence in decodes:
@@ -327,9 +322,9 @@ class StepPlanner:
         beside = [each for each in self._session.running if sequence.cache_id in each.cache_ids]
         victim = choose_victim_of_shortage(beside, step.scheduled())
         if victim is not None:
-            self._residency.preempt(victim)
+            self._session.preempt(victim)
         elif not step.scheduled():  # otherwise the scheduled sequences advance
-            self._residency.drop_orphaned_blocks()
+            self._session.drop_orphaned_blocks()
 
 
 def fill_tiles(num_rows: int, num_wanted: int) -> int:

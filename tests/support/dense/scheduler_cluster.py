@@ -15,7 +15,7 @@ from services.dense_worker.engine.attachment import AttachedCache, Attachment
 from services.dense_worker.engine.limits import Policy, SchedulerLimits
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput, SequenceStatus
-from services.dense_worker.engine.session import PublishedPlan, Session
+from services.dense_worker.engine.session import PublishedPlan
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.fork_policy import ForkPolicy
 from services.dense_worker.runner.step_hook import FollowUp
@@ -54,11 +54,11 @@ def make_sequence(seq_id: int, prompt_len: int, max_tokens: int, *, can_stop: bo
     )
 
 
-def new_session(cache: KVCache, *, is_empty: bool = False) -> Session:
+def new_attachment(cache: KVCache, *, is_empty: bool = False) -> Attachment:
     """A new attachment to this cache, which says whether it is empty."""
     attached = AttachedCache(0, cache.num_blocks, cache.num_free_blocks, cache.orphaned_blocks, is_empty=is_empty)
     kept = cache.sliding_window.window, cache.sliding_window.num_sink_tokens, cache.uncounted_window
-    return Session(Attachment(1, 1, {}, cache.block_size, (attached,), cache.max_model_len, *kept))
+    return Attachment(1, 1, {}, cache.block_size, (attached,), cache.max_model_len, *kept)
 
 
 def sample(plan: StepPlan) -> StepResult:
@@ -99,7 +99,7 @@ class Cluster:
             max_num_seqs, max_num_batched_tokens, max_model_len, max_num_waiting, policy, **limits
         )
         self.scheduler = Scheduler(self.limits, drafting, forks=forks)
-        self.scheduler.begin(new_session(self.cache))
+        self.scheduler.begin(new_attachment(self.cache))
         self.in_flight: PublishedPlan | None = None
         self.follow_up: FollowUp | None = None  # what the plan in flight was asked for
         self.plans: list[StepPlan] = []
@@ -131,7 +131,7 @@ class Cluster:
         """The stream broke: the plan in flight is lost, and the attention worker keeps its sequences."""
         self.in_flight = None
         self._opening.clear()
-        self.scheduler.begin(new_session(self.cache))
+        self.scheduler.begin(new_attachment(self.cache))
         self.scheduler.close_orphans()  # sequences whose closing was lost with the plan
 
     def answer_opens(self) -> None:

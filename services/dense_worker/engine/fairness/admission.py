@@ -9,10 +9,8 @@ from services.dense_worker.engine.block_ledger import BlockLedger
 from services.dense_worker.engine.fairness.victims import Need, choose_victims
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.placement import Placement
-from services.dense_worker.engine.residency import Residency
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import Session
-from services.dense_worker.engine.waiting_queue import WaitingQueue
 from services.dense_worker.features.fork_policy import ForkPolicy
 
 
@@ -26,20 +24,11 @@ class Lack(NamedTuple):
 class Admission:
     """Of one attachment."""
 
-    def __init__(
-        self,
-        session: Session,
-        waiting: WaitingQueue,
-        limits: SchedulerLimits,
-        forks: ForkPolicy,
-        residency: Residency,
-        placement: Placement,
-    ) -> None:
+    def __init__(self, session: Session, limits: SchedulerLimits, forks: ForkPolicy, placement: Placement) -> None:
         self._session = session
-        self._waiting = waiting
+        self._waiting = session.waiting
         self._limits = limits
         self._forks = forks
-        self._residency = residency
         self._placement = placement
         self._is_guaranteed = limits.policy == "guaranteed_no_evict"  # a sequence needs all blocks at once
         self._entitled: Sequence | None = None  # goes next, because others give up blocks for it
@@ -227,7 +216,7 @@ class Admission:
             self._session, self._ready_heads(), self._need_of, self._num_places, self._tried
         )
         for victim in victims:
-            self._residency.preempt(victim)
+            self._session.preempt(victim)
         return self._entitled if self._entitled is not None and self._has_room(self._entitled) else None
 
     def _need_of(self, sequence: Sequence) -> Need:

@@ -107,7 +107,7 @@ def choose_victims(
         cache_ids = (roomiest,) if home is None else home
         num_missing = num_blocks - sum(num_in_caches.get(each, 0) for each in cache_ids)
         if num_missing_places <= 0:
-            blocks = blocks or Holdings([*session.running, *opening], orphaned_blocks)
+            blocks = blocks or Holdings([*session.running, *opening], held_blocks)
             if not blocks.may_be_poor(newcomer, num_blocks):
                 continue
         if num_missing_places <= 0 and num_missing <= 0:
@@ -150,7 +150,7 @@ def _victims_of(
     Blocks are of use in these KV caches only.
     """
     holders = [*session.running, *(opening.sequence for opening in session.openings.values())]
-    places, blocks = Holdings(holders, held_places), Holdings(holders, orphaned_blocks)
+    places, blocks = Holdings(holders, held_places), Holdings(holders, held_blocks)
     candidates = [each for each in reversed(session.running[1:]) if each.spec.priority >= newcomer.spec.priority]
     if num_missing > 0:
         candidates = [each for each in candidates if not set(cache_ids).isdisjoint(each.cache_ids)]
@@ -175,7 +175,7 @@ def put_largest_last(sequences: SequenceOf[Sequence]) -> list[Sequence]:
 
     The very first one stays the first, so that it always advances.
     """
-    blocks = Holdings(sequences, orphaned_blocks)
+    blocks = Holdings(sequences, held_blocks)
     return [*sequences[:1], *sorted(sequences[1:], key=blocks.of)]
 
 
@@ -184,7 +184,7 @@ def choose_victim_of_shortage(running: SequenceOf[Sequence], scheduled: Collecti
 
     `scheduled`: seq_ids that are part of the step already. The very first sequence never gives way.
     """
-    holdings = Holdings(running, orphaned_blocks)
+    holdings = Holdings(running, held_blocks)
     candidates = [each for each in reversed(running[1:]) if each.seq_id not in scheduled]
     return max(candidates, key=holdings.of, default=None)
 
@@ -194,6 +194,6 @@ def held_places(sequence: Sequence) -> int:
     return sequence.num_rows
 
 
-def orphaned_blocks(sequence: Sequence) -> int:
+def held_blocks(sequence: Sequence) -> int:
     """Blocks that a sequence has or that are promised to it."""
     return sequence.num_blocks + sequence.num_reserved_blocks

@@ -63,7 +63,7 @@ class Workers:
         self.scheduler = Scheduler(limits, forks=ParallelAnswers(), placement=placement or SpreadPlacement())
         caches = tuple(AttachedCache(each, num_blocks, num_blocks, {}) for each in range(num_workers))
         attachment = Attachment(1, 1, {}, BLOCK_SIZE, caches, MAX_MODEL_LEN)
-        self.scheduler.begin(Session(attachment))
+        self.scheduler.begin(attachment)
         self.splitter = PlanSplitter({})
         self.in_flight: tuple[PublishedPlan, SplitPlan] | None = None
         self.outputs: list[SequenceOutput] = []
@@ -248,7 +248,7 @@ def test_what_an_earlier_dense_worker_left_is_closed_in_every_cache_even_if_it_h
     scheduler = Scheduler(SchedulerLimits(6, 16, MAX_MODEL_LEN, 1000, "guaranteed_no_evict"))
     left = ({1: 0, 2: 3}, {3: 0, 4: 2})
     caches = tuple(AttachedCache(index, NUM_BLOCKS, NUM_BLOCKS, each) for index, each in enumerate(left))
-    scheduler.begin(Session(Attachment(1, 1, {}, BLOCK_SIZE, caches, MAX_MODEL_LEN)))
+    scheduler.begin(Attachment(1, 1, {}, BLOCK_SIZE, caches, MAX_MODEL_LEN))
     session = scheduler.session
     assert {each: session.orphan_caches[each] for each in session.orphaned_blocks} == {1: 0, 2: 0, 3: 1, 4: 1}
     scheduler.close_orphans()
@@ -301,7 +301,7 @@ def test_others_do_not_wait_behind_a_sequence_whose_larger_cache_is_missing() ->
     large, small = make_sequence(1, 10 * BLOCK_SIZE, 8), make_sequence(2, 6, 4)
     workers.scheduler.add(large)
     caches = (AttachedCache(0, 8, 8, {}), AttachedCache(1, 8, 8, {}))
-    workers.scheduler.begin(Session(Attachment(1, 2, {}, BLOCK_SIZE, caches, MAX_MODEL_LEN)))
+    workers.scheduler.begin(Attachment(1, 2, {}, BLOCK_SIZE, caches, MAX_MODEL_LEN))
     workers.caches = {0: new_cache(8), 1: new_cache(8)}
     ask(small, client=1)
     workers.scheduler.add(small)
@@ -503,7 +503,7 @@ def test_an_answer_that_does_not_fit_beside_its_first_one_is_opened_in_another_c
         placement=SpreadPlacement(),
     )
     caches = (AttachedCache(0, 10, 10, {}), AttachedCache(1, 10, 10, {}))
-    scheduler.begin(Session(Attachment(1, 1, {}, BLOCK_SIZE, caches, MAX_MODEL_LEN)))
+    scheduler.begin(Attachment(1, 1, {}, BLOCK_SIZE, caches, MAX_MODEL_LEN))
     answers = [make_sequence(seq_id, 17, 16) for seq_id in (1, 2)]  # 8 blocks each, 4 of them could be shared
     for sequence in answers:
         sequence.group_id = 1
@@ -520,7 +520,7 @@ def test_a_client_takes_blocks_where_its_sequence_has_its_own() -> None:
     limits = SchedulerLimits(8, 64, MAX_MODEL_LEN, 1000, "guaranteed_no_evict")
     scheduler = Scheduler(limits, placement=InTurn())
     caches = (AttachedCache(0, 30, 30, {}), AttachedCache(1, 30, 27, {9: 3}))
-    scheduler.begin(Session(Attachment(1, 1, {}, BLOCK_SIZE, caches, MAX_MODEL_LEN)))
+    scheduler.begin(Attachment(1, 1, {}, BLOCK_SIZE, caches, MAX_MODEL_LEN))
     for seq_id, num_tokens in ((2, 52), (3, 8), (4, 56)):  # 13 and 14 blocks in the second cache, which are all it has
         scheduler.add(make_sequence(seq_id, num_tokens - 3, 4))
     opened = scheduler.next_to_open()

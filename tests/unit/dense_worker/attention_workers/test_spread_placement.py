@@ -5,16 +5,19 @@ from __future__ import annotations
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.attention_workers.spread_placement import CHUNK_TOKENS, SpreadPlacement
 from services.dense_worker.engine.attachment import AttachedCache, Attachment
+from services.dense_worker.engine.limits import SchedulerLimits
+from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import Session
 from tests.support.dense.sequences import new_sequence
 
+LIMITS = SchedulerLimits(8, 512, 1600, 8, "max_utilization")
 SHARED = list(range(3 * CHUNK_TOKENS))
 
 
 def make_session(*num_free: int, num_blocks: int = 100) -> Session:
     caches = tuple(AttachedCache(index, num_blocks, free, {}) for index, free in enumerate(num_free))
-    return Session(Attachment(1, 1, {}, 16, caches, 1600))
+    return Scheduler(LIMITS).begin(Attachment(1, 1, {}, 16, caches, 1600))
 
 
 def make(seq_id: int, prompt: list[int]) -> Sequence:

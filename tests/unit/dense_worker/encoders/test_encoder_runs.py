@@ -20,7 +20,7 @@ from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.session import InFlight
 from services.dense_worker.engine.waiting_queue import WaitingQueue
 from services.dense_worker.features.feature import Feature
-from tests.support.dense.scheduler_cluster import Cluster, expected_output, make_sequence, new_session
+from tests.support.dense.scheduler_cluster import Cluster, expected_output, make_sequence, new_attachment
 from tests.support.examples import examples
 
 ROW_BYTES = 8  # of an output: a row of two float32
@@ -101,7 +101,7 @@ class EncoderCluster(Cluster):
         self.runs = EncoderRuns("pictures", self.encoder, max_rows, max_rows_kept * ROW_BYTES, max_runs=2)
         self.runs.start(lambda event: self.outputs.extend(self.scheduler.handle(event)))
         self.scheduler = Scheduler(self.limits, features=[EncodedFeature(self.runs)])
-        self.scheduler.begin(new_session(self.cache))
+        self.scheduler.begin(new_attachment(self.cache))
         self.sequences: dict[int, Sequence] = {}
 
     def add(

@@ -15,7 +15,7 @@ from services.dense_worker.engine.decode_rows import DecodeRows
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import Sequence
 from services.step import StepPlan
-from tests.support.dense.scheduler_cluster import STOP_TOKEN, expected_output, make_sequence, new_session
+from tests.support.dense.scheduler_cluster import STOP_TOKEN, expected_output, make_sequence, new_attachment
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
 from tests.unit.dense_worker.engine.fairness.test_fair_scheduler import SharedCluster
@@ -117,7 +117,7 @@ def test_rows_get_the_steps_of_single_sequences(
             if len(cluster.steps) == attaches_again_in:
                 cluster.in_flight = None
                 cluster._opening.clear()
-                cluster.scheduler.begin(new_session(cluster.cache))
+                cluster.scheduler.begin(new_attachment(cluster.cache))
                 cluster.scheduler.close_orphans()
         cluster.run_until_idle()
     by_rows, one_by_one = clusters

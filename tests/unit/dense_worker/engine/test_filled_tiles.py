@@ -12,7 +12,7 @@ from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.step_planner import TILE_ROWS
 from services.step import StepPlan
-from tests.support.dense.scheduler_cluster import Cluster, expected_output, make_sequence, new_session
+from tests.support.dense.scheduler_cluster import Cluster, expected_output, make_sequence, new_attachment
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
 from tests.unit.dense_worker.engine.test_prompt_pace import TimedCluster, num_prompt_tokens
@@ -29,7 +29,7 @@ class LargeCluster(Cluster):
             num_blocks=90 * num_seqs, max_num_seqs=num_seqs, max_num_batched_tokens=BUDGET, max_model_len=800, **options
         )
         self.scheduler = Scheduler(self.limits)
-        self.scheduler.begin(new_session(self.cache))
+        self.scheduler.begin(new_attachment(self.cache))
         self.sequences = [self.add(seq_id, 3, 60) for seq_id in range(1, num_streams + 1)]
         while not all(each.output_token_ids for each in self.sequences):
             self.step()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
-from services.dense_worker.engine.session import PublishedPlan, Session
+from services.dense_worker.engine.session import PublishedPlan
 from services.step import PlanAccepted, StepPlan
 from tests.support.dense.scheduler_cluster import (
     WINDOWS,
@@ -18,7 +18,7 @@ from tests.support.dense.scheduler_cluster import (
     check_outputs,
     expected_output,
     make_sequence,
-    new_session,
+    new_attachment,
     requests,
     run_arrivals,
 )
@@ -40,9 +40,9 @@ class LaneCluster(Cluster):
         self.use_lanes()
 
     def use_lanes(self) -> None:
-        attachment = new_session(self.cache).attachment
+        attachment = new_attachment(self.cache)
         channels: Any = dict.fromkeys(range(NUM_LANES))
-        self.scheduler.begin(Session(dataclasses.replace(attachment, channels=channels)))
+        self.scheduler.begin(dataclasses.replace(attachment, channels=channels))
 
     def step(self, *, answer_opens: bool = True) -> None:
         scheduler, session = self.scheduler, self.scheduler.session

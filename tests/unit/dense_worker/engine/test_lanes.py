@@ -14,8 +14,9 @@ from services.dense_worker.engine.attachment import AttachedCache, Attachment
 from services.dense_worker.engine.decode_rows import DecodeRows
 from services.dense_worker.engine.engine import Engine, progress_of
 from services.dense_worker.engine.observer import EngineCounts
+from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import FinishReason
-from services.dense_worker.engine.session import NO_ATTACHMENT, InFlight, PublishedPlan, Session
+from services.dense_worker.engine.session import NO_ATTACHMENT, InFlight, PublishedPlan
 from services.dense_worker.engine.step_report import StepReport
 from services.rpc.watchdog import Progress
 from services.step import PlanEntry, StepPlan
@@ -126,7 +127,7 @@ def test_progress_comes_from_the_channel_of_the_oldest_steps_lane() -> None:
         0: SimpleNamespace(num_waits=9, is_waiting=False),
         1: SimpleNamespace(num_waits=14, is_waiting=True),
     }
-    session = Session(dataclasses.replace(NO_ATTACHMENT, attachment_id=7, channels=channels))
+    session = Scheduler(LIMITS).begin(dataclasses.replace(NO_ATTACHMENT, attachment_id=7, channels=channels))
     session.request_ids[5] = "named"
     counts = EngineCounts(0, 0, 1, num_steps=31, num_preemptions=0, is_attached=True)
 

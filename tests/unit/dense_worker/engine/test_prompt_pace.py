@@ -15,7 +15,7 @@ from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import InFlight, PublishedPlan
 from services.dense_worker.engine.step_planner import FIRST_PROMPT_TOKENS, MAX_STEP_S, MIN_PROMPT_TOKENS
 from services.step import StepPlan
-from tests.support.dense.scheduler_cluster import Cluster, expected_output, make_sequence, new_session
+from tests.support.dense.scheduler_cluster import Cluster, expected_output, make_sequence, new_attachment
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
 
@@ -32,7 +32,7 @@ class TimedCluster(Cluster):
             self.limits.max_num_seqs, BUDGET, 2100, 1000, "guaranteed_no_evict", measures_steps=measures_steps
         )
         self.scheduler = Scheduler(self.limits)
-        self.scheduler.begin(new_session(self.cache))
+        self.scheduler.begin(new_attachment(self.cache))
         self.durations: list[float] = []
         self._time_of, self._now_s = time_of, 1000.0
 

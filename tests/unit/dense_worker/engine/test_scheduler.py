@@ -20,7 +20,7 @@ from tests.support.dense.scheduler_cluster import (
     check_outputs,
     expected_output,
     make_sequence,
-    new_session,
+    new_attachment,
     next_token,
     requests,
     run_arrivals,
@@ -158,7 +158,7 @@ def test_blocks_with_other_tokens_are_released_and_their_prefix_is_found_again()
     cluster.cache.plan_step(make_plan([(1, 20, 0)]))
     cluster.cache.commit_step()
     sequence.output_token_ids = expected_output(sequence)[:2]
-    cluster.scheduler.begin(new_session(cluster.cache))
+    cluster.scheduler.begin(new_attachment(cluster.cache))
     cluster.scheduler.add(sequence)
     cluster.run_until_idle()
     assert sequence.output_token_ids == expected_output(sequence)
@@ -180,7 +180,7 @@ def test_unclaimed_sequences_of_a_dead_worker_are_closed() -> None:
     open_sequence(cluster.cache, 99, [1, 2, 3, 4, 5], 5)
     cluster.cache.plan_step(make_plan([(99, 5, 0)]))
     cluster.cache.commit_step()
-    cluster.scheduler.begin(new_session(cluster.cache))
+    cluster.scheduler.begin(new_attachment(cluster.cache))
     cluster.scheduler.close_orphans()
     cluster.run_until_idle()
 

@@ -20,7 +20,7 @@ from tests.support.dense.scheduler_cluster import (
     MAX_MODEL_LEN,
     expected_output,
     make_sequence,
-    new_session,
+    new_attachment,
     sample,
 )
 from tests.support.examples import examples
@@ -38,7 +38,7 @@ class Cluster:
         self.cache = build_cache(num_blocks, BLOCK_SIZE, MAX_MODEL_LEN)
         limits = SchedulerLimits(max_num_seqs, budget, MAX_MODEL_LEN, 1000, policy)
         self.scheduler = Scheduler(limits)
-        self.scheduler.begin(new_session(self.cache, is_empty=is_known_empty))
+        self.scheduler.begin(new_attachment(self.cache, is_empty=is_known_empty))
         self.to_cancel: list[int] = []
         self._random = random
         self._in_flight: PublishedPlan | None = None

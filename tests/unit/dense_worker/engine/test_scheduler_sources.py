@@ -25,7 +25,7 @@ from services.dense_worker.engine.limits import Policy, SchedulerLimits
 from services.dense_worker.engine.placement import Placement
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence
-from services.dense_worker.engine.session import PublishedPlan, Session
+from services.dense_worker.engine.session import PublishedPlan
 from services.dense_worker.engine.waiting_queue import WaitingQueue
 from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.source.alignment import Alignment
@@ -38,7 +38,7 @@ from tests.support.dense.scheduler_cluster import (
     Cluster,
     expected_output,
     make_sequence,
-    new_session,
+    new_attachment,
 )
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
@@ -106,10 +106,10 @@ class SourceCluster(Cluster):
         super().__init__(policy, num_blocks, max_num_seqs, budget)
         slots = SourceSlots(max_num_seqs, MAX_SOURCE_LEN)
         self.cache = build_cache(num_blocks, BLOCK_SIZE, MAX_MODEL_LEN, sources=slots)
-        attachment = replace(new_session(self.cache).attachment, max_num_sequences=max_num_seqs)
+        attachment = replace(new_attachment(self.cache), max_num_sequences=max_num_seqs)
         self.runs = new_runs(encoder)
         self.scheduler = new_scheduler(self.limits, self.runs)
-        self.scheduler.begin(Session(attachment))
+        self.scheduler.begin(attachment)
         self._steps = deque[PlannedStep]()
 
     def answer_opens(self) -> None:
@@ -222,7 +222,7 @@ def test_no_plan_has_an_entry_without_tokens_or_is_longer_than_its_budget(
 def test_a_long_sound_leaves_no_tokens_to_others_in_its_step(sources: tuple[int, int], in_cache: tuple[int]) -> None:
     reading = Reading()
     scheduler = new_scheduler(SchedulerLimits(8, 512, 448, 1000, "guaranteed_no_evict"), reading.runs)
-    scheduler.begin(Session(Attachment(1, 1, {}, 16, (AttachedCache(0, 200, 200, {}),), 448, max_num_sequences=8)))
+    scheduler.begin(Attachment(1, 1, {}, 16, (AttachedCache(0, 200, 200, {}),), 448, max_num_sequences=8))
     for seq_id, source in enumerate(sources, start=1):
         scheduler.add(reader(reading, seq_id, 4, 10, source, 1500))
     for sequence in scheduler.next_to_open():
@@ -244,7 +244,7 @@ def test_a_plan_names_each_output_a_fixed_number_of_times(monkeypatch: pytest.Mo
 
     reading = Reading()
     scheduler = new_scheduler(SchedulerLimits(60, 512, 448, 1000, "guaranteed_no_evict"), reading.runs)
-    scheduler.begin(Session(Attachment(1, 1, {}, 16, (AttachedCache(0, 200, 200, {}),), 448, max_num_sequences=60)))
+    scheduler.begin(Attachment(1, 1, {}, 16, (AttachedCache(0, 200, 200, {}),), 448, max_num_sequences=60))
     for seq_id in range(1, 61):
         scheduler.add(reader(reading, seq_id, 1, 10, seq_id, 1500))
     for sequence in scheduler.next_to_open():  # the cache has every other output
@@ -257,7 +257,7 @@ def test_a_plan_names_each_output_a_fixed_number_of_times(monkeypatch: pytest.Mo
 def test_an_output_stays_in_the_cache_for_those_that_count_on_it_in_a_plan() -> None:
     reading = Reading()
     scheduler = new_scheduler(SchedulerLimits(3, 8, 448, 1000, "max_utilization"), reading.runs)
-    scheduler.begin(Session(Attachment(1, 1, {}, 4, (AttachedCache(0, 100, 100, {}),), 448, max_num_sequences=3)))
+    scheduler.begin(Attachment(1, 1, {}, 4, (AttachedCache(0, 100, 100, {}),), 448, max_num_sequences=3))
     writer, heir = reader(reading, 1, 20, 2, 1, 4), reader(reading, 3, 2, 2, 1, 4, priority=-2)
     other = reader(reading, 2, 4, 2, 2, 2, priority=-1)
     open_in(scheduler, writer)
@@ -279,7 +279,7 @@ def test_each_cache_gets_an_output_of_its_own() -> None:
     scheduler = new_scheduler(SchedulerLimits(8, 64, 448, 1000, "guaranteed_no_evict"), reading.runs, SpreadPlacement())
     caches = tuple(AttachedCache(each, 100, 100, {}) for each in range(2))
     attached = Attachment(1, 1, {}, 16, caches, 448, max_num_sequences=8)
-    scheduler.begin(Session(attached))
+    scheduler.begin(attached)
     sequences = [reader(reading, seq_id, 2, 10, 1, 8) for seq_id in (1, 2)]
     for sequence in sequences:
         open_in(scheduler, sequence)
@@ -293,7 +293,7 @@ def test_a_sequence_with_an_alignment_has_the_output_in_its_first_step(is_writte
     """Though the cache has it, or another sequence of the same step writes it."""
     reading = Reading()
     scheduler = new_scheduler(SchedulerLimits(8, 64, 448, 1000, "guaranteed_no_evict"), reading.runs)
-    scheduler.begin(Session(Attachment(1, 1, {}, 16, (AttachedCache(0, 100, 100, {}),), 448, max_num_sequences=8)))
+    scheduler.begin(Attachment(1, 1, {}, 16, (AttachedCache(0, 100, 100, {}),), 448, max_num_sequences=8))
     request = source_pb2.Alignment(num_rows=8, heads=[source_pb2.AlignmentHead()], filter_width=7)
     alignment = Alignment(request, 2, {1: LayerHeads(1, 1, 8, is_cross=True)}, None)
     first = reader(reading, 1, 2, 10, 1, 8)
@@ -335,7 +335,7 @@ def test_preempted_sequences_take_the_output_that_the_cache_still_has() -> None:
         cluster.step()
     assert sequence.output_token_ids and not sequence.features[0].pin, "what the cache has is not kept here as well"
     cluster.runs._outputs.clear()
-    cluster.scheduler._residency.preempt(sequence)
+    cluster.scheduler.session.preempt(sequence)
     for _ in range(6):
         cluster.step()
     assert len(cluster.runs._encoder.computed) == 1
@@ -343,7 +343,7 @@ def test_preempted_sequences_take_the_output_that_the_cache_still_has() -> None:
     cluster.in_flight = None
     cluster._steps.clear()
     cluster.cache = build_cache(40, BLOCK_SIZE, MAX_MODEL_LEN, sources=slots)
-    cluster.scheduler.begin(Session(replace(new_session(cluster.cache).attachment, max_num_sequences=2)))
+    cluster.scheduler.begin(replace(new_attachment(cluster.cache), max_num_sequences=2))
     cluster.run_until_idle()
     assert sequence.output_token_ids == expected_output(sequence)
     assert len(cluster.runs._encoder.computed) == 2
@@ -363,9 +363,7 @@ def test_a_sequence_is_opened_once_by_an_attention_worker_that_has_nothing(is_kn
     cluster.in_flight = None
     cluster._steps.clear()
     cluster.cache = build_cache(40, BLOCK_SIZE, MAX_MODEL_LEN, sources=SourceSlots(2, MAX_SOURCE_LEN))
-    cluster.scheduler.begin(
-        Session(replace(new_session(cluster.cache, is_empty=is_known).attachment, max_num_sequences=2))
-    )
+    cluster.scheduler.begin(replace(new_attachment(cluster.cache, is_empty=is_known), max_num_sequences=2))
     claimed = reader(reading, 2, 4, 6, 2, 8, has_run=True)
     cluster.scheduler.add(claimed)
     opened, open_in_cache = list[int](), cluster.cache.open_sequence

@@ -12,7 +12,7 @@ from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import SUSPECT_CRASHES, FinishReason, Sequence, SequenceStatus
 from services.dense_worker.engine.session import PublishedPlan, SeenPrefixes
 from services.step import PlanAccepted, SequenceOpened
-from tests.support.dense.scheduler_cluster import BLOCK_SIZE, MAX_MODEL_LEN, new_session, sample
+from tests.support.dense.scheduler_cluster import BLOCK_SIZE, MAX_MODEL_LEN, new_attachment, sample
 from tests.support.dense.sequences import new_sequence
 
 NUM_BLOCKS = 32
@@ -24,7 +24,7 @@ def make(seq_id: int, token_ids: list[int], max_tokens: int = 2, **spec: object)
 
 def started(cache: KVCache, *, is_empty: bool = True) -> Scheduler:
     scheduler = Scheduler(SchedulerLimits(4, 16, MAX_MODEL_LEN, 100, "guaranteed_no_evict"))
-    scheduler.begin(new_session(cache, is_empty=is_empty))
+    scheduler.begin(new_attachment(cache, is_empty=is_empty))
     scheduler.session.num_completed = 1
     return scheduler
 

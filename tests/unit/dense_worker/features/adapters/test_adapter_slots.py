@@ -17,7 +17,7 @@ from services.dense_worker.engine.session import InFlight
 from services.dense_worker.features.adapters.adapter_feature import AdapterFeature, SequenceAdapter
 from services.lora.adapter import Adapter
 from services.pb import dense_pb2
-from tests.support.dense.scheduler_cluster import Cluster, expected_output, make_sequence, new_session
+from tests.support.dense.scheduler_cluster import Cluster, expected_output, make_sequence, new_attachment
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
 
@@ -44,7 +44,7 @@ class AdapterCluster(Cluster):
         self.feature = AdapterFeature(num_slots, self)
         self.feature.start(lambda event: self.outputs.extend(self.scheduler.handle(event)))
         self.scheduler = Scheduler(self.limits, features=[self.feature])
-        self.scheduler.begin(new_session(self.cache))
+        self.scheduler.begin(new_attachment(self.cache))
         self.sequences: dict[int, Sequence] = {}
 
     def add(self, seq_id: int, adapter: Adapter | None, prompt_len: int = 3, max_tokens: int = 4) -> Sequence:

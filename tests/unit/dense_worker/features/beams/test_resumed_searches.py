@@ -18,7 +18,7 @@ from services.dense_worker.features.beams.beam_policy import AnswersReport, Beam
 from services.dense_worker.features.beams.search import BeamSearch, SearchState
 from services.gateway.link.search_record import SearchRecord
 from services.pb import dense_pb2
-from tests.support.dense.scheduler_cluster import make_sequence, new_session
+from tests.support.dense.scheduler_cluster import make_sequence, new_attachment
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
 from tests.unit.dense_worker.features.beams.test_scheduler_beams import (
@@ -58,7 +58,7 @@ class LossyCluster(BeamCluster):
             self.cache = self._new_cluster().cache
         self.tokens.clear()
         self.scheduler = Scheduler(self.limits)
-        self.scheduler.begin(new_session(self.cache))
+        self.scheduler.begin(new_attachment(self.cache))
         beams, ended = self.record.encode()
         self.search = Sequence(self.search.seq_id, self.search.spec)
         message = dense_pb2.BeamProgress(has_run=True, beams=beams, ended=ended)
