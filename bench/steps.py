@@ -42,7 +42,7 @@ from services.dense_worker.engine.attachment import AttachedCache, Attachment
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.sequence import Sequence
-from services.dense_worker.engine.session import InFlight
+from services.dense_worker.engine.session import ScheduledStep
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.drafting.measured_drafting import ForcedDrafting
 from services.dense_worker.features.drafting.step_costs import StepCosts
@@ -138,11 +138,8 @@ class Steps:
 
     def run_step(self) -> bool:
         """Plans a step and ends the one before; returns whether every sequence has a token of that."""
-        published = self.timed("schedule", self.schedule)
-        plan = published.plan
-        step = InFlight(published, None, time.monotonic())  # type: ignore[arg-type]
-        step.running = RunningStep()
-        self.session.in_flight += (step,)
+        step = self.timed("schedule", self.schedule)
+        step.launch_start_s, step.running, plan = time.monotonic(), RunningStep(), step.plan
         data = self.timed("encode", lambda: encode_plan(plan).SerializeToString())
         received = self.timed("decode", lambda: decode_plan(step_pb2.StepPlan.FromString(data)))
         self.timed("plan blocks", self.cache.plan_step, received)
@@ -152,7 +149,7 @@ class Steps:
         if ended is None:
             return False
         step, prepared = ended
-        plan = step.published.plan
+        plan = step.plan
         tokens = self.sample(prepared)
         pending = PendingTokens(prepared.bound, self.runner._rows, tokens, {}, None, prepared.parts.values())
         result = self.timed("read", pending.read)
@@ -175,7 +172,7 @@ class Steps:
         for editor, rows in self.sampler._find_edits(prepared.sampled_slots, prepared.output_lens):
             editor.apply(torch.empty(0), rows)
 
-    def update(self, step: InFlight, result: object) -> None:
+    def update(self, step: ScheduledStep, result: object) -> None:
         step.end_s = time.monotonic()
         report = self.engine._update(self.session, step, result)  # type: ignore[arg-type]
         self.engine._report(self.session, step, report)

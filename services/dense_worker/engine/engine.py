@@ -30,7 +30,7 @@ from services.dense_worker.engine.placement import Placement
 from services.dense_worker.engine.rehearsal import Rehearsal
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import AFTER_SUSPECT_S, Sequence, SequenceOutput, SequenceStatus
-from services.dense_worker.engine.session import InFlight, PublishedPlan, Session
+from services.dense_worker.engine.session import ScheduledStep, Session
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.feature import Event, Feature
@@ -113,7 +113,7 @@ class Engine(GatewayEngine):
         ]
 
     def spans_under_way(self) -> dict[int, range]:
-        return spans_of(step.published.plan for step in self._scheduler.session.in_flight)
+        return spans_of(step.plan for step in self._scheduler.session.in_flight)
 
     def close_orphans(self, gateway: int) -> None:
         self._thread.post(self._scheduler.close_orphans, gateway)
@@ -198,7 +198,7 @@ class Engine(GatewayEngine):
             self._give_up(session, AttachmentEnd("another dense worker takes over", is_crash=False))
         return has_begun or step is not None
 
-    def _complete(self, session: Session, step: InFlight) -> None:
+    def _complete(self, session: Session, step: ScheduledStep) -> None:
         """Waits for a step's tokens, appends them to their sequences, and reports them."""
         self._report_start(session, step)
         result = self._collect(session, step)
@@ -208,9 +208,9 @@ class Engine(GatewayEngine):
             report = self._update(session, step, result)
             self._report(session, step, report)
 
-    def _plan_ahead(self, session: Session, step: InFlight) -> None:
+    def _plan_ahead(self, session: Session, step: ScheduledStep) -> None:
         """Publishes the plan after a running step of the same lane, as late as the attention worker has it in time."""
-        step.waited_before_s, has_waited = step.channel.waited_s, False
+        step.waited_before_s, has_waited = session.channel_of(step).waited_s, False
         if not step.running.runs_when_collected:
             has_waited = self._await_calls(session, step)
         elif session.last_step_s >= _LONG_STEP_S:
@@ -219,11 +219,11 @@ class Engine(GatewayEngine):
                 pass
         else:
             step.running.run_first()  # attention computes the second layer while this plans
-        if (published := self._schedule(session, step.published.plan.lane)) is not None:
-            self._publish(session, published)
+        if (following := self._schedule(session, step.plan.lane)) is not None:
+            self._publish(session, following)
             self._timing.note(was_late=has_waited and step.running.is_done())
 
-    def _begin_next(self, session: Session, step: InFlight) -> None:
+    def _begin_next(self, session: Session, step: ScheduledStep) -> None:
         """Begins the step after one that has ended, so that attention computes the first layer during the report.
 
         Not a step that may take much longer than the last one, nor one that hands over extra rows before its layers:
@@ -232,8 +232,8 @@ class Engine(GatewayEngine):
         following = next((each for each in session.in_flight if each is not step), None)
         if following is None or not following.running.runs_when_collected:
             return
-        plan = following.published.plan
-        is_larger = bool(plan.extra_rows) or plan.num_tokens > step.published.plan.num_tokens
+        plan = following.plan
+        is_larger = bool(plan.extra_rows) or plan.num_tokens > step.plan.num_tokens
         if not is_larger and session.last_step_s < _LONG_STEP_S:
             following.running.begin()
 
@@ -270,12 +270,12 @@ class Engine(GatewayEngine):
         self._admit(session)
         return True
 
-    def _await_calls(self, session: Session, step: InFlight) -> bool:
+    def _await_calls(self, session: Session, step: ScheduledStep) -> bool:
         """Makes the calls that come while a GPU runs the step, until the next plan must leave.
 
         Returns whether it has waited for that.
         """
-        num_tokens, begin_s, has_waited = step.published.plan.num_tokens, session.begin_of(step), False
+        num_tokens, begin_s, has_waited = step.plan.num_tokens, session.begin_of(step), False
         while not step.running.is_done():
             step.running.sample(waits=False)
             leaves_s = self._timing.leaves_at(num_tokens, begin_s, is_quick=session.has_few_streams)
@@ -292,28 +292,26 @@ class Engine(GatewayEngine):
             sequence, lane = move
             self._runner.move(sequence.describe_to_runner(), lane)
         session.dealer.begin_move(session.rows)
-        has_begun, busy = False, {step.published.plan.lane for step in session.in_flight}
+        has_begun, busy = False, {step.plan.lane for step in session.in_flight}
         for lane in range(len(session.lanes)):
-            if lane not in busy and (published := self._schedule(session, lane)) is not None:
-                self._publish(session, published)
+            if lane not in busy and (step := self._schedule(session, lane)) is not None:
+                self._publish(session, step)
                 has_begun = True
         return has_begun
 
-    def _schedule(self, session: Session, lane: int) -> PublishedPlan | None:
-        """The next plan of a lane; None if there is none yet."""
+    def _schedule(self, session: Session, lane: int) -> ScheduledStep | None:
+        """The next step of a lane; None if there is none yet."""
         if session.is_leaving:
             return None
         if session.in_flight and self._scheduler.waits_for(session.in_flight[-1]):
             return None
         return self._scheduler.schedule(lane)
 
-    def _publish(self, session: Session, published: PublishedPlan) -> None:
+    def _publish(self, session: Session, step: ScheduledStep) -> None:
         """Sends the plan to the attention worker and launches the step on the channel of its lane."""
-        plan, channel = published.plan, session.attachment.channels[published.plan.lane]
-        step = InFlight(published, channel, time.monotonic())
-        session.in_flight += (step,)
-        self._attention.publish(session.attachment, plan)
-        step.running = self._runner.launch(plan, channel)
+        step.launch_start_s = time.monotonic()
+        self._attention.publish(session.attachment, step.plan)
+        step.running = self._runner.launch(step.plan, session.channel_of(step))
         step.launch_s = time.monotonic() - step.launch_start_s
 
     def _publish_openings(self, session: Session) -> None:
@@ -321,24 +319,23 @@ class Engine(GatewayEngine):
         if (plan := self._scheduler.plan_openings()) is not None:
             self._attention.publish(session.attachment, plan)
 
-    def _report_start(self, session: Session, step: InFlight) -> None:
+    def _report_start(self, session: Session, step: ScheduledStep) -> None:
         """Tells the gateways whose first step is about to end on a GPU.
 
         Their first tokens then come by code and threads that have just run, which takes a third to half as long.
         """
-        published = step.published
-        if step.running.runs_when_collected or not published.entries or step.running.is_done():
+        if step.running.runs_when_collected or not step.entries or step.running.is_done():
             return
-        step.started = step_report.record_started(published.sequences, session.begin_of(step))
+        step.started = step_report.record_started(step.sequences, session.begin_of(step))
         if step.started:
-            self._deliver(StepReport(published.plan.step_id, step.started))
+            self._deliver(StepReport(step.plan.step_id, step.started))
 
-    def _collect(self, session: Session, step: InFlight) -> StepResult:
+    def _collect(self, session: Session, step: ScheduledStep) -> StepResult:
         """The result of a step, once the attention worker has reported its errors, too.
 
         Calls that come meanwhile are made. Raises `PeerError` after the timeout, or when the session has ended.
         """
-        channel, plan, timeout_s = step.channel, step.published.plan, self._result_timeout_s
+        channel, plan, timeout_s = session.channel_of(step), step.plan, self._result_timeout_s
         deadline = time.monotonic() + timeout_s
         step.running.sample(waits=True)
         poll_s = _POLL_S if len(session.in_flight) == 1 else _AHEAD_POLL_S
@@ -368,21 +365,19 @@ class Engine(GatewayEngine):
             raise PeerError("the attention worker went away")
         return has_come
 
-    def _update(self, session: Session, step: InFlight, result: StepResult) -> StepReport:
+    def _update(self, session: Session, step: ScheduledStep, result: StepResult) -> StepReport:
         """Appends the step's tokens to their sequences."""
-        session.complete(step)
-        self._timing.add(step.published.plan.num_tokens, session.last_step_s)
-        step.follow_up_s = result.follow_up_s
-        published = step.published
-        sequences = published.sequences
+        sequences = step.sequences
         self._has_run_suspect |= bool(sequences) and sequences[0].is_suspect  # it runs alone
-        started = step_report.record_started(sequences, step.begin_s)
+        started = step_report.record_started(sequences, session.begin_of(step))
         reports = step_report.record_reports(sequences, result.reports)
-        outputs = self._scheduler.update(published, result)
+        outputs = self._scheduler.update(step, result)
+        self._timing.add(step.plan.num_tokens, session.last_step_s)
+        step.follow_up_s = result.follow_up_s
         step_report.record_first_tokens(outputs.others, step.end_s)
-        return StepReport(published.plan.step_id, started, outputs, result.logprobs, reports)
+        return StepReport(step.plan.step_id, started, outputs, result.logprobs, reports)
 
-    def _report(self, session: Session, step: InFlight, report: StepReport) -> None:
+    def _report(self, session: Session, step: ScheduledStep, report: StepReport) -> None:
         """Delivers the step's report to the gateways, then its figures to the observers.
 
         If no step is under way, as the next one had to wait for this one's tokens, that is published first: the device
@@ -553,9 +548,9 @@ class Engine(GatewayEngine):
         return [] if output is None else [output]
 
 
-def _describe_step(step: InFlight, scheduler: Scheduler, num_output_tokens: int) -> StepStats:
+def _describe_step(step: ScheduledStep, scheduler: Scheduler, num_output_tokens: int) -> StepStats:
     """The figures of a step that has just run, and from which sequences got so many tokens."""
-    plan, ledgers = step.published.plan, scheduler.session.ledgers.values()
+    plan, ledgers = step.plan, scheduler.session.ledgers.values()
     blocks = [(each.num_blocks, each.num_free_blocks, each.num_reserved_blocks) for each in ledgers]
     num_blocks, num_free_blocks, num_reserved_blocks = map(sum, zip(*blocks, strict=True))
     return StepStats(
@@ -585,7 +580,7 @@ def progress_of(session: Session, counts: EngineCounts, num_layers: int) -> Prog
     counter = (session.attachment.attachment_id, counts.num_steps, session.num_completed, *num_waits)
     oldest = next(iter(session.in_flight), None)
     if oldest is not None:
-        plan, channel = oldest.published.plan, oldest.channel
+        plan, channel = oldest.plan, session.channel_of(oldest)
         return Progress(
             counter,
             step_id=plan.step_id,

@@ -63,5 +63,5 @@ class Rehearsal:
         except TwostrokeError:  # another attachment may have less room than the one that the last prompt fitted into
             return
         self._scheduler.next_to_open()
-        if (published := self._scheduler.schedule()) is not None:
-            encode_plan(published.plan).SerializeToString()
+        if (step := self._scheduler.schedule()) is not None:
+            encode_plan(step.plan).SerializeToString()

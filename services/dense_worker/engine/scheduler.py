@@ -21,7 +21,7 @@ from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.moves import Moves
 from services.dense_worker.engine.placement import Placement
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceStatus
-from services.dense_worker.engine.session import NO_ATTACHMENT, InFlight, Opening, PublishedPlan, Session
+from services.dense_worker.engine.session import NO_ATTACHMENT, Opening, ScheduledStep, Session
 from services.dense_worker.engine.step_planner import StepPlanner
 from services.dense_worker.engine.step_report import NO_DECODED, DecodedTokens, StepOutputs
 from services.dense_worker.engine.waiting_queue import WaitingQueue
@@ -149,7 +149,7 @@ class Scheduler:
             self._moves.go_on()
         if self._waiting.has_parked or self._had_parked:  # once more, so that nothing goes on for those that have gone
             self._had_parked, session.has_provided = self._waiting.has_parked, True
-            oldest_step_id = session.in_flight[0].published.plan.step_id if session.in_flight else None
+            oldest_step_id = session.in_flight[0].plan.step_id if session.in_flight else None
             for feature in self._features:
                 for sequence in feature.provide(self._waiting, oldest_step_id):
                     self._admission.forget(sequence)
@@ -256,7 +256,7 @@ class Scheduler:
         self._forget(sequence)
         return SequenceOutput.failed(sequence, RequestAborted(error))
 
-    def waits_for(self, step: InFlight) -> bool:
+    def waits_for(self, step: ScheduledStep) -> bool:
         """Decides whether the next step is planned only when this one, the newest under way, has ended.
 
         Called once for each step, after it has been launched and before it is collected.
@@ -271,27 +271,30 @@ class Scheduler:
             most = 0
         return self._drafting.waits_for(step.running, session.others, len(session.rows), most)
 
-    def schedule(self, lane: int = 0) -> PublishedPlan | None:
-        """Plans the next step of a lane; None if there is no work. A plan without entries only closes sequences."""
+    def schedule(self, lane: int = 0) -> ScheduledStep | None:
+        """Plans the next step of a lane; None if there is no work. A plan without entries only closes sequences.
+
+        The step is in flight from now on: it is to be published, and then updated.
+        """
         session, suspect = self.session, self._suspects.active()
-        if suspect is not None and any([step.published.plan.lane != lane for step in session.in_flight]):
+        if suspect is not None and any([step.plan.lane != lane for step in session.in_flight]):
             return None  # no step of another lane runs beside its own
-        step, of_lane = self._planners[lane].plan_step(suspect), session.lanes[lane]
-        if step is None or not (step.has_entries or of_lane.to_close or of_lane.dead_rows):
+        planned, of_lane = self._planners[lane].plan_step(suspect), session.lanes[lane]
+        if planned is None or not (planned.has_entries or of_lane.to_close or of_lane.dead_rows):
             return None
         plan = StepPlan(
             session.last_step_id + 1,
-            step.all_entries(),
+            planned.all_entries(),
             (*of_lane.to_close, *of_lane.dead_rows),
             session.take_sampled(),
-            tuple(step.forks),
+            tuple(planned.forks),
             session.take_openings(),
-            tuple(step.forced),
+            tuple(planned.forced),
             lane,
-            evicts_blocks=step.evicts_blocks,
-            extra_rows=tuple(step.extra_rows),
+            evicts_blocks=planned.evicts_blocks,
+            extra_rows=tuple(planned.extra_rows),
         )
-        return session.publish(plan, step.decodes, step.planned)
+        return session.schedule(plan, planned.decodes, planned.planned)
 
     def plan_openings(self) -> StepPlan | None:
         """The openings of the next step alone, which are sent ahead of it; None: there are none that have an answer."""
@@ -303,37 +306,36 @@ class Scheduler:
     def accepted(self, answer: PlanAccepted) -> list[SequenceOutput]:
         """Handles the attention worker's answer to a plan: freed blocks, and sequences that could not take part."""
         session, errors = self.session, answer.errors or {}
-        if (published := session.accept(answer)) is None:
+        if (step := session.accept(answer)) is None:
             return []
         if session.num_running_rows > len(session.running):
             self._admission.reserve_for_rows()
         outputs = []
-        if published.plan.evicts_blocks:
-            for sequence, _, has_evicted in published.entries:
+        if step.plan.evicts_blocks:
+            for sequence, _, has_evicted in step.entries:
                 if has_evicted and sequence.status is SequenceStatus.RUNNING:
                     self._admission.reserve_again(sequence)
         for seq_id, error in errors.items():
-            for sequence, num_taken_blocks in published.taken_blocks(seq_id):
-                if sequence in published.lost or answer.cache_id not in session.ledgers:  # that worker is lost
+            for sequence, num_taken_blocks in step.taken_blocks(seq_id):
+                if sequence in step.lost or answer.cache_id not in session.ledgers:  # that worker is lost
                     continue
                 session.ledgers[answer.cache_id].give_back(num_taken_blocks)
                 if sequence.status is not SequenceStatus.FINISHED:
                     outputs.append(self._fail(sequence, RequestAborted(error)))
         return outputs
 
-    def update(self, published: PublishedPlan, result: StepResult) -> StepOutputs:
-        """Appends the tokens of a step; its sequences continue or end."""
-        if not published.plan.frees_blocks:
-            self.session.published.pop(published.plan.step_id, None)  # such a plan gets no answer
+    def update(self, step: ScheduledStep, result: StepResult) -> StepOutputs:
+        """The oldest step in flight has ended: appends its tokens; its sequences continue or end."""
+        self.session.complete(step)
         outputs: list[SequenceOutput] = []
         sampled: list[tuple[int, int]] = []  # of sequences without a row
-        decoded = self._append_rows(published, result, outputs, sampled)
+        decoded = self._append_rows(step, result, outputs, sampled)
         previous = None  # the sequence of the entry before, which has several if it has a row policy
-        rows = result.token_ids.rows(len(published.decodes.positions)) if published.entries else ()
-        for (sequence, _, _), token_ids in zip(published.entries, rows, strict=True):
+        rows = result.token_ids.rows(len(step.decodes.positions)) if step.entries else ()
+        for (sequence, _, _), token_ids in zip(step.entries, rows, strict=True):
             if token_ids and sequence is not previous:
                 output = None
-                if sequence in published.lost:
+                if sequence in step.lost:
                     self._ignore(sequence)
                 elif sequence.policy is None:
                     output = self._append(sequence, token_ids, result, sampled)
@@ -348,13 +350,13 @@ class Scheduler:
 
     def _append_rows(
         self,
-        published: PublishedPlan,
+        step: ScheduledStep,
         result: StepResult,
         outputs: list[SequenceOutput],
         sampled: list[tuple[int, int]],
     ) -> DecodedTokens:
         """Appends the tokens of a step's rows, and returns those of rows that go on. The others become `outputs`."""
-        planned, rows = published.decodes.rows, self.session.rows
+        planned, rows = step.decodes.rows, self.session.rows
         num_rows = len(planned.slots)
         if not num_rows:
             return NO_DECODED
@@ -369,7 +371,7 @@ class Scheduler:
         else:
             for index in np.flatnonzero(may_end).tolist():
                 sequence = planned.sequences[index]
-                if sequence in published.lost:
+                if sequence in step.lost:
                     self._ignore(sequence)
                 elif (output := self._append(sequence, (tokens[index],), result, sampled)) is not None:
                     outputs.append(output)
@@ -515,10 +517,10 @@ class Scheduler:
         session.remove_cache(cache_id)
         self._placement.forget(cache_id)
         outputs = []
-        under_way = spans_of(step.published.plan for step in session.in_flight)
+        under_way = spans_of(step.plan for step in session.in_flight)
         for step in session.in_flight:
-            left = step.published.left.items()
-            step.published.lost.update(lost, [each for each, where in left if cache_id in where])
+            left = step.left.items()
+            step.lost.update(lost, [each for each, where in left if cache_id in where])
         for sequence in lost:
             if sequence.status is SequenceStatus.FINISHED:  # cancelled while it was being opened
                 continue

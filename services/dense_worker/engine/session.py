@@ -50,9 +50,12 @@ class PlannedEntry(NamedTuple):
     has_evicted: bool = False  # whether the sequence drops blocks in this step
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedPlan:
-    """A published plan that still lacks its result or, if it closes sequences, its answer."""
+@dataclass(slots=True, eq=False)
+class ScheduledStep:
+    """A step from its plan to its tokens. The scheduler makes it; the engine publishes, launches and collects it.
+
+    Points in time are on the monotonic clock.
+    """
 
     plan: StepPlan
     decodes: Decodes  # the plan's first entries
@@ -60,8 +63,19 @@ class PublishedPlan:
     closes_rows: bool = False  # dead ones
     frees_blocks: bool = False  # for others, by more than dead rows
     lost: set[Sequence] = field(default_factory=set)  # whose attention worker went away before the step had ended
-    # Those that have left their KV cache since the step was published, with its cache_id, or several.
+    # Those that have left their KV cache since the step was scheduled, with its cache_id, or several.
     left: dict[Sequence, Collection[int]] = field(default_factory=dict)
+
+    running: RunningStep = field(init=False, repr=False)  # set when it is launched
+    launch_start_s: float = 0.0
+    launch_s: float = 0.0  # host time to publish and launch it
+    begin_s: float = 0.0  # when the step before it ended, or its own launch if that was later
+    gap_s: float = 0.0  # from the end of the step before it to its launch; 0 if it was planned ahead
+    end_s: float = 0.0  # when its tokens were here
+    follow_up_s: float = 0.0  # part of it that followed its sampler
+    waited_before_s: float | None = None  # the channel's total wait when it began to run; None on CUDA
+    wait_s: float | None = None  # spent waiting for the attention worker; None on CUDA, where no host sees it
+    started: SequenceOf[Sequence] = ()  # in their first step, which gateways have been told before it has ended
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -76,24 +90,6 @@ class PublishedPlan:
                 yield self.decodes.rows.sequences[index], int(self.decodes.has_grown[index])
             else:
                 yield self.entries[index - num_rows].sequence, self.entries[index - num_rows].num_taken_blocks
-
-
-@dataclass(slots=True, eq=False)
-class InFlight:
-    """A published plan and its running step; points in time are on the monotonic clock."""
-
-    published: PublishedPlan
-    channel: Channel  # of its lane
-    launch_start_s: float
-    launch_s: float = 0.0  # host time to publish and launch it
-    running: RunningStep = field(init=False, repr=False)  # set when it is launched
-    begin_s: float = 0.0  # when the step before it ended, or its own launch if that was later
-    gap_s: float = 0.0  # from the end of the step before it to its launch; 0 if it was planned ahead
-    end_s: float = 0.0  # when its tokens were here
-    follow_up_s: float = 0.0  # part of it that followed its sampler
-    waited_before_s: float | None = None  # the channel's total wait when it began to run; None on CUDA
-    wait_s: float | None = None  # spent waiting for the attention worker; None on CUDA, where no host sees it
-    started: SequenceOf[Sequence] = ()  # in their first step, which gateways have been told before it has ended
 
 
 class Lane:
@@ -148,8 +144,8 @@ class Session:
         self.to_fork: dict[Sequence, Sequence] = {}
         self.to_open: list[NewSequence] = []  # those of the openings that no plan has
         self.openings: dict[int, Opening] = {}  # by seq_id, the oldest first; cancelled ones included
-        self.published: dict[int, PublishedPlan] = {}  # by step_id
-        self.in_flight: tuple[InFlight, ...] = ()  # the oldest first; when the session ends, the rest is void
+        self.in_flight: tuple[ScheduledStep, ...] = ()  # the oldest first; when the session ends, the rest is void
+        self.unanswered: dict[int, ScheduledStep] = {}  # by step_id: those without the last answer, or in flight
         self.num_completed = 0  # number of completed steps
         self.last_step_s = 0.0  # how long the last completed step took
         self.has_provided = False  # whether features have worked between steps since this was last looked at
@@ -259,21 +255,27 @@ class Session:
         """Whether a step is of a few streams alone, whose plan goes by a link and so takes the shortest time."""
         return self.attachment.link is not None and not self.others and len(self.rows) <= FEW_STREAMS
 
-    def begin_of(self, step: InFlight) -> float:
-        """When the oldest step of its lane began: when the one before it ended, or at its launch if that was later."""
-        return max(self.lanes[step.published.plan.lane].last_end_s, step.launch_start_s)
+    def channel_of(self, step: ScheduledStep) -> Channel:
+        """That of its lane."""
+        return self.attachment.channels[step.plan.lane]
 
-    def complete(self, step: InFlight) -> None:
+    def begin_of(self, step: ScheduledStep) -> float:
+        """When the oldest step of its lane began: when the one before it ended, or at its launch if that was later."""
+        return max(self.lanes[step.plan.lane].last_end_s, step.launch_start_s)
+
+    def complete(self, step: ScheduledStep) -> None:
         """Notes that the oldest step in flight ended at its `end_s`."""
         assert self.in_flight[0] is step, "steps are completed in the order of their plans"
-        lane = self.lanes[step.published.plan.lane]
+        lane = self.lanes[step.plan.lane]
         step.begin_s = self.begin_of(step)
         step.gap_s = step.begin_s - lane.last_end_s
         self.in_flight = self.in_flight[1:]
         self.num_completed += 1
         lane.last_end_s = step.end_s
         self.last_step_s = step.end_s - step.begin_s
-        self.last_plan = step.published.plan
+        self.last_plan = step.plan
+        if not step.plan.frees_blocks:
+            self.unanswered.pop(step.plan.step_id, None)  # such a plan gets no answer
 
     def wait(self, sequence: Sequence) -> None:
         """A sequence waits, for the first time or again."""
@@ -312,7 +314,7 @@ class Session:
     def preempt(self, victim: Sequence) -> None:
         """A running sequence gives up its blocks, and waits again."""
         for step in self.in_flight:
-            step.published.left.setdefault(victim, victim.cache_ids)
+            step.left.setdefault(victim, victim.cache_ids)
         self.leave(victim)
         self.wait(victim)
         self.num_preemptions += 1
@@ -360,44 +362,43 @@ class Session:
             np.concatenate([each.seq_ids for each in chunks]), np.concatenate([each.token_ids for each in chunks])
         )
 
-    def publish(self, plan: StepPlan, decodes: Decodes, entries: Iterable[PlannedEntry]) -> PublishedPlan:
-        """Notes a plan with all that the session had for the next one."""
+    def schedule(self, plan: StepPlan, decodes: Decodes, entries: Iterable[PlannedEntry]) -> ScheduledStep:
+        """The step of a plan with all that the session had for the next one. It is in flight until it is completed."""
         lane = self.lanes[plan.lane]
         frees_blocks = plan.evicts_blocks or bool(lane.to_close)
-        published = PublishedPlan(plan, decodes, tuple(entries), bool(lane.dead_rows), frees_blocks)
+        step = ScheduledStep(plan, decodes, tuple(entries), bool(lane.dead_rows), frees_blocks)
         self.last_step_id = plan.step_id
-        self.published[plan.step_id] = published
-        self.num_freeing_plans += published.frees_blocks
-        self.num_burying_plans += published.closes_rows
+        self.in_flight += (step,)
+        self.unanswered[plan.step_id] = step
+        self.num_freeing_plans += step.frees_blocks
+        self.num_burying_plans += step.closes_rows
         lane.to_close, lane.dead_rows = [], []
-        return published
+        return step
 
-    def accept(self, answer: PlanAccepted) -> PublishedPlan | None:
+    def accept(self, answer: PlanAccepted) -> ScheduledStep | None:
         """Counts what the answer to a plan says; None: it is of a lost worker, and the step has ended without it.
 
         Raises `PeerError` for a plan that does not wait for an answer.
         """
-        published = self.published.get(answer.step_id)
-        if published is None and not answer.is_last:  # another attention worker has given the last answer already
-            steps = (step.published for step in self.in_flight)
-            published = next((each for each in steps if each.plan.step_id == answer.step_id), None)
+        step = self.unanswered.get(answer.step_id)
+        if step is None and not answer.is_last:  # another attention worker has given the last answer already
+            step = next((each for each in self.in_flight if each.plan.step_id == answer.step_id), None)
         is_lost = answer.cache_id not in self.ledgers
-        if published is None and is_lost and not answer.is_last:
+        if step is None and is_lost and not answer.is_last:
             return None
-        if published is None:
+        if step is None:
             raise PeerError(f"step {answer.step_id} was not published, or has been answered")
-        plan = published.plan
         if not is_lost:
             if answer.errors:
-                self.num_errors[plan.lane, answer.cache_id] += len(answer.errors)
+                self.num_errors[step.plan.lane, answer.cache_id] += len(answer.errors)
             self.ledgers[answer.cache_id].give_back(answer.num_freed_blocks)
         if not answer.is_last:
-            return published
-        del self.published[answer.step_id]
-        self.closing.difference_update(plan.close_seq_ids)
-        self.num_freeing_plans -= published.frees_blocks
-        self.num_burying_plans -= published.closes_rows
-        return published
+            return step
+        del self.unanswered[answer.step_id]
+        self.closing.difference_update(step.plan.close_seq_ids)
+        self.num_freeing_plans -= step.frees_blocks
+        self.num_burying_plans -= step.closes_rows
+        return step
 
     def take_blocks(self, sequence: Sequence, num_tokens: int) -> int | None:
         """Takes the blocks for `num_tokens` more tokens of a sequence, those first that are reserved for it.

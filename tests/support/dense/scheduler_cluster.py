@@ -15,7 +15,7 @@ from services.dense_worker.engine.attachment import AttachedCache, Attachment
 from services.dense_worker.engine.limits import Policy, SchedulerLimits
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput, SequenceStatus
-from services.dense_worker.engine.session import PublishedPlan
+from services.dense_worker.engine.session import ScheduledStep
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.fork_policy import ForkPolicy
 from services.dense_worker.runner.step_hook import FollowUp
@@ -100,7 +100,7 @@ class Cluster:
         )
         self.scheduler = Scheduler(self.limits, drafting, forks=forks)
         self.scheduler.begin(new_attachment(self.cache))
-        self.in_flight: PublishedPlan | None = None
+        self.in_flight: ScheduledStep | None = None
         self.follow_up: FollowUp | None = None  # what the plan in flight was asked for
         self.plans: list[StepPlan] = []
         self.outputs: list[SequenceOutput] = []
@@ -138,7 +138,7 @@ class Cluster:
         while self._opening:
             self.scheduler.opened(self.cache.open_sequence(self._opening.popleft().describe()))
 
-    def _complete(self, published: PublishedPlan) -> None:
+    def _complete(self, published: ScheduledStep) -> None:
         plan = published.plan
         step = self.cache.plan_step(plan)
         assert not step.errors, "both sides must agree on lengths and blocks"

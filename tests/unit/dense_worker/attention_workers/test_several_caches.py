@@ -19,7 +19,7 @@ from services.dense_worker.engine.limits import Policy, SchedulerLimits
 from services.dense_worker.engine.placement import Placement
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence, SequenceOutput, SequenceStatus
-from services.dense_worker.engine.session import InFlight, PublishedPlan, Session
+from services.dense_worker.engine.session import ScheduledStep, Session
 from services.dense_worker.features.fork_policy import ParallelAnswers
 from services.step import PlanAccepted, RaggedTokens, SequenceOpened, StepResult
 from tests.support.dense.scheduler_cluster import (
@@ -65,7 +65,7 @@ class Workers:
         attachment = Attachment(1, 1, {}, BLOCK_SIZE, caches, MAX_MODEL_LEN)
         self.scheduler.begin(attachment)
         self.splitter = PlanSplitter({})
-        self.in_flight: tuple[PublishedPlan, SplitPlan] | None = None
+        self.in_flight: tuple[ScheduledStep, SplitPlan] | None = None
         self.outputs: list[SequenceOutput] = []
 
     def step(self) -> None:
@@ -80,7 +80,6 @@ class Workers:
         current = None
         if published is not None:
             current = published, self.splitter.split(published.plan)
-            self.scheduler.session.in_flight += (InFlight(published, None, 0.0),)  # type: ignore[arg-type]
         if self.in_flight is not None:
             self.complete(*self.in_flight)
         self.in_flight = current
@@ -91,7 +90,7 @@ class Workers:
     def open(self, sequence: Sequence) -> None:
         self.scheduler.opened(self.caches[sequence.cache_id].open_sequence(sequence.describe()))
 
-    def complete(self, published: PublishedPlan, split: SplitPlan) -> None:
+    def complete(self, published: ScheduledStep, split: SplitPlan) -> None:
         plan = published.plan
         answering = [each for each in split.parts if each in self.caches and split.parts[each].frees_blocks]
         if plan.frees_blocks and not answering:
@@ -105,11 +104,9 @@ class Workers:
                     is_last = cache_id == answering[-1]
                     answer = PlanAccepted(plan.step_id, step.num_freed_blocks, cache_id=cache_id, is_last=is_last)
                     self.outputs += self.scheduler.accepted(answer)
-        session = self.scheduler.session
-        session.in_flight = session.in_flight[1:]
         self.outputs += self.scheduler.update(published, self.sample(published, split)).others
 
-    def sample(self, published: PublishedPlan, split: SplitPlan) -> StepResult:
+    def sample(self, published: ScheduledStep, split: SplitPlan) -> StepResult:
         """The model's tokens; for sequences whose attention worker has gone before the end of the step, others."""
         tokens = sample(published.plan).token_ids
         rows = [tokens.of(index) for index in range(len(tokens))]

@@ -14,7 +14,6 @@ from services.common.vision.vision_config import PixelScale
 from services.dense_worker.encoders import run_in_parts
 from services.dense_worker.encoders.source import runnable_encoder
 from services.dense_worker.encoders.source.runnable_encoder import RunnableEncoder
-from services.dense_worker.engine.session import InFlight
 from services.dense_worker.model.torch_operations import TorchOperations
 from tests.support.dense.encoder_decoder_models import (
     load_true_encoder_decoder,
@@ -38,11 +37,6 @@ class EncodingCluster(SourceCluster):
         runnable = RunnableEncoder(self.encoder, None, torch.float32, torch.device("cpu"))
         super().__init__("guaranteed_no_evict", 60, 4, 80, runnable)
         self.reading = Reading(self.runs)
-
-    def step(self, *, answer_opens: bool = True) -> None:
-        flying = () if self.in_flight is None else (InFlight(self.in_flight, None, 0.0),)  # type: ignore[arg-type]
-        self.scheduler.session.in_flight = flying
-        super().step(answer_opens=answer_opens)
 
 
 def true_rows(truth: PreTrainedModel, source: torch.Tensor) -> torch.Tensor:

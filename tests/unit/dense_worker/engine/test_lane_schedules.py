@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
-from services.dense_worker.engine.session import PublishedPlan
+from services.dense_worker.engine.session import ScheduledStep
 from services.step import PlanAccepted, StepPlan
 from tests.support.dense.scheduler_cluster import (
     WINDOWS,
@@ -35,7 +35,7 @@ class LaneCluster(Cluster):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.running: list[PublishedPlan] = []  # in both lanes, oldest first
+        self.running: list[ScheduledStep] = []  # in both lanes, oldest first
         self.moved: list[tuple[Sequence, int]] = []
         self.use_lanes()
 

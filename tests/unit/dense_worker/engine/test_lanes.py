@@ -16,7 +16,7 @@ from services.dense_worker.engine.engine import Engine, progress_of
 from services.dense_worker.engine.observer import EngineCounts
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import FinishReason
-from services.dense_worker.engine.session import NO_ATTACHMENT, InFlight, PublishedPlan
+from services.dense_worker.engine.session import NO_ATTACHMENT, ScheduledStep
 from services.dense_worker.engine.step_report import StepReport
 from services.rpc.watchdog import Progress
 from services.step import PlanEntry, StepPlan
@@ -134,7 +134,7 @@ def test_progress_comes_from_the_channel_of_the_oldest_steps_lane() -> None:
     def progress(*lanes: int) -> Progress | None:
         plans = [plan_of(30 + lane, PlanEntry(5, 0, 1, 1), PlanEntry(0xAB, 0, 1, 1), lane=lane) for lane in lanes]
         none = DecodeRows().none
-        session.in_flight = tuple(InFlight(PublishedPlan(plan, none, ()), channels[plan.lane], 0.0) for plan in plans)
+        session.in_flight = tuple(ScheduledStep(plan, none, ()) for plan in plans)
         return progress_of(session, counts, NUM_LAYERS)
 
     assert progress(1, 0) == Progress(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence
-from services.dense_worker.engine.session import InFlight, PublishedPlan
+from services.dense_worker.engine.session import ScheduledStep
 from services.dense_worker.engine.step_planner import FIRST_PROMPT_TOKENS, MAX_STEP_S, MIN_PROMPT_TOKENS
 from services.step import StepPlan
 from tests.support.dense.scheduler_cluster import Cluster, expected_output, make_sequence, new_attachment
@@ -36,13 +36,11 @@ class TimedCluster(Cluster):
         self.durations: list[float] = []
         self._time_of, self._now_s = time_of, 1000.0
 
-    def _complete(self, published: PublishedPlan) -> None:
-        step = InFlight(published, None, self._now_s)  # type: ignore[arg-type]
+    def _complete(self, published: ScheduledStep) -> None:
+        published.launch_start_s = self._now_s
         self.durations.append(self._time_of(published.plan))
         self._now_s += self.durations[-1]
-        self.scheduler.session.in_flight = (step,)
-        step.end_s = self._now_s
-        self.scheduler.session.complete(step)
+        published.end_s = self._now_s
         super()._complete(published)
 
     def add(self, seq_id: int, prompt_len: int, max_tokens: int, client: int = 0) -> Sequence:

@@ -12,7 +12,7 @@ from services.attn_worker.cache.build_cache import build_cache
 from services.dense_worker.engine.limits import Policy, SchedulerLimits
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
-from services.dense_worker.engine.session import PublishedPlan
+from services.dense_worker.engine.session import ScheduledStep
 from services.step import PlanAccepted, SequenceOpened
 from tests.support.attention.open_now import open_sequence
 from tests.support.dense.scheduler_cluster import (
@@ -41,8 +41,8 @@ class Cluster:
         self.scheduler.begin(new_attachment(self.cache, is_empty=is_known_empty))
         self.to_cancel: list[int] = []
         self._random = random
-        self._in_flight: PublishedPlan | None = None
-        self._to_attention: deque[Sequence | PublishedPlan] = deque()
+        self._in_flight: ScheduledStep | None = None
+        self._to_attention: deque[Sequence | ScheduledStep] = deque()
         self._to_dense: deque[SequenceOpened | PlanAccepted] = deque()
 
     @property
@@ -107,7 +107,7 @@ class Cluster:
         else:
             self.scheduler.opened(answer)
 
-    def _complete(self, published: PublishedPlan) -> None:
+    def _complete(self, published: ScheduledStep) -> None:
         while published in self._to_attention:
             self._run_attention()
         self.cache.commit_step()

@@ -25,7 +25,7 @@ from services.dense_worker.engine.limits import Policy, SchedulerLimits
 from services.dense_worker.engine.placement import Placement
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence
-from services.dense_worker.engine.session import PublishedPlan
+from services.dense_worker.engine.session import ScheduledStep
 from services.dense_worker.engine.waiting_queue import WaitingQueue
 from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.source.alignment import Alignment
@@ -120,7 +120,7 @@ class SourceCluster(Cluster):
         check_tokens(plan, self.limits.max_num_batched_tokens)
         self._steps.append(self.cache.plan_step(plan))
 
-    def _complete(self, published: PublishedPlan) -> None:
+    def _complete(self, published: ScheduledStep) -> None:
         plan, step = published.plan, self._steps.popleft()
         assert not step.errors, "both sides must agree on lengths, blocks and outputs of encoders"
         self.cache.commit_step()

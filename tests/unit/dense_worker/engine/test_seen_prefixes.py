@@ -10,7 +10,7 @@ from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import SUSPECT_CRASHES, FinishReason, Sequence, SequenceStatus
-from services.dense_worker.engine.session import PublishedPlan, SeenPrefixes
+from services.dense_worker.engine.session import ScheduledStep, SeenPrefixes
 from services.step import PlanAccepted, SequenceOpened
 from tests.support.dense.scheduler_cluster import BLOCK_SIZE, MAX_MODEL_LEN, new_attachment, sample
 from tests.support.dense.sequences import new_sequence
@@ -29,7 +29,7 @@ def started(cache: KVCache, *, is_empty: bool = True) -> Scheduler:
     return scheduler
 
 
-def open_at_cache(cache: KVCache, published: PublishedPlan) -> list[int]:
+def open_at_cache(cache: KVCache, published: ScheduledStep) -> list[int]:
     """Opens what a plan opens; returns how many tokens of each would be found, which the scheduler says are none."""
     found = []
     for new in published.plan.new_sequences:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
-from services.dense_worker.engine.session import PublishedPlan
+from services.dense_worker.engine.session import ScheduledStep
 from services.dense_worker.features.fork_policy import ForkPolicy, ParallelAnswers
 from services.step import StepPlan
 from tests.support.dense.eager_drafting import EagerDrafting
@@ -84,7 +84,7 @@ class AnswerCluster(Cluster):
         for seq_id in self.tokens.keys() - self.cache.orphaned_blocks.keys():
             del self.tokens[seq_id]
 
-    def _complete(self, published: PublishedPlan) -> None:
+    def _complete(self, published: ScheduledStep) -> None:
         plan = published.plan
         for seq_id in plan.close_seq_ids:
             self.tokens.pop(seq_id, None)

@@ -17,7 +17,7 @@ from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
 from services.dense_worker.engine.fairness.step_shares import MIN_STREAMS
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.sequence import FinishReason, Sequence
-from services.dense_worker.engine.session import PublishedPlan, Session
+from services.dense_worker.engine.session import ScheduledStep, Session
 from services.dense_worker.engine.step_report import StepReport
 from services.step import NewSequence, SequenceOpened, StepPlan, StepResult
 from tests.support.dense.sequences import ask, new_sequence
@@ -205,12 +205,12 @@ def test_a_step_with_extra_rows_begins_after_the_report_of_the_one_before_it(mon
     runner, reports = CpuRunner(), ReportsWithTime()
     reports.runner = runner
     engine = started_engine(runner, RecordingAttention(), reports, TIMEOUT_S, LIMITS)
-    session_publish = Session.publish
+    session_schedule = Session.schedule
 
-    def publish(session: Session, plan: StepPlan, *arguments: Any) -> PublishedPlan:
-        return session_publish(session, replace(plan, extra_rows=((1, 8),)) if plan.step_id == 5 else plan, *arguments)
+    def schedule(session: Session, plan: StepPlan, *arguments: Any) -> ScheduledStep:
+        return session_schedule(session, replace(plan, extra_rows=((1, 8),)) if plan.step_id == 5 else plan, *arguments)
 
-    monkeypatch.setattr(Session, "publish", publish)
+    monkeypatch.setattr(Session, "schedule", schedule)
     engine.submit(make_sequence(1, 1, NUM_TOKENS))
     while all(output.finish_reason is None for output in reports.get(timeout=TIMEOUT_S).outputs):
         pass

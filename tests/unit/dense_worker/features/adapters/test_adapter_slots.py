@@ -13,7 +13,6 @@ from services.common.errors import InvalidRequest, RequestAborted
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceStatus
-from services.dense_worker.engine.session import InFlight
 from services.dense_worker.features.adapters.adapter_feature import AdapterFeature, SequenceAdapter
 from services.lora.adapter import Adapter
 from services.pb import dense_pb2
@@ -56,8 +55,6 @@ class AdapterCluster(Cluster):
         return sequence
 
     def step(self, *, answer_opens: bool = True) -> None:
-        flying = () if self.in_flight is None else (InFlight(self.in_flight, None, 0.0),)  # type: ignore[arg-type]
-        self.scheduler.session.in_flight = flying
         super().step(answer_opens=answer_opens)
         for each in self._stale:
             each[3](each[1], None)

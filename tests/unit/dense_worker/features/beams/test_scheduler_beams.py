@@ -18,7 +18,7 @@ from services.common.errors import InvalidRequest
 from services.common.token_logprobs import TokenLogprobs
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceStatus
-from services.dense_worker.engine.session import PublishedPlan
+from services.dense_worker.engine.session import ScheduledStep
 from services.dense_worker.features.beams.beam_policy import AnswersReport, BeamPolicy
 from services.dense_worker.features.beams.search import BeamSearch, Hypothesis
 from services.step import PlanAccepted, StepPlan, StepResult
@@ -68,7 +68,7 @@ class BeamCluster(Cluster):
                 self.tokens[sequence.seq_id] = list(sequence.describe().token_ids)
         super().answer_opens()
 
-    def _complete(self, published: PublishedPlan) -> None:
+    def _complete(self, published: ScheduledStep) -> None:
         plan = published.plan
         step = self.cache.plan_step(plan)
         assert not step.errors, "both sides must agree on lengths and blocks"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.observer import StepStats
 from services.dense_worker.engine.sequence import Sequence
-from services.dense_worker.engine.session import PublishedPlan
+from services.dense_worker.engine.session import ScheduledStep
 from services.dense_worker.features.drafting.drafter import Acceptance
 from services.dense_worker.features.drafting.drafting import DraftCounts
 from services.dense_worker.features.drafting.measured_drafting import MeasuredDrafting
@@ -73,7 +73,7 @@ class TimedCluster(Cluster):
         """The part of the newest step's duration in which later tokens were drafted."""
         return 0.0
 
-    def _complete(self, published: PublishedPlan) -> None:
+    def _complete(self, published: ScheduledStep) -> None:
         num_outputs = len(self.outputs)
         super()._complete(published)
         plan = published.plan

@@ -14,7 +14,7 @@ from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.observer import StepStats
 from services.dense_worker.engine.sequence import Sequence
-from services.dense_worker.engine.session import PublishedPlan
+from services.dense_worker.engine.session import ScheduledStep
 from services.dense_worker.features.drafting.device_drafter import DraftRequest
 from services.dense_worker.features.drafting.drafter import TRIAL_STEPS, Acceptance, DevicePredictor, ForcedTokens
 from services.dense_worker.features.drafting.measured_drafting import MeasuredDrafting
@@ -236,7 +236,7 @@ def test_every_sequence_gets_its_tokens(
             heads.run(plan, result, self.follow_up)
             return result
 
-        def _complete(self, published: PublishedPlan) -> None:
+        def _complete(self, published: ScheduledStep) -> None:
             super()._complete(published)
             drafting.on_step(StepStats(**dict.fromkeys(StepStats.__dataclass_fields__, 0)), (), ())
 
