@@ -32,7 +32,7 @@ POINTS = (  # module, function, what has been done when it is called
     (f"{GATEWAY}.apis.shared.answer", "Answer.__call__", "body parsed, checked, converted"),
     (f"{GATEWAY}.core.generation", "Generation.__init__", "prompt read, request admitted"),
     (f"{GATEWAY}.link.dense_messages", "encode_submit", "in the journal"),
-    (f"{DENSE}.servicer", "decode_sequence", "the dense worker has the message"),
+    (f"{DENSE}.gateway_messages", "decode_sequence", "the dense worker has the message"),
     (f"{DENSE}.engine.scheduler", "Scheduler.add", "its engine thread has it"),
     (f"{DENSE}.engine.engine", "Engine._publish", "admitted, opened and planned"),
     ("services.step.codec", "decode_plan", "the attention worker has the plan"),

@@ -166,7 +166,7 @@ class DenseWorker(Service):
         self._client = self._servicer.attention = self._make_client()
 
         def deliver(report: StepReport) -> None:
-            loop.call_soon_threadsafe(self._servicer.deliver, report)
+            loop.call_soon_threadsafe(self._servicer.streams.deliver, report)
 
         drafting = self.drafting()
         self._registry.register(drafting.counts)
@@ -223,7 +223,7 @@ class DenseWorker(Service):
     def _announce(self, address: str) -> None:
         """Reports that the model is loaded, and whether this worker may attach."""
         servicer = self._servicer
-        servicer.set_engine(self._engine, self._watchdog, self._model.features)
+        servicer.set_engine(self._engine, self._watchdog, self._model.features, self._model.resolved.config.vocab_size)
         servicer.status.weights_hash = self._model.weights_hash
         servicer.status.loading = ""
         if self._options.standby is None:

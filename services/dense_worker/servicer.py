@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from functools import partial
 
@@ -14,24 +13,21 @@ import structlog
 import torch
 
 from services.common.dense_info import dense_info_metadata
-from services.common.errors import InvalidRequest, PeerError, RequestAborted, TwostrokeError
+from services.common.errors import InvalidRequest, PeerError
 from services.common.memory_file import can_read
 from services.common.process import resident_bytes
 from services.dense_worker.attention_workers.attention_workers_client import AttentionWorkersClient
 from services.dense_worker.engine.attention_client import AttentionClient
 from services.dense_worker.engine.gateway_engine import GatewayEngine
-from services.dense_worker.engine.sequence import Sequence, SequenceOutput
-from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
 from services.dense_worker.features.feature import Feature
-from services.dense_worker.features.installed import has_progress, prepare_policy
+from services.dense_worker.gateway_messages import GatewayMessages
 from services.dense_worker.gateway_streams import GatewayStreams, Outbox
 from services.dense_worker.metrics import DenseMetrics
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.server import until_over
 from services.rpc.stream_socket import SocketOffer
 from services.rpc.watchdog import Watchdog
-from services.step.sequence_spec import FEATURES_BY_FIELD, decode_spec
 
 log = structlog.get_logger()
 
@@ -47,26 +43,25 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         self._metrics = metrics
         self._tracer = tracer
         self._max_message_bytes = max_message_bytes
-        self._preparing: dict[asyncio.Task[None], Outbox] = {}  # of sequences that are not ready for the queue
         self.status = dense_pb2.DenseStatus(state=dense_pb2.DenseStatus.LOADING)  # `Readiness` updates it
         self.may_attach = asyncio.Event()  # set while this worker may attach
         self.attention: AttentionClient | None = None  # None: there is no KV cache, or none yet
         self._engine: GatewayEngine | None = None
         self._watchdog: Watchdog | None = None
-        self._features: SequenceOf[Feature] = ()
-        self._receivers: dict[str, Feature] = {}  # by the kind of their messages
-        self._known: set[str] = set()  # what a spec may ask for by messages
+        self._messages: GatewayMessages | None = None  # None: there is no engine yet
         self._info: dense_pb2.DenseInfo | None = None  # None: refuse gateways
         self._is_ready = asyncio.Event()  # set while there is an info
-        self._streams = GatewayStreams(tracer)
+        self.streams = GatewayStreams(tracer)
         self._tasks: set[asyncio.Task[None]] = set()  # those that nobody waits for
 
-    def set_engine(self, engine: GatewayEngine, watchdog: Watchdog, features: SequenceOf[Feature]) -> None:
+    def set_engine(
+        self, engine: GatewayEngine, watchdog: Watchdog, features: SequenceOf[Feature], vocab_size: int
+    ) -> None:
         """Called when the model is loaded. features: those of the engine"""
-        self._engine, self._watchdog, self._features = engine, watchdog, features
-        self._receivers = {feature.message: feature for feature in features if feature.message}
-        names = {name for feature in features for name in (feature.name, *feature.further_names)}
-        self._known = names - FEATURES_BY_FIELD
+        self._engine, self._watchdog = engine, watchdog
+        self._messages = GatewayMessages(
+            engine, features, vocab_size, self.attention, self.streams, self._metrics, self._tracer
+        )
 
     def set_info(self, info: dense_pb2.DenseInfo | None) -> None:
         """Makes the worker serve gateways, or with None refuse them as UNAVAILABLE."""
@@ -87,20 +82,16 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         spans = {} if self._engine is None else self._engine.spans_under_way()
         return [dense_pb2.SequenceSpan(seq_id=key, start=span.start, end=span.stop) for key, span in spans.items()]
 
-    def deliver(self, report: StepReport) -> None:
-        """Sends the results of a step to the gateways. Called on the event loop."""
-        self._streams.deliver(report)
-
     def end_streams(self, farewell: dense_pb2.Farewell) -> None:
         """Ends every gateway's stream with this message, after all messages delivered before."""
-        self._streams.send_all(dense_pb2.StepOutput(farewell=farewell))
+        self.streams.send_all(dense_pb2.StepOutput(farewell=farewell))
 
     async def stop_serving(self, timeout_s: float) -> None:
         """The worker was asked to stop: ends all streams, and waits up to `timeout_s` seconds for that."""
         self.set_info(None)
         self.end_streams(dense_pb2.Farewell(is_crash=False, reason="the dense worker was asked to stop"))
         deadline = asyncio.get_running_loop().time() + timeout_s
-        while self._streams and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
+        while self.streams and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
 
     async def GetInfo(
@@ -119,7 +110,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         self.may_attach.clear()
         engine.leave()
         deadline = asyncio.get_running_loop().time() + _LEAVE_TIMEOUT_S
-        while self.status.state != dense_pb2.DenseStatus.STANDBY or self._streams:
+        while self.status.state != dense_pb2.DenseStatus.STANDBY or self.streams:
             if asyncio.get_running_loop().time() > deadline:
                 self.may_attach.set()
                 raise PeerError(f"the step under way has not ended within {_LEAVE_TIMEOUT_S} s")
@@ -207,9 +198,10 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
     async def Connect(
         self, requests: AsyncIterator[dense_pb2.GatewayMessage], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[dense_pb2.StepOutput]:
-        engine, info = self._require_ready()
-        outbox = self._streams.open()
-        handle = partial(self._handle_or_end, engine, outbox, info.vocab_size)
+        _, info = self._require_ready()
+        messages, outbox = self._messages, self.streams.open()
+        assert messages is not None, "a worker that is ready has an engine"
+        handle = partial(messages.handle, outbox)
         outbox.offer = offer = self._offer_socket(handle, outbox)
         peer = context.peer()  # reading it after the end of the call would crash
         log.info("gateway connected", peer=peer)
@@ -233,14 +225,9 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         finally:
             # The reader ends with the call. It is not cancelled, because gRPC would write a message that is just
             # arriving into freed memory.
-            orphans = self._streams.close(outbox)
             if offer is not None:
                 self._keep(asyncio.create_task(offer.close()))
-            for feature in self._features:
-                feature.end_stream(outbox.number)
-            for seq_id in orphans:
-                engine.cancel(seq_id)
-            log.info("gateway gone", peer=peer, cancelled=len(orphans))
+            log.info("gateway gone", peer=peer, cancelled=messages.end_stream(outbox))
 
     def _offer_socket(self, handle: Callable[[dense_pb2.GatewayMessage], None], outbox: Outbox) -> SocketOffer | None:
         """A socket for the messages of a stream whose gateway is on this host; None: there can be none."""
@@ -265,131 +252,6 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
             raise PeerError(f"the dense worker does not serve now: it is {state}")
         return self._engine, self._info
 
-    def _handle_or_end(
-        self, engine: GatewayEngine, outbox: Outbox, vocab_size: int, request: dense_pb2.GatewayMessage
-    ) -> None:
-        """Handles a message of a stream that has not ended. An error ends it."""
-        if self._streams.outbox(outbox.number) is None:
-            return
-        try:
-            self._handle(request, engine, outbox, vocab_size)
-        except Exception as error:  # nobody waits for it
-            outbox.put(error)
-
-    def _handle(
-        self, request: dense_pb2.GatewayMessage, engine: GatewayEngine, outbox: Outbox, vocab_size: int
-    ) -> None:
-        kind = request.WhichOneof("message")
-        if kind == "submit":
-            self._handle_submit(request.submit, engine, outbox, vocab_size)
-        elif kind == "resumed":
-            self._keep(asyncio.create_task(self._close_orphans(engine, request.resumed.gateway, outbox)))
-        elif kind == "forget_prefixes":
-            self._keep(asyncio.create_task(self._forget_prefixes(engine, request.forget_prefixes.generation, outbox)))
-        elif kind == "cancel":
-            self._streams.remove(request.cancel.seq_id)
-            engine.cancel(request.cancel.seq_id)
-        elif kind == "announcement":
-            engine.expect()
-        elif (feature := self._receivers.get(kind)) is not None:
-            feature.receive(request, outbox.number)
-
-    def _handle_submit(
-        self, submit: dense_pb2.Submit, engine: GatewayEngine, outbox: Outbox, vocab_size: int
-    ) -> None:
-        sequence = decode_sequence(submit, outbox.number)
-        log.debug("submitted", request_id=sequence.spec.request_id, seq_id=f"{sequence.seq_id:x}")
-        if self._streams.add(sequence):
-            engine.cancel(sequence.seq_id)
-        is_recovered = has_progress(submit)
-        self._metrics.on_submitted(is_recovered=is_recovered)
-        self._tracer.begin(sequence, is_recovered=is_recovered)
-        try:
-            preparations = self._admit(sequence, submit)
-        except InvalidRequest as error:
-            self._refuse(sequence, error)
-            return
-        if (preparation := prepare_policy(sequence, submit, vocab_size)) is not None:
-            preparations.append(preparation)
-        if preparations:
-            task = asyncio.create_task(self._submit_prepared(sequence, preparations, engine))
-            self._preparing[task] = outbox
-            task.add_done_callback(self._preparing.pop)
-        else:
-            engine.submit(sequence)
-
-    async def _forget_prefixes(self, engine: GatewayEngine, wanted: int, outbox: Outbox) -> None:
-        try:
-            generation = await asyncio.wrap_future(engine.forget_prefixes(wanted or None))
-            if self.attention is not None:
-                await self.attention.forget_prefixes(generation)
-            outbox.put(dense_pb2.StepOutput(prefix_generation=generation))
-        except Exception as error:  # no one awaits this task
-            outbox.put(error)
-
-    async def _close_orphans(self, engine: GatewayEngine, gateway: int, outbox: Outbox) -> None:
-        preparing = [task for task, owner in self._preparing.items() if owner is outbox]
-        if preparing:  # their blocks are claimed, too
-            await asyncio.wait(preparing)
-        try:
-            engine.close_orphans(gateway)
-        except Exception as error:  # no one awaits this task
-            outbox.put(error)
-
-    def _admit(self, sequence: Sequence, submit: dense_pb2.Submit) -> list[Awaitable[None]]:
-        """Gives a sequence its features, and returns what has to end before it is submitted; mostly nothing.
-
-        Raises `InvalidRequest` if it cannot have one.
-        """
-        spec = sequence.spec
-        if unknown := spec.features.keys() - self._known:
-            raise InvalidRequest(f"this dense worker has no feature {min(unknown)!r}: it is of another version")
-        asked = spec.asked_features
-        for feature in self._features:
-            if feature.name in asked or feature.sees_all:
-                admitted = feature.admit(spec, submit, sequence.stream)
-                sequence.features += () if admitted is None else (admitted,)
-        preparations = [each.prepare() for each in sequence.features]
-        return [each for each in preparations if each is not None]
-
-    async def _submit_prepared(
-        self, sequence: Sequence, preparations: SequenceOf[Awaitable[None]], engine: GatewayEngine
-    ) -> None:
-        """Submits a sequence when all that it needs is ready. An error ends only this sequence."""
-        try:
-            for result in await asyncio.gather(*preparations, return_exceptions=True):
-                if result is not None:
-                    raise result
-        except Exception as error:  # whatever a client's request does here, it concerns no other sequence
-            if not isinstance(error, TwostrokeError):
-                log.exception("a sequence cannot be prepared", request_id=sequence.spec.request_id)
-                error = RequestAborted(f"the sequence cannot be prepared: {error}")
-            self._refuse(sequence, error)
-            return
-        if self._streams.outbox_of(sequence) is not None:
-            engine.submit(sequence)
-
-    def _refuse(self, sequence: Sequence, error: TwostrokeError) -> None:
-        self.deliver(StepReport.between_steps([SequenceOutput.failed(sequence, error)]))
-
-
-def decode_sequence(submit: dense_pb2.Submit, stream: int) -> Sequence:
-    """The sequence of a gateway's message, which the gateway has validated; without features and row policy.
-
-    stream: the number of the stream by which it came
-    """
-    spec = decode_spec(submit.spec)
-    return Sequence(
-        seq_id=submit.seq_id,
-        spec=spec,
-        output_token_ids=list(submit.output_token_ids),
-        arrival_s=time.monotonic(),
-        queue_timeout_s=submit.queue_timeout_ms / 1000 if submit.queue_timeout_ms else None,
-        num_crashes=submit.num_crashes,
-        group_id=submit.group_id,
-        stream=stream,
-    )
-
 
 async def _read(
     requests: AsyncIterator[dense_pb2.GatewayMessage],
@@ -401,4 +263,3 @@ async def _read(
             handle(request)
     except Exception as error:  # no one awaits this task
         outbox.put(error)
-

@@ -28,6 +28,7 @@ from tests.support.clients.dense_stream import submit
 
 TIMEOUT_S = 60.0
 MAX_MESSAGE_BYTES = 2**20
+VOCAB_SIZE = 50
 
 
 class Stream:
@@ -59,7 +60,7 @@ def test_each_stream_gets_the_tokens_of_its_sequences() -> None:
         submitted: asyncio.Queue[Sequence] = asyncio.Queue()
         engine = Mock(submit=submitted.put_nowait)
         servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), MAX_MESSAGE_BYTES)
-        servicer.set_engine(engine, Mock(), ())
+        servicer.set_engine(engine, Mock(), (), VOCAB_SIZE)
         servicer.set_info(dense_pb2.DenseInfo())
         streams, sequences = [Stream(servicer) for _ in range(3)], []
         for seq_id, stream in enumerate([0, 1, 0, 2], start=2**63):
@@ -74,7 +75,7 @@ def test_each_stream_gets_the_tokens_of_its_sequences() -> None:
             np.array([10, 11, 12, 13]),
             rows,
         )
-        servicer.deliver(StepReport(7, outputs=StepOutputs(decoded)))
+        servicer.streams.deliver(StepReport(7, outputs=StepOutputs(decoded)))
         first, second = await streams[0].next, await streams[1].next
         assert (first.step_id, list(first.seq_ids), list(first.token_ids)) == (7, [2**63, 2**63 + 2], [10, 12])
         assert (second.step_id, list(second.seq_ids), list(second.token_ids)) == (7, [2**63 + 1], [11])
@@ -89,7 +90,7 @@ def test_a_resubmitted_sequence_gets_no_tokens_of_its_first_submission() -> None
         submitted: asyncio.Queue[Sequence] = asyncio.Queue()
         engine = Mock(submit=submitted.put_nowait)
         servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), MAX_MESSAGE_BYTES)
-        servicer.set_engine(engine, Mock(), ())
+        servicer.set_engine(engine, Mock(), (), VOCAB_SIZE)
         servicer.set_info(dense_pb2.DenseInfo())
         old, new = Stream(servicer), Stream(servicer)
         old.send(submit(1, [5, 6], 4))
@@ -98,7 +99,8 @@ def test_a_resubmitted_sequence_gets_no_tokens_of_its_first_submission() -> None
         second = await submitted.get()
         engine.cancel.assert_called_once_with(1)
         for sequence, token_id in ((first, 7), (second, 8)):
-            servicer.deliver(StepReport(1, [], StepOutputs(others=[SequenceOutput(sequence, (token_id,), None)])))
+            outputs = StepOutputs(others=[SequenceOutput(sequence, (token_id,), None)])
+            servicer.streams.deliver(StepReport(1, [], outputs))
         output = await new.next
         assert list(output.token_ids) == [8], "the gateway would count both as consecutive tokens"
         assert not old.next.done()
@@ -114,8 +116,8 @@ def test_a_search_with_impossible_beams_is_refused_and_its_stream_goes_on() -> N
         submitted: asyncio.Queue[Sequence] = asyncio.Queue()
         engine = Mock(submit=submitted.put_nowait)
         servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), MAX_MESSAGE_BYTES)
-        servicer.set_engine(engine, Mock(), ())
-        servicer.set_info(dense_pb2.DenseInfo(vocab_size=50))
+        servicer.set_engine(engine, Mock(), (), VOCAB_SIZE)
+        servicer.set_info(dense_pb2.DenseInfo(vocab_size=VOCAB_SIZE))
         stream = Stream(servicer)
         message = submit(1, [5, 6], 4)
         asked = message.spec.beam_search
@@ -140,8 +142,8 @@ def test_a_search_whose_gateway_would_lose_its_log_probabilities_is_refused() ->
     async def run() -> None:
         submitted: asyncio.Queue[Sequence] = asyncio.Queue()
         servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), MAX_MESSAGE_BYTES)
-        servicer.set_engine(Mock(submit=submitted.put_nowait), Mock(), ())
-        servicer.set_info(dense_pb2.DenseInfo(vocab_size=50))
+        servicer.set_engine(Mock(submit=submitted.put_nowait), Mock(), (), VOCAB_SIZE)
+        servicer.set_info(dense_pb2.DenseInfo(vocab_size=VOCAB_SIZE))
         stream = Stream(servicer)
 
         def search(seq_id: int, **fields: int) -> dense_pb2.GatewayMessage:
@@ -185,8 +187,8 @@ def test_features_are_asked_only_of_sequences_that_ask_for_them() -> None:
         servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), MAX_MESSAGE_BYTES)
         toy, adapter, form = Asked("toy"), Asked("adapter"), Asked("structured_output")
         strict = Asked("strict", sees_all=True)
-        servicer.set_engine(Mock(submit=submitted.put_nowait), Mock(), (toy, adapter, form, strict))
-        servicer.set_info(dense_pb2.DenseInfo(vocab_size=50))
+        servicer.set_engine(Mock(submit=submitted.put_nowait), Mock(), (toy, adapter, form, strict), VOCAB_SIZE)
+        servicer.set_info(dense_pb2.DenseInfo(vocab_size=VOCAB_SIZE))
         stream = Stream(servicer)
         messages = {name: submit(seq_id, [5, 6], 4) for seq_id, name in enumerate(("plain", "all", "form"), start=1)}
         for name, message in messages.items():
@@ -216,8 +218,8 @@ def test_a_message_for_a_feature_that_reads_none_is_refused_and_its_stream_goes_
 
     async def run() -> None:
         servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), MAX_MESSAGE_BYTES)
-        servicer.set_engine(Mock(), Mock(), (AdapterFeature(0, None),))
-        servicer.set_info(dense_pb2.DenseInfo(vocab_size=50))
+        servicer.set_engine(Mock(), Mock(), (AdapterFeature(0, None),), VOCAB_SIZE)
+        servicer.set_info(dense_pb2.DenseInfo(vocab_size=VOCAB_SIZE))
         stream = Stream(servicer)
         message = submit(4, [5, 6], 4)
         message.spec.features["adapter"] = b""
@@ -234,8 +236,8 @@ def test_sequences_with_tokens_or_beams_count_as_recovered() -> None:
         submitted: asyncio.Queue[Sequence] = asyncio.Queue()
         registry = new_registry("dense")
         servicer = DenseServicer(DenseMetrics(registry), SequenceTracer(NoTracer()), MAX_MESSAGE_BYTES)
-        servicer.set_engine(Mock(submit=submitted.put_nowait), Mock(), ())
-        servicer.set_info(dense_pb2.DenseInfo(vocab_size=50))
+        servicer.set_engine(Mock(submit=submitted.put_nowait), Mock(), (), VOCAB_SIZE)
+        servicer.set_info(dense_pb2.DenseInfo(vocab_size=VOCAB_SIZE))
         stream = Stream(servicer)
         search = submit(1, [5, 6], 4)
         asked = search.spec.beam_search
@@ -260,7 +262,7 @@ def test_a_message_that_cannot_be_handled_ends_only_its_own_stream() -> None:
         submitted: asyncio.Queue[Sequence] = asyncio.Queue()
         engine = Mock(submit=submitted.put_nowait)
         servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), MAX_MESSAGE_BYTES)
-        servicer.set_engine(engine, Mock(), ())
+        servicer.set_engine(engine, Mock(), (), VOCAB_SIZE)
         servicer.set_info(dense_pb2.DenseInfo())
         bad, good = Stream(servicer), Stream(servicer)
         good.send(submit(1, [5, 6], 4))
@@ -269,7 +271,7 @@ def test_a_message_that_cannot_be_handled_ends_only_its_own_stream() -> None:
         bad.send(submit(2, [5, 6], 4))
         with pytest.raises(ArithmeticError, match="no such number"):
             await bad.next
-        servicer.deliver(StepReport(1, [], StepOutputs(others=[SequenceOutput(sequence, (7,), None)])))
+        servicer.streams.deliver(StepReport(1, [], StepOutputs(others=[SequenceOutput(sequence, (7,), None)])))
         assert list((await good.next).token_ids) == [7]
         await good.close()
 
@@ -280,7 +282,7 @@ def test_a_message_that_cannot_be_handled_ends_only_its_own_stream() -> None:
 def test_a_gateway_may_wait_until_the_worker_serves(wait_ms: int) -> None:
     async def run() -> None:
         servicer = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), MAX_MESSAGE_BYTES)
-        servicer.set_engine(Mock(), Mock(), ())
+        servicer.set_engine(Mock(), Mock(), (), VOCAB_SIZE)
         servicer.status.state = dense_pb2.DenseStatus.ATTACHING
         asking = asyncio.create_task(servicer.GetInfo(dense_pb2.GetInfoRequest(wait_ms=wait_ms), Mock()))
         if wait_ms < 1000:

@@ -73,7 +73,7 @@ class EncoderWorker(Service):
         self._encoder = await asyncio.to_thread(load, config, shape, pooling, device)
 
         def deliver(report: StepReport) -> None:
-            loop.call_soon_threadsafe(self._servicer.deliver, report)
+            loop.call_soon_threadsafe(self._servicer.streams.deliver, report)
 
         self._engine = EncoderEngine(
             self._encoder,
@@ -89,7 +89,8 @@ class EncoderWorker(Service):
         )
         self._engine.start()
         self._opened.push_async_callback(asyncio.to_thread, self._engine.stop, STOP_GRACE_S)
-        self._servicer.set_engine(self._engine, self._watchdog, [TextPooling(pooling.token_heads)])
+        features = [TextPooling(pooling.token_heads)]
+        self._servicer.set_engine(self._engine, self._watchdog, features, shape.vocab_size)
         if standby is None:
             servicer.may_attach.set()
         servicer.note_unattached()

@@ -74,14 +74,14 @@ class Pair:
 
     def give(self, step_id: int, sequence: Sequence, token_id: int) -> None:
         outputs = StepOutputs(others=[SequenceOutput(sequence, (token_id,), None)])
-        self.servicer.deliver(StepReport(step_id, admitted=[sequence], outputs=outputs))
+        self.servicer.streams.deliver(StepReport(step_id, admitted=[sequence], outputs=outputs))
 
 
 @asynccontextmanager
 async def connected(tmp_path: Path, *, rehearses: bool = False) -> AsyncIterator[Pair]:
     submitted: asyncio.Queue[Sequence] = asyncio.Queue()
     servicer = Counting(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), 2**20)
-    servicer.set_engine(Mock(submit=submitted.put_nowait, spans_under_way=dict), Mock(stall=None), ())
+    servicer.set_engine(Mock(submit=submitted.put_nowait, spans_under_way=dict), Mock(stall=None), (), 50)
     servicer.set_info(dense_pb2.DenseInfo(**INFO, rehearses=rehearses))
     server, address = grpc.aio.server(), f"unix:{tmp_path}/dense.sock"
     dense_pb2_grpc.add_DenseWorkerServicer_to_server(servicer, server)
@@ -285,7 +285,7 @@ def test_a_stream_whose_socket_breaks_is_opened_again(tmp_path: Path, monkeypatc
 def test_an_ended_stream_leaves_no_socket(tmp_path: Path) -> None:
     async def test() -> None:
         async with connected(tmp_path) as pair:
-            [client], streams = pair.pool._clients, pair.servicer._streams
+            [client], streams = pair.pool._clients, pair.servicer.streams
             for number in range(2, 6):
                 client.reopen()
                 await until(lambda newest=number: streams.outbox(newest) is not None and client.is_connected)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.common.beams.options import BeamSearchOptions
-from services.dense_worker.servicer import decode_sequence
+from services.dense_worker.gateway_messages import decode_sequence
 from services.gateway.link.dense_messages import encode_submit
 from services.gateway.link.journal import Journal
 from tests.support.clients.generation_requests import make_request

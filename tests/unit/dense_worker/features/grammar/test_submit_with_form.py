@@ -48,7 +48,7 @@ class Front:
         self.grammars, self.engine = LateGrammars(), Mock()
         grammars: Any = self.grammars
         dense = DenseServicer(DenseMetrics(new_registry("dense")), SequenceTracer(NoTracer()), 2**20)
-        dense.set_engine(self.engine, Mock(), [GrammarFeature(grammars)])
+        dense.set_engine(self.engine, Mock(), [GrammarFeature(grammars)], 50)
         dense.set_info(dense_pb2.DenseInfo(vocab_size=32))
         self._requests: asyncio.Queue[dense_pb2.GatewayMessage] = asyncio.Queue()
         context: Any = Mock(peer=lambda: "test", send_initial_metadata=self._ignore)
