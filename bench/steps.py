@@ -41,6 +41,7 @@ from services.common.structured_output import Constraint, StructuredOutput
 from services.dense_worker.engine.attachment import AttachedCache, Attachment
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.limits import SchedulerLimits
+from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import ScheduledStep
 from services.dense_worker.features.drafting.drafting import Drafting
@@ -100,9 +101,9 @@ class Steps:
         self.report: Any = None
         self.in_flight: Any = None  # the step that is planned and not ended, and its input
         attention: Any = None
-        self.engine = Engine(limits, self.runner, attention, self.keep_report, 1.0, [metrics], drafting, features)
+        self.scheduler = Scheduler(limits, drafting, features)
+        self.engine = Engine(self.scheduler, self.runner, attention, self.keep_report, 1.0, [metrics])
         attached = AttachedCache(0, self.cache.num_blocks, self.cache.num_free_blocks, {})
-        self.scheduler = self.engine._scheduler
         self.session = self.scheduler.begin(Attachment(1, 1, {}, BLOCK_SIZE, (attached,), self.cache.max_model_len))
         for seq_id in range(1, batch + 1):
             prompt, client = list(range(PROMPT_LEN)), seq_id % num_clients

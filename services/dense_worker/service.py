@@ -30,6 +30,7 @@ from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.observer import EngineObserver
 from services.dense_worker.engine.placement import Placement
+from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.step_log import writing_step_log
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
@@ -170,20 +171,15 @@ class DenseWorker(Service):
 
         drafting = self.drafting()
         self._registry.register(drafting.counts)
-        engine = self._engine = Engine(
-            scheduler_limits(
-                config, model.resolved.max_model_len, measures_steps=model.resolved.device.type == "cpu"
-            ),
-            model.runner,
-            self._client,
-            deliver,
-            result_timeout_s=config.channel.wait_timeout_s,
-            observers=observers,
-            drafting=drafting,
-            features=model.features,
-            forks=make_fork_policy(model.resolved.config, config.scheduler.num_lanes),
-            placement=make_placement(config),
+        scheduler = Scheduler(
+            scheduler_limits(config, model.resolved.max_model_len, measures_steps=model.resolved.device.type == "cpu"),
+            drafting,
+            model.features,
+            make_fork_policy(model.resolved.config, config.scheduler.num_lanes),
+            make_placement(config),
         )
+        timeout_s = config.channel.wait_timeout_s
+        engine = self._engine = Engine(scheduler, model.runner, self._client, deliver, timeout_s, observers)
         self._metrics.watch(lambda: engine.counts)
         self._watchdog = Watchdog(
             "dense_worker",

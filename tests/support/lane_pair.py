@@ -29,6 +29,7 @@ from services.dense_worker.build import load_model, resolve_dense_model
 from services.dense_worker.engine.attachment import AttachedCache, Attachment, AttachmentEnd
 from services.dense_worker.engine.attention_client import AttachOptions
 from services.dense_worker.engine.engine import Engine
+from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.service import attach_options, scheduler_limits
 from services.step import NewSequence, PlanAccepted, SequenceOpened, StepPlan
@@ -106,10 +107,8 @@ class LanePair:
         self.sides = [self.side]
         self.attention = self.side.engine
         self.reports: queue.Queue[StepReport] = queue.Queue()
-        self.engine = Engine(
-            scheduler_limits(config, resolved.max_model_len), self.model.runner, self, self.reports.put, TIMEOUT_S,
-            features=self.model.features,
-        )
+        scheduler = Scheduler(scheduler_limits(config, resolved.max_model_len), features=self.model.features)
+        self.engine = Engine(scheduler, self.model.runner, self, self.reports.put, TIMEOUT_S)
         self.engine.failure.add_done_callback(lambda failure: self.reports.put(StepReport(-1)))
         self.engine.start()
 

@@ -14,6 +14,7 @@ from services.dense_worker.engine.attachment import AttachedCache, Attachment, A
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.observer import EngineObserver
+from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.feature import Feature
@@ -153,16 +154,7 @@ def started_engine(
     observers: Sequence[EngineObserver] = (),
     link: MessageLink | None = None,
 ) -> Engine:
-    engine = Engine(
-        limits,
-        runner,
-        attention,
-        reports.put,
-        result_timeout_s=timeout_s,
-        observers=observers,
-        features=features,
-        drafting=drafting,
-    )
+    engine = Engine(Scheduler(limits, drafting, features), runner, attention, reports.put, timeout_s, observers)
     engine.failure.add_done_callback(lambda failure: reports.put(StepReport(-1)))
     attention.engine = engine
     engine.start()

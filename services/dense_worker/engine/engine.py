@@ -24,17 +24,13 @@ from services.common.errors import PeerError, TwostrokeError
 from services.dense_worker.engine import step_report
 from services.dense_worker.engine.attachment import AttachedCache, Attachment, AttachmentEnd, AttentionPort
 from services.dense_worker.engine.gateway_engine import GatewayEngine
-from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.observer import CacheCounts, EngineCounts, EngineObserver, StepStats
-from services.dense_worker.engine.placement import Placement
 from services.dense_worker.engine.rehearsal import Rehearsal
 from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import AFTER_SUSPECT_S, Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import ScheduledStep, Session
 from services.dense_worker.engine.step_report import StepReport
-from services.dense_worker.features.drafting.drafting import Drafting
-from services.dense_worker.features.feature import Event, Feature
-from services.dense_worker.features.fork_policy import ForkPolicy
+from services.dense_worker.features.feature import Event
 from services.dense_worker.runner.model_runner import StepRunner
 from services.rpc.watchdog import Progress
 from services.step import PlanAccepted, SequenceOpened, StepPlan, StepResult, spans_of
@@ -59,20 +55,15 @@ class Engine(GatewayEngine):
 
     def __init__(
         self,
-        limits: SchedulerLimits,
+        scheduler: Scheduler,
         runner: StepRunner,
         attention: AttentionPort,
         deliver: Callable[[StepReport], None],
         result_timeout_s: float,
         observers: SequenceOf[EngineObserver] = (),
-        drafting: Drafting | None = None,
-        features: SequenceOf[Feature] = (),
-        forks: ForkPolicy | None = None,
-        placement: Placement | None = None,
     ) -> None:
         super().__init__()
-        self._drafting = drafting = drafting or Drafting()
-        self._scheduler = Scheduler(limits, drafting, features, forks, placement)
+        self._scheduler = scheduler
         self._runner = runner
         self._attention = attention
         self._deliver = deliver
@@ -83,7 +74,7 @@ class Engine(GatewayEngine):
         self._rehearsal: Rehearsal | None = None  # None: steps are not rehearsed
         self._rehearsed_s = 0.0  # when that was last done
         self._has_run_suspect = False  # since the last opening
-        for feature in features:
+        for feature in scheduler.features:
             feature.start(self.on_event)
 
     @property
@@ -385,7 +376,7 @@ class Engine(GatewayEngine):
         """
         stats, others = _describe_step(step, self._scheduler, report.outputs.num_tokens), report.outputs.others
         started = [*step.started, *report.started]
-        self._drafting.on_step(stats, started, others)
+        self._scheduler.drafting.on_step(stats, started, others)
         try:
             if session.running and not session.in_flight and not self._has_run_suspect:
                 self._begin_idle_lanes(session)
@@ -472,7 +463,7 @@ class Engine(GatewayEngine):
             self._session = self._rehearsal = None
             attachment.abort()  # lets launched steps run through
             attachment.close()  # at once, because the next attachment may need the memory
-            for observer in (*self._observers, self._drafting):
+            for observer in (*self._observers, self._scheduler.drafting):
                 observer.on_handoff_abort()
             log.debug("attachment given up", reason=end.reason)
 

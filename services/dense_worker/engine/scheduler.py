@@ -55,8 +55,8 @@ class Scheduler:
         placement: Placement | None = None,
     ) -> None:
         self.limits = limits
-        self._drafting = drafting or Drafting()
-        self._features = features
+        self.drafting = drafting or Drafting()
+        self.features = features
         self._sequences: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(limits.max_num_waiting, limits.max_num_waiting_tokens, limits.priority_ageing_s)
         self.session = Session(NO_ATTACHMENT, self._waiting)  # until the first attachment
@@ -150,7 +150,7 @@ class Scheduler:
         if self._waiting.has_parked or self._had_parked:  # once more, so that nothing goes on for those that have gone
             self._had_parked, session.has_provided = self._waiting.has_parked, True
             oldest_step_id = session.in_flight[0].plan.step_id if session.in_flight else None
-            for feature in self._features:
+            for feature in self.features:
                 for sequence in feature.provide(self._waiting, oldest_step_id):
                     self._admission.forget(sequence)
         if self._suspects.active() is not None:
@@ -263,13 +263,13 @@ class Scheduler:
         """
         session, num_running = self.session, len(self.session.running)
         most = self.limits.max_num_seqs - num_running
-        if self._drafting.begins_to_look(num_running, most):
+        if self.drafting.begins_to_look(num_running, most):
             for sequence in [each for each in session.running if each.slot is not None]:
-                if self._drafting.looks_at(sequence):
+                if self.drafting.looks_at(sequence):
                     session.leave_row(sequence)
         if session.to_fork:  # forks come first, before the sequence from which they are can end
             most = 0
-        return self._drafting.waits_for(step.running, session.others, len(session.rows), most)
+        return self.drafting.waits_for(step.running, session.others, len(session.rows), most)
 
     def schedule(self, lane: int = 0) -> ScheduledStep | None:
         """Plans the next step of a lane; None if there is no work. A plan without entries only closes sequences.
@@ -401,7 +401,7 @@ class Scheduler:
         if error := result.ended.get(sequence.seq_id):
             return self._fail(sequence, error)
         if num_draft_tokens:
-            self._drafting.counts.add(num_draft_tokens, len(token_ids) - 1)
+            self.drafting.counts.add(num_draft_tokens, len(token_ids) - 1)
         first = len(sequence.output_token_ids)
         finish_reason = sequence.append(token_ids, is_complete=sequence.seq_id in result.ended)
         self._suspects.clear(sequence)
@@ -412,7 +412,7 @@ class Scheduler:
             sampled += [(sequence.seq_id, token_id) for token_id in token_ids]
             if not has_row:
                 sequence.num_computed_tokens += len(token_ids) - 1  # the accepted drafts
-                if self._has_rows and sequence.is_plain and not self._drafting.looks_at(sequence):
+                if self._has_rows and sequence.is_plain and not self.drafting.looks_at(sequence):
                     self.session.enter_row(sequence)
         return SequenceOutput(sequence, token_ids, None)
 
@@ -556,7 +556,7 @@ class Scheduler:
         session, limits = self.session, self.limits
         self._admission = Admission(session, limits, self._forks, self._placement)
         self._moves = Moves(session, self._admission)
-        parts = (session, limits, self._drafting, self._forks)
+        parts = (session, limits, self.drafting, self._forks)
         self._planners = [StepPlanner(*parts, lane) for lane in range(len(session.lanes))]
         self._has_rows = session.sliding_window.window is None
 
@@ -593,7 +593,7 @@ class Scheduler:
         del self._sequences[sequence.seq_id]
         self._suspects.clear(sequence)
         self._forks.remove(sequence)
-        self._drafting.finish(sequence)
+        self.drafting.finish(sequence)
         self._waiting.forget(sequence)
         self._admission.forget(sequence)
 

@@ -77,7 +77,7 @@ class RecordingRunner(FakeRunner):
 def start_engine(attention: TwoLaneAttention, runner: FakeRunner) -> tuple[Engine, queue.Queue[StepReport]]:
     """An engine that is attached to two lanes, and the queue of its reports."""
     reports: queue.Queue[StepReport] = queue.Queue()
-    engine = Engine(LIMITS, runner, attention, reports.put, result_timeout_s=TIMEOUT_S)
+    engine = Engine(Scheduler(LIMITS), runner, attention, reports.put, result_timeout_s=TIMEOUT_S)
     engine.failure.add_done_callback(lambda failure: reports.put(StepReport(-1)))
     attention.engine = engine
     engine.start()

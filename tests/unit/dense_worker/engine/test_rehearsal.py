@@ -16,6 +16,7 @@ from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.rehearsal import Rehearsal
+from services.dense_worker.engine.scheduler import Scheduler
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.step_report import StepReport
 from services.pb import step_pb2
@@ -100,7 +101,7 @@ class Attention(RecordingAttention):
 @pytest.fixture
 def served() -> Iterator[tuple[Engine, SlowRunner, Attention, queue.Queue[StepReport]]]:
     runner, attention, reports = SlowRunner(), Attention(), queue.Queue[StepReport]()
-    engine = Engine(LIMITS, runner, attention, reports.put, result_timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
+    engine = Engine(Scheduler(LIMITS), runner, attention, reports.put, result_timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
     attention.engine = engine
     engine.start()
     engine.on_attached(replace(make_attachment(attention, 1), link=Mock(), rehearses=True))
