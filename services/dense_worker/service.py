@@ -1,10 +1,10 @@
-"""`DenseWorker`: a dense worker with all its parts."""
+"""`DenseWorker`: a dense worker with all its parts. `GatewayWorker`: those that one of an encoder has, too."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -27,6 +27,7 @@ from services.dense_worker.build import LoadedModel, load_model, prepare_model, 
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.engine.attention_client import AttachOptions, AttentionClient
 from services.dense_worker.engine.engine import Engine
+from services.dense_worker.engine.gateway_engine import GatewayEngine
 from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.observer import EngineObserver
 from services.dense_worker.engine.placement import Placement
@@ -36,6 +37,7 @@ from services.dense_worker.engine.step_report import StepReport
 from services.dense_worker.engine.tracing import SequenceTracer
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.drafting.load_drafter import make_drafting
+from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.installed import make_fork_policy
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.ranks.ranked_attention_client import OtherRank, RankedAttentionClient
@@ -44,10 +46,10 @@ from services.dense_worker.servicer import DenseServicer
 from services.dense_worker.standby import holds_weights
 from services.pb import dense_pb2, dense_pb2_grpc
 from services.rpc.metrics import new_registry, serve_late_metrics, serving_metrics
-from services.rpc.server import STOP_GRACE_S, GrpcServer, Service, make_peer_server, run_together
+from services.rpc.server import STOP_GRACE_S, Service, make_peer_server, run_together
 from services.rpc.spans import Tracer
 from services.rpc.tracing import tracing
-from services.rpc.watchdog import Watchdog
+from services.rpc.watchdog import Progress, Watchdog
 
 METRICS = "dense.metrics_address"
 
@@ -59,36 +61,103 @@ READ_AHEAD_S = 1.0  # after loading: most workers are attached by then, which re
 MAX_CONNECTION_AGE_MS = 60_000
 
 
-class DenseWorker(Service):
-    """Has a server for gateways, and for the launcher, and is a client of the attention worker."""
+class GatewayWorker(Service):
+    """A dense worker of any kind: has a server for gateways, and for the launcher, and an engine.
+
+    It may be a standby, and another one may take over from it.
+    """
 
     def __init__(self, config: Config, options: ChildOptions) -> None:
         super().__init__()
         self._config = config
-        if options.is_restarted:
-            self._config = without_waiting_for_graphs(config)
         self._options = options
-        self._lifeline = None if options.lifeline is None else Lifeline(options.lifeline)
         self._registry = new_registry("dense")
         self._metrics = DenseMetrics(self._registry)
+        self._epoch = secrets.randbits(64)
+
+    def _begin(self) -> tuple[list[EngineObserver], Tracer]:
+        """Begins to serve metrics. Returns what observes the engine, and the tracer."""
+        config = self._config
+        self._loop = asyncio.get_running_loop()
+        address = None if self._options.has_predecessor else config.dense.metrics_address
+        self._opened.enter_context(serving_metrics(address, self._registry, METRICS))
+        step_logs = self._opened.enter_context(writing_step_log(config.dense.step_log))
+        return [self._metrics, *step_logs], self._opened.enter_context(tracing(config.tracing, "dense"))
+
+    async def _start_server(self, tracer: Tracer) -> str:
+        """Begins to answer health checks. Returns the address."""
+        address, peers = self._config.dense.address, self._config.peers
+        self._servicer = DenseServicer(self._metrics, SequenceTracer(tracer), peers.max_message_bytes)
+        options = [("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_MS)]
+        self._server = make_peer_server(address, SERVICE_NAME, peers, setting="dense.address", options=options)
+        dense_pb2_grpc.add_DenseWorkerServicer_to_server(self._servicer, self._server.server)
+        address = await self._server.start()
+        self._opened.push_async_callback(self._server.stop, STOP_GRACE_S)
+        return address
+
+    def _deliver(self, report: StepReport) -> None:
+        """Called on the engine thread."""
+        self._loop.call_soon_threadsafe(self._servicer.streams.deliver, report)
+
+    def _start_engine(
+        self,
+        engine: GatewayEngine,
+        progress: Callable[[], Progress | None],
+        features: Sequence[Feature],
+        vocab_size: int,
+    ) -> None:
+        """Starts the engine, which gateways reach from now on, as soon as the worker is ready."""
+        self._failure = engine.failure
+        self._metrics.watch(lambda: engine.counts)
+        stall_timeout_s = self._config.watchdog.stall_timeout_s
+        self._watchdog = Watchdog("dense_worker", progress, self._server.set_stall, stall_timeout_s)
+        engine.start()
+        self._opened.push_async_callback(asyncio.to_thread, engine.stop, STOP_GRACE_S)
+        self._servicer.set_engine(engine, self._watchdog, features, vocab_size)
+
+    async def run(self) -> None:
+        """Runs until cancelled. Raises errors of the engine or of the client of the attention worker."""
+        servicer = self._servicer
+        late_address = self._config.dense.metrics_address if self._options.has_predecessor else None
+        try:
+            await run_together(
+                self._serve(Readiness(servicer, self._server, self._describe)),
+                asyncio.shield(asyncio.wrap_future(self._failure)),
+                self._watchdog.run(),
+                serve_late_metrics(late_address, self._registry, METRICS, servicer.may_attach),
+            )
+        except asyncio.CancelledError:  # the worker was asked to stop, which is no crash
+            await servicer.stop_serving(STOP_GRACE_S)
+            raise
+
+    def _describe(self, attachment: Attachment) -> dense_pb2.DenseInfo:
+        """The worker, for gateways."""
+        raise NotImplementedError
+
+    async def _serve(self, readiness: Readiness) -> None:
+        """Says whenever the worker can serve, or can no more."""
+        raise NotImplementedError
+
+
+class DenseWorker(GatewayWorker):
+    """That of a model that generates tokens: a client of the attention worker."""
+
+    def __init__(self, config: Config, options: ChildOptions) -> None:
+        super().__init__(without_waiting_for_graphs(config) if options.is_restarted else config, options)
+        self._lifeline = None if options.lifeline is None else Lifeline(options.lifeline)
 
     async def start(self) -> None:
         """Begins to answer health checks, loads the weights, and starts the engine."""
         config = self._config
-        address = None if self._options.has_predecessor else config.dense.metrics_address
-        self._opened.enter_context(serving_metrics(address, self._registry, METRICS))
-        step_logs = self._opened.enter_context(writing_step_log(config.dense.step_log))
-        tracer = self._opened.enter_context(tracing(config.tracing, "dense"))
+        observers, tracer = self._begin()
         shape = await read_decoder(self._options.shape_file, config.model)
         resolved = resolve_dense_model(config, Rank.of(config.dense, 0), shape)
         use_device(resolved.device, config.dense.num_threads)
-        self._loop = asyncio.get_running_loop()
         bound_address = await self._start_server(tracer)
         self._model = await self._load(resolved)
         for feature in self._model.features:
             self._opened.callback(feature.close)
         self._model = with_stated_hash(self._model, self._options.stated_weights_hash)
-        observers: list[EngineObserver] = [self._metrics, *step_logs]
         loads = self._model.expert_loads
         if loads is not None:
             self._metrics.watch_experts(loads.read)
@@ -97,31 +166,17 @@ class DenseWorker(Service):
         encoders = {name: each for name, each in counts.items() if each is not None}
         if encoders:
             self._metrics.watch_encoders(encoders)
-        self._start_engine(observers)
+        self._make_engine(observers)
         self._announce(bound_address)
         for feature in self._model.features:
             self._opened.callback(self._loop.call_later(READ_AHEAD_S, feature.read_ahead).cancel)
 
-    async def run(self) -> None:
-        """Runs until cancelled. Raises errors of the engine or of the client of the attention worker."""
-        servicer, epoch = self._servicer, secrets.randbits(64)
-        scheduler, continues_sequences = self._config.scheduler, self._options.continues_sequences
+    async def _serve(self, readiness: Readiness) -> None:
+        await self._client.run(self._engine, readiness)
 
-        def describe(attachment: Attachment) -> dense_pb2.DenseInfo:
-            return self._model.describe(attachment, epoch, scheduler, continues_sequences=continues_sequences)
-
-        readiness = Readiness(servicer, self._server, describe)
-        late_address = self._config.dense.metrics_address if self._options.has_predecessor else None
-        try:
-            await run_together(
-                self._client.run(self._engine, readiness),
-                asyncio.shield(asyncio.wrap_future(self._engine.failure)),
-                self._watchdog.run(),
-                serve_late_metrics(late_address, self._registry, METRICS, servicer.may_attach),
-            )
-        except asyncio.CancelledError:  # the worker was asked to stop, which is no crash
-            await servicer.stop_serving(STOP_GRACE_S)
-            raise
+    def _describe(self, attachment: Attachment) -> dense_pb2.DenseInfo:
+        continues = self._options.continues_sequences
+        return self._model.describe(attachment, self._epoch, self._config.scheduler, continues_sequences=continues)
 
     def drafting(self) -> Drafting:
         """What decides when steps have draft tokens. Overridden by workers of tests and benchmarks."""
@@ -154,21 +209,10 @@ class DenseWorker(Service):
         self._config = without_waiting_for_graphs(config)
         return await asyncio.to_thread(replace(prepared, config=self._config).load)
 
-    async def _start_server(self, tracer: Tracer) -> str:
-        self._servicer = DenseServicer(self._metrics, SequenceTracer(tracer), self._config.peers.max_message_bytes)
-        self._server = make_server(self._config, self._servicer)
-        address = await self._server.start()
-        self._opened.push_async_callback(self._server.stop, STOP_GRACE_S)
-        return address
-
-    def _start_engine(self, observers: Sequence[EngineObserver]) -> None:
+    def _make_engine(self, observers: Sequence[EngineObserver]) -> None:
+        """Makes and starts the engine and its client of the attention worker."""
         config, model = self._config, self._model
-        loop = asyncio.get_running_loop()
         self._client = self._servicer.attention = self._make_client()
-
-        def deliver(report: StepReport) -> None:
-            loop.call_soon_threadsafe(self._servicer.streams.deliver, report)
-
         drafting = self.drafting()
         self._registry.register(drafting.counts)
         scheduler = Scheduler(
@@ -178,17 +222,10 @@ class DenseWorker(Service):
             make_fork_policy(model.resolved.config, config.scheduler.num_lanes),
             make_placement(config),
         )
-        timeout_s = config.channel.wait_timeout_s
-        engine = self._engine = Engine(scheduler, model.runner, self._client, deliver, timeout_s, observers)
-        self._metrics.watch(lambda: engine.counts)
-        self._watchdog = Watchdog(
-            "dense_worker",
-            lambda: engine.progress(len(model.resolved.rank.layers(model.resolved.config.num_layers))),
-            self._server.set_stall,
-            config.watchdog.stall_timeout_s,
-        )
-        engine.start()
-        self._opened.push_async_callback(asyncio.to_thread, engine.stop, STOP_GRACE_S)
+        timeout_s, shape = config.channel.wait_timeout_s, model.resolved.config
+        engine = self._engine = Engine(scheduler, model.runner, self._client, self._deliver, timeout_s, observers)
+        num_layers = len(model.resolved.rank.layers(shape.num_layers))
+        self._start_engine(engine, lambda: engine.progress(num_layers), model.features, shape.vocab_size)
         self._opened.callback(self._client.abort)  # the engine thread may wait for the attention worker
 
     def _make_client(self) -> AttentionClient:
@@ -219,23 +256,12 @@ class DenseWorker(Service):
     def _announce(self, address: str) -> None:
         """Reports that the model is loaded, and whether this worker may attach."""
         servicer = self._servicer
-        servicer.set_engine(self._engine, self._watchdog, self._model.features, self._model.resolved.config.vocab_size)
         servicer.status.weights_hash = self._model.weights_hash
         servicer.status.loading = ""
         if self._options.standby is None:
             servicer.may_attach.set()
         servicer.note_unattached()
         log.info("loaded", address=address, state=dense_pb2.DenseStatus.State.Name(servicer.status.state))
-
-
-def make_server(config: Config, servicer: DenseServicer) -> GrpcServer:
-    """The server of a dense worker of any kind, which does not listen yet."""
-    options = [("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_MS)]
-    server = make_peer_server(
-        config.dense.address, SERVICE_NAME, config.peers, setting="dense.address", options=options
-    )
-    dense_pb2_grpc.add_DenseWorkerServicer_to_server(servicer, server.server)
-    return server
 
 
 def make_placement(config: Config) -> Placement:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 
 import torch
 
@@ -22,39 +21,23 @@ from services.dense_worker.encoders.text.pooled_text import TextPooling
 from services.dense_worker.encoders.text.text_encoder import EncoderRun, TextEncoder
 from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
 from services.dense_worker.engine.session import NO_ATTACHMENT
-from services.dense_worker.engine.step_log import writing_step_log
-from services.dense_worker.engine.step_report import StepReport
-from services.dense_worker.engine.tracing import SequenceTracer
-from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.model.weights import heads_hash
 from services.dense_worker.readiness import Readiness
-from services.dense_worker.service import METRICS, make_server, scheduler_limits
-from services.dense_worker.servicer import DenseServicer
+from services.dense_worker.service import GatewayWorker, scheduler_limits
 from services.pb import dense_pb2
-from services.rpc.metrics import new_registry, serve_late_metrics, serving_metrics
-from services.rpc.server import STOP_GRACE_S, Service, run_together
-from services.rpc.tracing import tracing
-from services.rpc.watchdog import Watchdog
 
 
-class EncoderWorker(Service):
-    """Like `DenseWorker`, it may be a standby, and another one may take over from it."""
+class EncoderWorker(GatewayWorker):
+    """Serves gateways whenever it may."""
 
     def __init__(self, config: Config, options: ChildOptions) -> None:
-        super().__init__()
-        self._config = config
-        self._options = options
-        self._registry = new_registry("dense")
-        self._metrics = DenseMetrics(self._registry)
+        super().__init__(config, options)
         self._has_left = asyncio.Event()
 
     async def start(self) -> None:
         """Begins to answer health checks, loads the weights, and starts the engine."""
-        config, loop = self._config, asyncio.get_running_loop()
-        address = None if self._options.has_predecessor else config.dense.metrics_address
-        self._opened.enter_context(serving_metrics(address, self._registry, METRICS))
-        step_logs = self._opened.enter_context(writing_step_log(config.dense.step_log))
-        tracer = self._opened.enter_context(tracing(config.tracing, "dense"))
+        config = self._config
+        observers, tracer = self._begin()
         check_config(config)
         shape, pooling = await read_encoder(self._options.shape_file, config.model), read_pooling(config.model)
         if pooling is None:
@@ -63,7 +46,7 @@ class EncoderWorker(Service):
         self._max_input_tokens = input_limit(config, shape, pooling)
         device = resolve_device(config.dense.device)
         use_device(device, config.dense.num_threads)
-        await self._start_server(SequenceTracer(tracer))
+        await self._start_server(tracer)
         servicer, standby = self._servicer, self._options.standby
         self._weights_hash = servicer.status.weights_hash = weights_hash(config, pooling)
         if standby not in (None, "loaded"):  # loading takes a moment, and another copy of the weights much memory
@@ -71,58 +54,27 @@ class EncoderWorker(Service):
             await servicer.may_attach.wait()
             servicer.status.state = dense_pb2.DenseStatus.LOADING
         self._encoder = await asyncio.to_thread(load, config, shape, pooling, device)
-
-        def deliver(report: StepReport) -> None:
-            loop.call_soon_threadsafe(self._servicer.streams.deliver, report)
-
-        self._engine = EncoderEngine(
+        engine = EncoderEngine(
             self._encoder,
             pooling.method,
             scheduler_limits(config, self._max_input_tokens),
-            deliver,
-            [self._metrics, *step_logs],
-            lambda: loop.call_soon_threadsafe(self._has_left.set),
+            self._deliver,
+            observers,
+            lambda: self._loop.call_soon_threadsafe(self._has_left.set),
         )
-        self._metrics.watch(lambda: self._engine.counts)
-        self._watchdog = Watchdog(
-            "dense_worker", self._engine.progress, self._server.set_stall, config.watchdog.stall_timeout_s
-        )
-        self._engine.start()
-        self._opened.push_async_callback(asyncio.to_thread, self._engine.stop, STOP_GRACE_S)
-        features = [TextPooling(pooling.token_heads)]
-        self._servicer.set_engine(self._engine, self._watchdog, features, shape.vocab_size)
+        self._start_engine(engine, engine.progress, [TextPooling(pooling.token_heads)], shape.vocab_size)
         if standby is None:
             servicer.may_attach.set()
         servicer.note_unattached()
 
-    async def run(self) -> None:
-        """Serves until cancelled. Raises errors of the engine."""
-        late_address = self._config.dense.metrics_address if self._options.has_predecessor else None
-        try:
-            await run_together(
-                self._serve(Readiness(self._servicer, self._server, self._describe)),
-                asyncio.shield(asyncio.wrap_future(self._engine.failure)),
-                self._watchdog.run(),
-                serve_late_metrics(late_address, self._registry, METRICS, self._servicer.may_attach),
-            )
-        except asyncio.CancelledError:  # the worker was asked to stop, which is no crash
-            await self._servicer.stop_serving(STOP_GRACE_S)
-            raise
-
     async def _serve(self, readiness: Readiness) -> None:
-        """Serves gateways whenever it may, until another dense worker takes over."""
+        """It can, from when it may until another dense worker takes over."""
         while True:
             await self._servicer.may_attach.wait()
             self._has_left.clear()
             await readiness.ready(NO_ATTACHMENT)
             await self._has_left.wait()
             await readiness.detached(AttachmentEnd("another dense worker takes over", is_crash=False))
-
-    async def _start_server(self, tracer: SequenceTracer) -> None:
-        self._servicer = DenseServicer(self._metrics, tracer, self._config.peers.max_message_bytes)
-        self._server = make_server(self._config, self._servicer)
-        await self._server.start()
-        self._opened.push_async_callback(self._server.stop, STOP_GRACE_S)
 
     def _describe(self, attachment: Attachment) -> dense_pb2.DenseInfo:
         shape = self._shape
@@ -135,7 +87,7 @@ class EncoderWorker(Service):
             weights_hash=self._weights_hash,
             backend="torch",
             device=str(self._encoder.device),
-            epoch=secrets.randbits(64),
+            epoch=self._epoch,
             max_num_seqs=self._config.scheduler.max_num_seqs,
             hidden_size=shape.hidden_size,
             continues_sequences=self._options.continues_sequences,
