@@ -146,11 +146,11 @@ class AttentionWorkersClient(AttentionClient):
         self._may_miss = is_successor  # whether it serves without those that are missing
         self._links: dict[int, _Link] = {}  # by cache_id
         self._next_cache_id = 0
-        self._joined: JoinedChannel | CudaJoinedChannel | None = None
-        self._splitter: PlanSplitter | None = None
+        self._joined: JoinedChannel | CudaJoinedChannel  # made with each attachment, as the next one
+        self._splitter: PlanSplitter
         self._part_openings = PartOpenings()
         self._awaited: dict[int, set[int]] = {}  # by step_id: cache_ids whose answers are still out
-        self._listener: AttentionListener | None = None
+        self._listener: AttentionListener  # set when an attachment is served
         self._leaving: dict[int, asyncio.Future[None]] = {}  # by cache_id: workers whose sequences move to others
         # By address, sockets that patterns name and whose workers have left: not found again as long as they are these.
         self._left: dict[str, _File | None] = {}
@@ -166,11 +166,9 @@ class AttentionWorkersClient(AttentionClient):
 
     def publish(self, attachment: Attachment, plan: StepPlan) -> None:
         """Splits a plan and sends its parts. Called on the engine thread; never blocks."""
-        joined, splitter = self._joined, self._splitter
-        assert joined is not None and splitter is not None, "they are made with the attachment"
-        split = splitter.split(plan)
+        split = self._splitter.split(plan)
         if split.rows:
-            joined.expect(plan.step_id, split.rows)
+            self._joined.expect(plan.step_id, split.rows)
         self._post(attachment, split)
 
     # Workers that come and go
@@ -220,7 +218,6 @@ class AttentionWorkersClient(AttentionClient):
         then it stays.
         """
         attachment = self._require_attachment()
-        assert self._listener is not None, "it is attached"
         cache_id = next((each for each, own in self.addresses.items() if own == address), None)
         if cache_id is None:
             self._forget(address)
@@ -266,12 +263,11 @@ class AttentionWorkersClient(AttentionClient):
         if (link := self._links.get(cache_id)) is None or attachment is not self._attachment:
             return
         if (left := self._leaving.pop(cache_id, None)) is not None:
-            assert self._listener is not None, "it is attached"
             self._listener.on_cache_given_up(attachment, cache_id, False)
             left.set_exception(PeerError(f"{_where(link.worker.address)} goes on: {reason}"))
 
     def forget(self, attachment: Attachment, cache_id: int) -> None:
-        if attachment is self._attachment and self._splitter is not None:
+        if attachment is self._attachment:
             self._splitter.forget(cache_id)
 
     def _require_attachment(self) -> Attachment:
@@ -312,9 +308,9 @@ class AttentionWorkersClient(AttentionClient):
         self._may_miss = True
         self._links = {each.cache_id: each for each in links}
         members = {each.cache_id: each.channel for each in links}
-        self._joined = joined = self._make_joined(members)
+        self._joined = self._make_joined(members)
         self._splitter = PlanSplitter(cache_of)
-        attachment = describe_attachment(links[0].reply, {_LANE: joined}, [each.cache for each in links])
+        attachment = describe_attachment(links[0].reply, {_LANE: self._joined}, [each.cache for each in links])
         return replace(attachment, max_model_len=self._max_model_len(links))
 
     def _max_model_len(self, links: Sequence[_Link]) -> int:
@@ -498,7 +494,6 @@ class AttentionWorkersClient(AttentionClient):
             await link.worker.grpc.close()
 
     def _pass_answer(self, attachment: Attachment, cache_id: int, answer: SequenceOpened | PlanAccepted) -> None:
-        assert self._listener is not None, "a link is served with a listener"
         if isinstance(answer, SequenceOpened):
             try:
                 whole = self._part_openings.note(replace(answer, cache_id=cache_id))
@@ -523,7 +518,6 @@ class AttentionWorkersClient(AttentionClient):
 
     def _lose(self, attachment: Attachment, cache_id: int, end: AttachmentEnd) -> None:
         """Tells the engine that a worker is gone, and answers in its place what others have answered."""
-        assert self._listener is not None and self._joined is not None, "a link is served with them"
         link = self._links.pop(cache_id)
         if (left := self._leaving.pop(cache_id, None)) is not None:
             left.set_result(None)
@@ -594,7 +588,6 @@ class AttentionWorkersClient(AttentionClient):
             await asyncio.sleep(_RETRY_S)
         worker.note_attached()
         self._links[link.cache_id] = link
-        assert self._listener is not None and self._joined is not None, "a link is served with them"
         add_seam = partial(self._joined.add, link.cache_id, link.channel)
         self._listener.on_cache_added(attachment, link.cache, add_seam, link.drop_seam)
         self._start(self._serve_link(attachment, link))
@@ -606,7 +599,7 @@ class AttentionWorkersClient(AttentionClient):
             if awaited:
                 self._awaited[split.step_id] = awaited
             else:
-                assert self._listener is not None and self._attachment is not None, "there is a plan"
+                assert self._attachment is not None, "there is a plan"
                 self._listener.on_answer(self._attachment, PlanAccepted(split.step_id, cache_id=-1))
         self._part_openings.expect(new for part in split.parts.values() for new in part.new_sequences)
         for cache_id in split.parts.keys() - self._links.keys():

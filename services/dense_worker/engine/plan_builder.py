@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 import numpy as np
 
 from services.dense_worker.engine.decode_rows import Decodes
 from services.dense_worker.engine.sequence import Sequence
-from services.dense_worker.engine.session import PlannedEntry
 from services.dense_worker.features.row_policy import PlannedRow
 from services.step import Fork, PlanEntries, PlanEntry
+
+
+class PlannedEntry(NamedTuple):
+    """The scheduler's data about an entry of a plan."""
+
+    sequence: Sequence
+    num_taken_blocks: int  # blocks taken from the ledger for the entry
+    has_evicted: bool = False  # whether the sequence drops blocks in this step
 
 
 class PlanBuilder:

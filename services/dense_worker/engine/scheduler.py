@@ -279,22 +279,8 @@ class Scheduler:
         session, suspect = self.session, self._suspects.active()
         if suspect is not None and any([step.plan.lane != lane for step in session.in_flight]):
             return None  # no step of another lane runs beside its own
-        planned, of_lane = self._planners[lane].plan_step(suspect), session.lanes[lane]
-        if planned is None or not (planned.has_entries or of_lane.to_close or of_lane.dead_rows):
-            return None
-        plan = StepPlan(
-            session.last_step_id + 1,
-            planned.all_entries(),
-            (*of_lane.to_close, *of_lane.dead_rows),
-            session.take_sampled(),
-            tuple(planned.forks),
-            session.take_openings(),
-            tuple(planned.forced),
-            lane,
-            evicts_blocks=planned.evicts_blocks,
-            extra_rows=tuple(planned.extra_rows),
-        )
-        return session.schedule(plan, planned.decodes, planned.planned)
+        planned = self._planners[lane].plan_step(suspect)
+        return None if planned is None else session.schedule(planned, lane)
 
     def plan_openings(self) -> StepPlan | None:
         """The openings of the next step alone, which are sent ahead of it; None: there are none that have an answer."""

@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from services.dense_worker.engine.attachment import AttachedCache, Attachment
 from services.dense_worker.engine.block_ledger import BlockLedger
 from services.dense_worker.engine.decode_rows import DecodeRows, Decodes
 from services.dense_worker.engine.lane_dealer import LaneDealer
+from services.dense_worker.engine.plan_builder import PlanBuilder, PlannedEntry
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.engine.waiting_queue import WaitingQueue, insert, remove
 from services.step import NO_TOKENS, NewSequence, PlanAccepted, StepPlan, TokenColumns
@@ -40,14 +41,6 @@ class Opening:
     new: NewSequence  # what was sent
     state: RequestState  # what the runner gets when it is open
     asked_s: float  # on the monotonic clock
-
-
-class PlannedEntry(NamedTuple):
-    """The scheduler's data about an entry of a plan."""
-
-    sequence: Sequence
-    num_taken_blocks: int  # blocks taken from the ledger for the entry
-    has_evicted: bool = False  # whether the sequence drops blocks in this step
 
 
 @dataclass(slots=True, eq=False)
@@ -362,17 +355,34 @@ class Session:
             np.concatenate([each.seq_ids for each in chunks]), np.concatenate([each.token_ids for each in chunks])
         )
 
-    def schedule(self, plan: StepPlan, decodes: Decodes, entries: Iterable[PlannedEntry]) -> ScheduledStep:
-        """The step of a plan with all that the session had for the next one. It is in flight until it is completed."""
-        lane = self.lanes[plan.lane]
-        frees_blocks = plan.evicts_blocks or bool(lane.to_close)
-        step = ScheduledStep(plan, decodes, tuple(entries), bool(lane.dead_rows), frees_blocks)
-        self.last_step_id = plan.step_id
+    def schedule(self, planned: PlanBuilder, lane: int) -> ScheduledStep | None:
+        """A step as planned, with all that the session has for the next one of a lane; None: there is nothing.
+
+        It is in flight until it is completed.
+        """
+        of_lane = self.lanes[lane]
+        if not (planned.has_entries or of_lane.to_close or of_lane.dead_rows):
+            return None
+        self.last_step_id += 1
+        plan = StepPlan(
+            self.last_step_id,
+            planned.all_entries(),
+            (*of_lane.to_close, *of_lane.dead_rows),
+            self.take_sampled(),
+            tuple(planned.forks),
+            self.take_openings(),
+            tuple(planned.forced),
+            lane,
+            evicts_blocks=planned.evicts_blocks,
+            extra_rows=tuple(planned.extra_rows),
+        )
+        frees_blocks = plan.evicts_blocks or bool(of_lane.to_close)
+        step = ScheduledStep(plan, planned.decodes, tuple(planned.planned), bool(of_lane.dead_rows), frees_blocks)
         self.in_flight += (step,)
         self.unanswered[plan.step_id] = step
         self.num_freeing_plans += step.frees_blocks
         self.num_burying_plans += step.closes_rows
-        lane.to_close, lane.dead_rows = [], []
+        of_lane.to_close, of_lane.dead_rows = [], []
         return step
 
     def accept(self, answer: PlanAccepted) -> ScheduledStep | None:

@@ -207,8 +207,11 @@ def test_a_step_with_extra_rows_begins_after_the_report_of_the_one_before_it(mon
     engine = started_engine(runner, RecordingAttention(), reports, TIMEOUT_S, LIMITS)
     session_schedule = Session.schedule
 
-    def schedule(session: Session, plan: StepPlan, *arguments: Any) -> ScheduledStep:
-        return session_schedule(session, replace(plan, extra_rows=((1, 8),)) if plan.step_id == 5 else plan, *arguments)
+    def schedule(session: Session, *arguments: Any) -> ScheduledStep | None:
+        step = session_schedule(session, *arguments)
+        if step is not None and step.plan.step_id == 5:
+            step.plan = replace(step.plan, extra_rows=((1, 8),))
+        return step
 
     monkeypatch.setattr(Session, "schedule", schedule)
     engine.submit(make_sequence(1, 1, NUM_TOKENS))
