@@ -175,8 +175,8 @@ class Steps:
 
     def update(self, step: ScheduledStep, result: object) -> None:
         step.end_s = time.monotonic()
-        report = self.engine._update(self.session, step, result)  # type: ignore[arg-type]
-        self.engine._report(self.session, step, report)
+        report = self.engine._update(step, result)  # type: ignore[arg-type]
+        self.engine._report(step, report)
 
     def send_report(self) -> None:
         self.streams.deliver(self.report)

@@ -69,7 +69,6 @@ class Engine(GatewayEngine):
         self._deliver = deliver
         self._result_timeout_s = result_timeout_s
         self._observers = tuple(observers)
-        self._session: Session | None = None  # None: not attached
         self._timing = PlanTiming()
         self._rehearsal: Rehearsal | None = None  # None: steps are not rehearsed
         self._rehearsed_s = 0.0  # when that was last done
@@ -78,8 +77,13 @@ class Engine(GatewayEngine):
             feature.start(self.on_event)
 
     @property
+    def _session(self) -> Session:
+        """The present one, or the last one, which has ended."""
+        return self._scheduler.session
+
+    @property
     def counts(self) -> EngineCounts:
-        scheduler, is_attached = self._scheduler, self._session is not None
+        scheduler, is_attached = self._scheduler, not self._session.has_ended
         return EngineCounts(
             scheduler.num_waiting,
             scheduler.num_opening,
@@ -92,11 +96,11 @@ class Engine(GatewayEngine):
     def progress(self, num_layers: int) -> Progress | None:
         """The progress for the watchdog; None without work or attention worker. May be called from any thread."""
         session = self._session
-        return session and progress_of(session, self.counts, num_layers)
+        return None if session.has_ended else progress_of(session, self.counts, num_layers)
 
     @property
     def caches(self) -> list[CacheCounts]:
-        session = self._scheduler.session
+        session = self._session
         num_sequences = Counter(cache_id for each in list(session.running) for cache_id in each.cache_ids)
         return [
             CacheCounts(cache_id, num_sequences[cache_id], ledger.num_blocks, ledger.num_free_blocks)
@@ -104,7 +108,7 @@ class Engine(GatewayEngine):
         ]
 
     def spans_under_way(self) -> dict[int, range]:
-        return spans_of(step.plan for step in self._scheduler.session.in_flight)
+        return spans_of(step.plan for step in self._session.in_flight)
 
     def close_orphans(self, gateway: int) -> None:
         self._thread.post(self._scheduler.close_orphans, gateway)
@@ -117,8 +121,7 @@ class Engine(GatewayEngine):
         self._thread.post(self._handle_event, event)
 
     def expect(self) -> None:
-        session = self._session
-        if session is not None and self._may_rehearse(session):  # a call would have a busy engine look whom to open
+        if self._may_rehearse():  # a call would have a busy engine look whom to open
             self._thread.post(self._expect)
 
     def on_attached(self, attachment: Attachment) -> None:
@@ -154,85 +157,86 @@ class Engine(GatewayEngine):
 
     def _work(self) -> float:
         self._check_deadlines()
-        session = self._session
-        if session is None:
+        if self._session.has_ended:
             return IDLE_POLL_S
-        if self._step(session):
+        if self._step():
             return 0.0
-        if not self._is_idle(session):
+        if not self._is_idle():
             return IDLE_POLL_S
         if self._rehearsal is not None:
             self._rehearsal.prepare()
         return 0.0 if self._runner.capture_ahead() else IDLE_POLL_S
 
-    def _is_idle(self, session: Session) -> bool:
+    def _is_idle(self) -> bool:
         """Whether nobody waits for this thread, which may become busy for some time."""
-        scheduler = self._scheduler
+        scheduler, session = self._scheduler, self._session
         num_sequences = scheduler.num_waiting + scheduler.num_opening + scheduler.num_running
-        return session is self._session and not session.is_leaving and not num_sequences
+        return not (session.has_ended or session.is_leaving or num_sequences)
 
-    def _step(self, session: Session) -> bool:
+    def _step(self) -> bool:
         """Publishes the next plans and completes the oldest step. Returns whether there was any work."""
+        session = self._session
         step = next(iter(session.in_flight), None)
         try:
-            self._admit(session)
-            has_begun = self._begin_idle_lanes(session)
+            self._admit()
+            has_begun = self._begin_idle_lanes()
             if step is not None:
-                self._plan_ahead(session, step)
-            self._publish_openings(session)
+                self._plan_ahead(step)
+            self._publish_openings()
             if step is not None:
-                self._complete(session, step)
+                self._complete(step)
         except PeerError as error:
-            self._give_up(session, AttachmentEnd(str(error), is_crash=True))
+            self._give_up(AttachmentEnd(str(error), is_crash=True))
             return True
         if session.is_leaving and not session.in_flight:
-            self._give_up(session, AttachmentEnd("another dense worker takes over", is_crash=False))
+            self._give_up(AttachmentEnd("another dense worker takes over", is_crash=False))
         return has_begun or step is not None
 
-    def _complete(self, session: Session, step: ScheduledStep) -> None:
+    def _complete(self, step: ScheduledStep) -> None:
         """Waits for a step's tokens, appends them to their sequences, and reports them."""
-        self._report_start(session, step)
-        result = self._collect(session, step)
+        self._report_start(step)
+        result = self._collect(step)
         try:
-            self._begin_next(session, step)
+            self._begin_next(step)
         finally:  # the tokens of this step are there, whatever ends the next one
-            report = self._update(session, step, result)
-            self._report(session, step, report)
+            report = self._update(step, result)
+            self._report(step, report)
 
-    def _plan_ahead(self, session: Session, step: ScheduledStep) -> None:
+    def _plan_ahead(self, step: ScheduledStep) -> None:
         """Publishes the plan after a running step of the same lane, as late as the attention worker has it in time."""
-        step.waited_before_s, has_waited = session.channel_of(step).waited_s, False
+        step.waited_before_s, has_waited = self._session.channel_of(step).waited_s, False
         if not step.running.runs_when_collected:
-            has_waited = self._await_calls(session, step)
-        elif session.last_step_s >= _LONG_STEP_S:
+            has_waited = self._await_calls(step)
+        elif self._session.last_step_s >= _LONG_STEP_S:
             step.running.run_most()
-            while self._make_some_calls(session, 0.0):  # those that have come meanwhile
+            while self._make_some_calls(0.0):  # those that have come meanwhile
                 pass
         else:
             step.running.run_first()  # attention computes the second layer while this plans
-        if (following := self._schedule(session, step.plan.lane)) is not None:
-            self._publish(session, following)
+        if (following := self._schedule(step.plan.lane)) is not None:
+            self._publish(following)
             self._timing.note(was_late=has_waited and step.running.is_done())
 
-    def _begin_next(self, session: Session, step: ScheduledStep) -> None:
+    def _begin_next(self, step: ScheduledStep) -> None:
         """Begins the step after one that has ended, so that attention computes the first layer during the report.
 
         Not a step that may take much longer than the last one, nor one that hands over extra rows before its layers:
         the report would wait.
         """
-        following = next((each for each in session.in_flight if each is not step), None)
+        following = next((each for each in self._session.in_flight if each is not step), None)
         if following is None or not following.running.runs_when_collected:
             return
         plan = following.plan
         is_larger = bool(plan.extra_rows) or plan.num_tokens > step.plan.num_tokens
-        if not is_larger and session.last_step_s < _LONG_STEP_S:
+        if not is_larger and self._session.last_step_s < _LONG_STEP_S:
             following.running.begin()
 
-    def _admit(self, session: Session) -> None:
+    def _admit(self) -> None:
         """Chooses the sequences to open next; the next plan opens them."""
+        session = self._session
         if session.draining:
             for cache_id in self._scheduler.empty_caches():
-                if not self._keep_if_needed(session, cache_id):
+                if not self._keep_if_needed(cache_id):
                     self._attention.release(session.attachment, cache_id)
         if session.is_leaving or self._drains or not (admitted := self._scheduler.next_to_open()):
             return
@@ -247,92 +251,95 @@ class Engine(GatewayEngine):
         # Tells the gateways now, so that they know it before any step runs these sequences.
         self._deliver(StepReport(0, admitted=admitted))
 
-    def _make_some_calls(self, session: Session, timeout_s: float) -> bool:
+    def _make_some_calls(self, timeout_s: float) -> bool:
         """Makes the next call, and those that have come with it, and then chooses the sequences to open.
 
         Returns whether there was any. To choose them takes milliseconds if hundreds of clients wait, and thousands of
         calls may come at once. Raises as `_make_call`.
         """
-        if not self._make_call(session, timeout_s):
+        if not self._make_call(timeout_s):
             return False
         end_s = time.monotonic() + _CALLS_S
-        while time.monotonic() < end_s and self._make_call(session, 0.0):
+        while time.monotonic() < end_s and self._make_call(0.0):
             pass
-        self._admit(session)
+        self._admit()
         return True
 
-    def _await_calls(self, session: Session, step: ScheduledStep) -> bool:
+    def _await_calls(self, step: ScheduledStep) -> bool:
         """Makes the calls that come while a GPU runs the step, until the next plan must leave.
 
         Returns whether it has waited for that.
         """
-        num_tokens, begin_s, has_waited = step.plan.num_tokens, session.begin_of(step), False
+        num_tokens, begin_s, has_waited = step.plan.num_tokens, self._session.begin_of(step), False
         while not step.running.is_done():
             step.running.sample(waits=False)
-            leaves_s = self._timing.leaves_at(num_tokens, begin_s, is_quick=session.has_few_streams)
+            leaves_s = self._timing.leaves_at(num_tokens, begin_s, is_quick=self._session.has_few_streams)
             if (left_s := leaves_s - time.monotonic()) <= 0.0:
                 break
             has_waited = True
-            self._publish_openings(session)  # the plan that waits has only sequences that are open by then
-            self._make_some_calls(session, min(left_s, _LOOK_S))
+            self._publish_openings()  # the plan that waits has only sequences that are open by then
+            self._make_some_calls(min(left_s, _LOOK_S))
         return has_waited
 
-    def _begin_idle_lanes(self, session: Session) -> bool:
+    def _begin_idle_lanes(self) -> bool:
         """Publishes a plan for each lane in which no step is under way. Returns whether there was any."""
+        session = self._session
         if (move := session.dealer.end_move(session.rows)) is not None:
             sequence, lane = move
             self._runner.move(sequence.describe_to_runner(), lane)
         session.dealer.begin_move(session.rows)
         has_begun, busy = False, {step.plan.lane for step in session.in_flight}
         for lane in range(len(session.lanes)):
-            if lane not in busy and (step := self._schedule(session, lane)) is not None:
-                self._publish(session, step)
+            if lane not in busy and (step := self._schedule(lane)) is not None:
+                self._publish(step)
                 has_begun = True
         return has_begun
 
-    def _schedule(self, session: Session, lane: int) -> ScheduledStep | None:
+    def _schedule(self, lane: int) -> ScheduledStep | None:
         """The next step of a lane; None if there is none yet."""
+        session = self._session
         if session.is_leaving:
             return None
         if session.in_flight and self._scheduler.waits_for(session.in_flight[-1]):
             return None
         return self._scheduler.schedule(lane)
 
-    def _publish(self, session: Session, step: ScheduledStep) -> None:
+    def _publish(self, step: ScheduledStep) -> None:
         """Sends the plan to the attention worker and launches the step on the channel of its lane."""
         step.launch_start_s = time.monotonic()
-        self._attention.publish(session.attachment, step.plan)
-        step.running = self._runner.launch(step.plan, session.channel_of(step))
+        self._attention.publish(self._session.attachment, step.plan)
+        step.running = self._runner.launch(step.plan, self._session.channel_of(step))
         step.launch_s = time.monotonic() - step.launch_start_s
 
-    def _publish_openings(self, session: Session) -> None:
+    def _publish_openings(self) -> None:
         """Sends openings that are in no plan yet, since the next one waits: this plan runs nothing."""
         if (plan := self._scheduler.plan_openings()) is not None:
-            self._attention.publish(session.attachment, plan)
+            self._attention.publish(self._session.attachment, plan)
 
-    def _report_start(self, session: Session, step: ScheduledStep) -> None:
+    def _report_start(self, step: ScheduledStep) -> None:
         """Tells the gateways whose first step is about to end on a GPU.
 
         Their first tokens then come by code and threads that have just run, which takes a third to half as long.
         """
         if step.running.runs_when_collected or not step.entries or step.running.is_done():
             return
-        step.started = step_report.record_started(step.sequences, session.begin_of(step))
+        step.started = step_report.record_started(step.sequences, self._session.begin_of(step))
         if step.started:
             self._deliver(StepReport(step.plan.step_id, step.started))
 
-    def _collect(self, session: Session, step: ScheduledStep) -> StepResult:
+    def _collect(self, step: ScheduledStep) -> StepResult:
         """The result of a step, once the attention worker has reported its errors, too.
 
         Calls that come meanwhile are made. Raises `PeerError` after the timeout, or when the session has ended.
         """
+        session = self._session
         channel, plan, timeout_s = session.channel_of(step), step.plan, self._result_timeout_s
         deadline = time.monotonic() + timeout_s
         step.running.sample(waits=True)
         poll_s = _POLL_S if len(session.in_flight) == 1 else _AHEAD_POLL_S
         while not step.running.is_done():
-            if self._make_some_calls(session, poll_s):
-                self._publish_openings(session)
+            if self._make_some_calls(poll_s):
+                self._publish_openings()
             if time.monotonic() > deadline:  # however much comes
                 raise PeerError(f"step {plan.step_id} has not ended after {timeout_s} s")
         result = step.running.collect()
@@ -343,32 +350,32 @@ class Engine(GatewayEngine):
             raise PeerError("all attention workers went away")
         while session.errors_of(plan.lane) != channel.num_errors:  # they say whose rows have no meaning
             left_s = deadline - time.monotonic()
-            if left_s <= 0.0 or not self._make_call(session, left_s):
+            if left_s <= 0.0 or not self._make_call(left_s):
                 raise PeerError(f"errors up to step {plan.step_id} are not here after {timeout_s} s")
         if step.waited_before_s is not None:
             step.wait_s = channel.waited_s - step.waited_before_s
         step.end_s = time.monotonic()
         return result
 
-    def _make_call(self, session: Session, timeout_s: float) -> bool:
+    def _make_call(self, timeout_s: float) -> bool:
         has_come = self._thread.make_call(timeout_s)
-        if session.has_ended:
+        if self._session.has_ended:
             raise PeerError("the attention worker went away")
         return has_come
 
-    def _update(self, session: Session, step: ScheduledStep, result: StepResult) -> StepReport:
+    def _update(self, step: ScheduledStep, result: StepResult) -> StepReport:
         """Appends the step's tokens to their sequences."""
         sequences = step.sequences
         self._has_run_suspect |= bool(sequences) and sequences[0].is_suspect  # it runs alone
-        started = step_report.record_started(sequences, session.begin_of(step))
+        started = step_report.record_started(sequences, self._session.begin_of(step))
         reports = step_report.record_reports(sequences, result.reports)
         outputs = self._scheduler.update(step, result)
-        self._timing.add(step.plan.num_tokens, session.last_step_s)
+        self._timing.add(step.plan.num_tokens, self._session.last_step_s)
         step.follow_up_s = result.follow_up_s
         step_report.record_first_tokens(outputs.others, step.end_s)
         return StepReport(step.plan.step_id, started, outputs, result.logprobs, reports)
 
-    def _report(self, session: Session, step: ScheduledStep, report: StepReport) -> None:
+    def _report(self, step: ScheduledStep, report: StepReport) -> None:
         """Delivers the step's report to the gateways, then its figures to the observers.
 
         If no step is under way, as the next one had to wait for this one's tokens, that is published first: the device
@@ -378,8 +385,8 @@ class Engine(GatewayEngine):
         started = [*step.started, *report.started]
         self._scheduler.drafting.on_step(stats, started, others)
         try:
-            if session.running and not session.in_flight and not self._has_run_suspect:
-                self._begin_idle_lanes(session)
+            if self._session.running and not self._session.in_flight and not self._has_run_suspect:
+                self._begin_idle_lanes()
         finally:
             if report.started or report.outputs or report.reports:
                 self._deliver(report)
@@ -395,34 +402,34 @@ class Engine(GatewayEngine):
         """Checks the deadlines of waiting sequences, of unclaimed blocks, and of openings without an answer."""
         self._deliver_outputs(self._scheduler.expire(time.monotonic()))
         session, now_s = self._session, time.monotonic()
-        if session is None:
+        if session.has_ended:
             return
         if session.ends_claims(now_s):
             self._scheduler.close_orphans()
         try:
             session.check_openings(now_s, self._result_timeout_s * (1 + _STEPS_BEFORE_OPENING))
         except PeerError as error:
-            self._give_up(session, AttachmentEnd(str(error), is_crash=True))
+            self._give_up(AttachmentEnd(str(error), is_crash=True))
 
-    def _give_up(self, session: Session, end: AttachmentEnd) -> None:
-        self._attention.drop(session.attachment, end)
-        self._detach(session.attachment, end)
+    def _give_up(self, end: AttachmentEnd) -> None:
+        attachment = self._session.attachment
+        self._attention.drop(attachment, end)
+        self._detach(attachment, end)
 
     def _leave(self) -> None:
-        if self._session is not None:
-            self._session.is_leaving = True
+        self._session.is_leaving = True
 
     def _expect(self) -> None:
         session, rehearsal = self._session, self._rehearsal
-        if session is None or rehearsal is None or session.in_flight or not self._may_rehearse(session):
+        if rehearsal is None or session.in_flight or not self._may_rehearse():
             return
         self._rehearsed_s = time.monotonic()
         self._attention.publish(session.attachment, StepPlan(0))  # an empty one: it gets ready, too
         rehearsal.run()
 
-    def _may_rehearse(self, session: Session) -> bool:
+    def _may_rehearse(self) -> bool:
         """Whether nobody has a sequence, and the last rehearsal is some time ago. May be called from any thread."""
-        return self._is_idle(session) and time.monotonic() >= self._rehearsed_s + _REHEARSAL_PAUSE_S
+        return self._is_idle() and time.monotonic() >= self._rehearsed_s + _REHEARSAL_PAUSE_S
 
     def _add(self, sequence: Sequence) -> None:
         try:
@@ -432,9 +439,9 @@ class Engine(GatewayEngine):
             return
         if self._rehearsal is not None:
             self._rehearsal.note(sequence)
-        if (session := self._session) is not None and session.draining:
-            for cache_id in session.draining:
-                self._keep_if_needed(session, cache_id, sequence)
+        if not self._session.has_ended:
+            for cache_id in self._session.draining:
+                self._keep_if_needed(cache_id, sequence)
 
     def _cancel(self, seq_id: int) -> None:
         self._scheduler.cancel(seq_id)
@@ -451,26 +458,23 @@ class Engine(GatewayEngine):
             attachment.abort()
             attachment.close()
             return
-        # The watchdog watches from now on; attaching takes long on a GPU.
-        self._session = self._scheduler.begin(attachment)
+        self._scheduler.begin(attachment)  # the watchdog watches from now on; attaching takes long on a GPU
         self._rehearsal = Rehearsal(self._scheduler.limits, attachment) if attachment.rehearses else None
         log.info("attached", epoch=f"{attachment.epoch:016x}", num_blocks=attachment.caches[0].num_blocks)
         self._attention.ready(attachment)
 
     def _detach(self, attachment: Attachment, end: AttachmentEnd) -> None:
-        if (session := self._session_of(attachment)) is not None:
-            session.has_ended = True
-            self._session = self._rehearsal = None
+        if self._is_present(attachment):
+            self._session.has_ended, self._rehearsal = True, None
             attachment.abort()  # lets launched steps run through
             attachment.close()  # at once, because the next attachment may need the memory
             for observer in (*self._observers, self._scheduler.drafting):
                 observer.on_handoff_abort()
             log.debug("attachment given up", reason=end.reason)
 
-    def _session_of(self, attachment: Attachment) -> Session | None:
-        """None: it has ended."""
-        session = self._session
-        return session if session is not None and session.attachment is attachment else None
+    def _is_present(self, attachment: Attachment) -> bool:
+        """Whether it has not ended."""
+        return self._session.attachment is attachment and not self._session.has_ended
 
     def _add_cache(
         self,
@@ -479,7 +483,7 @@ class Engine(GatewayEngine):
         add_seam: Callable[[], None],
         drop_seam: Callable[[], None],
     ) -> None:
-        if self._session_of(attachment) is None:
+        if not self._is_present(attachment):
             drop_seam()
             return
         add_seam()
@@ -487,28 +491,27 @@ class Engine(GatewayEngine):
         log.info("one more attention worker", cache_id=cache.cache_id, num_blocks=cache.num_blocks)
 
     def _give_up_cache(self, attachment: Attachment, cache_id: int, is_given_up: bool) -> None:
-        session = self._session_of(attachment)
-        if session is not None and cache_id in session.ledgers:
+        if self._is_present(attachment) and cache_id in self._session.ledgers:
             self._scheduler.give_up_cache(cache_id, is_given_up)
             if is_given_up:
-                self._keep_if_needed(session, cache_id)
+                self._keep_if_needed(cache_id)
 
-    def _keep_if_needed(self, session: Session, cache_id: int, new: Sequence | None = None) -> bool:
+    def _keep_if_needed(self, cache_id: int, new: Sequence | None = None) -> bool:
         """Whether a KV cache that is given up must stay after all, which whoever gave it up is told.
 
         With `new`: whether it must for this sequence, which has just been added.
         """
         if (reason := self._scheduler.why_needed(new)) is not None:
-            self._attention.keep(session.attachment, cache_id, reason)
+            self._attention.keep(self._session.attachment, cache_id, reason)
         return reason is not None
 
     def _lose_cache(self, attachment: Attachment, cache_id: int, end: AttachmentEnd) -> None:
         """Known already if a step found it first."""
-        session = self._session_of(attachment)
-        if session is None or cache_id not in session.ledgers:
+        ledgers = self._session.ledgers
+        if not self._is_present(attachment) or cache_id not in ledgers:
             return
-        if len(session.ledgers) == 1:
-            self._give_up(session, end)
+        if len(ledgers) == 1:
+            self._give_up(end)
             return
         outputs = self._scheduler.lose_cache(cache_id, is_crash=end.is_crash)
         self._attention.forget(attachment, cache_id)
@@ -516,22 +519,22 @@ class Engine(GatewayEngine):
         self._deliver_outputs(outputs)
 
     def _handle_answer(self, attachment: Attachment, answer: SequenceOpened | PlanAccepted) -> None:
-        if (session := self._session_of(attachment)) is None:
+        if not self._is_present(attachment):
             return
         try:
             if isinstance(answer, PlanAccepted):
                 outputs = self._scheduler.accepted(answer)
-            elif answer.cache_id in session.ledgers:
-                outputs = self._opened(session, answer)
+            elif answer.cache_id in self._session.ledgers:
+                outputs = self._opened(answer)
             else:  # its worker is known to be gone
                 outputs = []
         except PeerError as error:
-            self._give_up(session, AttachmentEnd(str(error), is_crash=True))
+            self._give_up(AttachmentEnd(str(error), is_crash=True))
             return
         self._deliver_outputs(outputs)
 
-    def _opened(self, session: Session, answer: SequenceOpened) -> list[SequenceOutput]:
-        opening = session.openings.get(answer.seq_id)
+    def _opened(self, answer: SequenceOpened) -> list[SequenceOutput]:
+        opening = self._session.openings.get(answer.seq_id)
         output = self._scheduler.opened(answer)
         if answer.error is None and opening is not None:
             self._runner.open(opening.state)

@@ -60,6 +60,7 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(limits.max_num_waiting, limits.max_num_waiting_tokens, limits.priority_ageing_s)
         self.session = Session(NO_ATTACHMENT, self._waiting)  # until the first attachment
+        self.session.has_ended = True
         self._suspects = _Suspects()
         self._forks = forks or ForkPolicy()
         self._placement = placement or Placement()
