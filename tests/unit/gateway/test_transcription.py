@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from services.pb import dense_pb2, gateway_pb2
 from tests.support.clients.http_gateway import check_error, with_client
 from tests.support.running_gateway import RunningGateway, run, until
 from tests.support.speech import (
+    END,
     ENGLISH,
     FIRST_TIMESTAMP,
     PIECES,
@@ -61,6 +63,38 @@ def test_an_abort_of_any_part_ends_the_file_as_an_aborted_request(tmp_path: Path
             check_error(response := await answer, 499, None, f"{last} was aborted")
             assert response.json()["error"]["code"] == "aborted_by_caller"
             await until(lambda: not dense.running)
+
+    with_client(tmp_path, dense, test, model=make_speech_model(tmp_path))
+
+
+def test_an_object_of_json_is_a_form(tmp_path: Path) -> None:
+    """With the file in base64, as clients of llama.cpp send it."""
+    tokens = [FIRST_TIMESTAMP, 1, 2, FIRST_TIMESTAMP + 5, END]
+    dense = FakeDense(lambda submit: tokens[: submit.spec.max_tokens], vocab_size=VOCAB_SIZE, max_model_len=64)
+    url, file = "/v1/audio/transcriptions", sound_file(sound_of(0.5))
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        fields = {"language": "en", "response_format": "vtt", "temperature": "0", "top_k": "3"}
+        form = await client.post(url, files={"file": ("speech.wav", file)}, data=fields)
+        body = {"file": base64.b64encode(file).decode(), "format": "wav", "prompt": None, "stream": False}
+        body |= {**fields, "temperature": 0.0, "top_k": 3, "timestamp_granularities": ["segment"]}
+        answer = await client.post(url, json=body)
+        assert answer.status_code == 200 and answer.text == form.text and "-->" in answer.text
+        options = [submit.spec.sampling.top_k for submit in dense.submits]
+        assert options and set(options) == {3}
+        for wrong, param, what in (
+            ({}, "file", "file is missing"),
+            ({"file": "="}, "file", "not base64"),
+            ({"file": ["a"]}, "file", "base64"),
+            ({"file": ""}, "file", "empty"),
+            (body | {"language": {"a": 1}}, "language", "must be a text"),
+            (body | {"temperature": 2}, "temperature", "'2', must be a number from 0 to 1"),
+            ([], None, "no object"),
+        ):
+            check_error(await client.post(url, json=wrong), 400, param, what)
+        broken = await client.post(url, content=b'{"file":', headers={"content-type": "application/json"})
+        check_error(broken, 400, None, "not JSON")
+        check_error(await client.post(url, content=b"a", headers={"content-type": "text/plain"}), 415, None)
 
     with_client(tmp_path, dense, test, model=make_speech_model(tmp_path))
 

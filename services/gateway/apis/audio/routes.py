@@ -1,7 +1,10 @@
-"""POST /v1/audio/transcriptions and /v1/audio/translations, as in OpenAI's reference: uploads in forms."""
+"""POST /v1/audio/transcriptions and /v1/audio/translations: uploads in OpenAI's forms, or in llama.cpp's JSON."""
 
 from __future__ import annotations
 
+import asyncio
+import io
+import json
 import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -22,12 +25,15 @@ from services.gateway.core.request_service import RequestService
 from services.gateway.http.connection import while_connected
 from services.gateway.http.envelope import FORM_BYTES, FORM_TYPE, media_type_of
 from services.gateway.http.errors import ERROR_RESPONSES, describe
+from services.gateway.http.json_route import parse_json
+from services.gateway.resources.base64_text import decode_base64
 from services.gateway.resources.memory_budget import HeldMemory
 from services.gateway.sound.sound_reader import Sound, SoundReader
 from services.gateway.sound.speech_model import SpeechModel, Task
 from services.gateway.sound.transcription import SpokenSegment, Transcription, TranscriptionOptions
 
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
+JSON_TYPE = "application/json"
 MAX_PROMPT_CHARACTERS = 4096
 MAX_FIELDS = 32
 # Fields that would change the answer, with the values that have no effect.
@@ -70,11 +76,16 @@ def audio_routes(service: RequestService, speech: Speech | None) -> APIRouter:
         if speech is None:
             path = request.scope["path"]
             raise InvalidRequest(f"{service.names.first} reads text, not sound: it has no {path}", "model")
-        if (media_type := media_type_of(request.scope)) != FORM_TYPE:  # others are slow to parse, and have no files
-            raise HTTPException(415, f"content-type is {quote(media_type)}, must be {FORM_TYPE}")
+        media_type = media_type_of(request.scope)
+        if media_type not in (FORM_TYPE, JSON_TYPE):  # others are slow to parse, and have no files
+            raise HTTPException(415, f"content-type is {quote(media_type)}, must be {FORM_TYPE} or {JSON_TYPE}")
         try:
-            async with request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=FORM_BYTES) as form:
+            if media_type == JSON_TYPE:
+                form = await _form_of_json(request, service)
                 data, options, response_format, streaming = await _read_form(form, request, task, service)
+            else:
+                async with request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=FORM_BYTES) as form:
+                    data, options, response_format, streaming = await _read_form(form, request, task, service)
         except HTTPException as error:
             if error.status_code != 400:
                 raise
@@ -192,6 +203,31 @@ class _TranscriptionAnswer(Response):
         yield DONE
 
 
+async def _form_of_json(request: Request, service: RequestService) -> FormData:
+    """A form with the fields of an object, of which `file` is base64: llama.cpp's clients send it so."""
+    try:
+        body = await parse_json(await request.body(), service.section.max_body_values, service.heavy_work)
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not JSON: {error.msg}") from error
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body is no object of JSON")
+    if len(body) > MAX_FIELDS:
+        raise InvalidRequest(f"there are {len(body)} fields, at most {MAX_FIELDS} allowed")
+    fields = list[tuple[str, str | UploadFile]]()
+    for name, value in body.items():
+        if name == "file":
+            if not isinstance(value, str):
+                raise InvalidRequest("file must be the base64 of a file of sound", "file")
+            data = await asyncio.to_thread(decode_base64, value, "file")
+            fields.append((name, UploadFile(io.BytesIO(data), size=len(data))))
+            continue
+        for each in value if isinstance(value, list) else () if value is None else (value,):
+            if not isinstance(each, str | int | float):
+                raise InvalidRequest(f"{name} must be a text, a number, true, false or a list of these", name)
+            fields.append((name, str(each).lower() if isinstance(each, bool) else str(each)))
+    return FormData(fields)
+
+
 async def _read_form(
     form: FormData, request: Request, task: Task, service: RequestService
 ) -> tuple[bytes, TranscriptionOptions, str, Streaming]:
@@ -245,7 +281,7 @@ async def _read_form(
 def _file(form: FormData, max_bytes: int) -> UploadFile:
     file = form.get("file")
     if not isinstance(file, UploadFile):
-        raise InvalidRequest("file is missing: a form with a file of sound is required", "file")
+        raise InvalidRequest("file is missing: a file of sound is required", "file")
     if file.size is not None and file.size > max_bytes:
         raise HTTPException(413, f"the file has {file.size} bytes, gateway.max_audio_bytes is {max_bytes}")
     if not file.size:

@@ -25,6 +25,7 @@ from services.gateway.apis.openai.token_schema import (
     TokenPiece,
 )
 from services.gateway.apis.shared.answer import PiecewiseAnswer
+from services.gateway.apis.shared.inputs import prompt_text
 from services.gateway.apis.shared.json_pieces import MAX_PIECE_VALUES, json_pieces, list_pieces, text_pieces
 from services.gateway.apis.shared.routes import json_router
 from services.gateway.core.request_service import BYTES_PER_TOKEN_ID, BYTES_PER_TOKEN_TEXT, RequestService
@@ -46,7 +47,7 @@ def token_routes(service: RequestService, vectors: Vectors) -> APIRouter:
         """The token ids of a text, of several texts, or of a chat with the generation prompt."""
         service.names_for(request.state.caller).check(body.model or "")
         if body.inputs is not None:
-            return await place_tokens(body.inputs, body.add_special_tokens, request)
+            return await place_tokens(body, body.inputs, request)
         is_list = isinstance(body.prompt, list)
         refuse_embeds(body, "only texts are shown as tokens")
         messages = tokenize_messages(body)
@@ -68,9 +69,13 @@ def token_routes(service: RequestService, vectors: Vectors) -> APIRouter:
             return PiecewiseAnswer(json_pieces(answer), service.heavy_work)
         return Response(b"".join(json_pieces(answer)), media_type="application/json")
 
-    async def place_tokens(given: str | list[str], adds: bool | None, request: Request) -> Response:
+    async def place_tokens(body: TokenizeBody, given: str | list[str], request: Request) -> Response:
         """The tokens of texts in the form of Hugging Face's servers, with their places."""
-        messages = text_messages(given, adds)
+        adds, prefix = body.add_special_tokens, ""
+        if body.prompt_name is not None:
+            prefix = prompt_text(body.prompt_name, vectors.pooling.prompts if vectors.makes_any else {})
+        texts = [given] if isinstance(given, str) else given
+        messages = text_messages([f"{prefix}{text}" for text in texts] if prefix else texts, adds)
         _check_count("inputs", len(messages), service.section.max_prompts)
         # They are tokenized twice: the first time under all limits.
         await service.tokenize(messages, request.state.caller, request.state.held, BYTES_PER_TOKEN_TEXT)

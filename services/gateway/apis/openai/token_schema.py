@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, NotRequired
+from typing import Annotated, NotRequired
 
 import pydantic
 from pydantic import Field, Tag
@@ -32,8 +31,6 @@ Texts = Annotated[
 class TokenizeBody(RequestModel):
     """Exactly one of: a text, a list of texts, a chat. `content` and the fields after it are llama.cpp's."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"prompt_name": ()}  # TEI's
-
     model: str | None = None
     prompt: Texts | None = Field(None, description="A text, or a list of them")
     messages: Messages | None = None
@@ -52,6 +49,9 @@ class TokenizeBody(RequestModel):
         description="A text, or a list of them; the answer is a list of objects for each, as of Text Embeddings "
         "Inference, or for one text a list of them, as of Text Generation Inference if the model makes no vectors",
     )
+    prompt_name: str | None = Field(
+        None, description="For inputs: the name of one of the model's prompts, which precedes each text"
+    )
     content: str | None = Field(None, description="A text, by default without special tokens around it")
     add_special: bool | None = Field(None, description="For content: another name of add_special_tokens")
     with_pieces: bool | None = Field(None, description="For content: give each token with its id and text")
@@ -61,6 +61,8 @@ class TokenizeBody(RequestModel):
         if (self.prompt, self.messages, self.content, self.inputs).count(None) != 3:
             message = "exactly one of prompt, messages, content and inputs is required"
             raise PydanticCustomError("input", message, {"field": "prompt"})
+        if self.prompt_name is not None and self.inputs is None:
+            raise PydanticCustomError("name", "has an effect only with inputs", {"field": "prompt_name"})
         return self
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import Request
 from pydantic import Field
 
 from services.common.config import MAX_INPUTS
+from services.common.errors import InvalidRequest
+from services.common.shorten import quote
 from services.gateway.apis.shared.generation_fields import NamedFields, Priority, User
 from services.gateway.apis.shared.prompts import kind_of_prompts, prompt_list, prompts_of
 from services.gateway.apis.shared.request_model import CountOrAll, at_most
@@ -28,6 +31,14 @@ def input_list(given: str | list[Any], field: str = "input") -> list[VectorInput
     """All inputs of an `Input`, one element each."""
     inputs = prompt_list(given)
     return [VectorInput(f"{field}[{i}]" if len(inputs) > 1 else field, each) for i, each in enumerate(inputs)]
+
+
+def prompt_text(name: str, prompts: Mapping[str, str]) -> str:
+    """The text of the model's prompt with this name. Raises `InvalidRequest` if there is none."""
+    if name not in prompts:
+        known = ", ".join(prompts) or "none"
+        raise InvalidRequest(f"the model has no prompt {quote(name)}, it has: {known}", "prompt_name")
+    return prompts[name]
 
 
 class InputFields(NamedFields):

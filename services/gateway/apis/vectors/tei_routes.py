@@ -19,10 +19,9 @@ from typing_extensions import TypedDict
 from services.common.config import MAX_INPUTS
 from services.common.errors import InvalidRequest
 from services.common.pooling.pooling_config import TokenHead
-from services.common.shorten import quote
 from services.gateway import __version__
 from services.gateway.apis.shared.answer import PiecewiseAnswer
-from services.gateway.apis.shared.inputs import Input, Texts, input_list
+from services.gateway.apis.shared.inputs import Input, Texts, input_list, prompt_text
 from services.gateway.apis.shared.json_pieces import list_pieces, text_pieces
 from services.gateway.apis.shared.pooled_answer import PooledAnswer, number_pieces, vector_json
 from services.gateway.apis.shared.request_model import RequestModel, TokenLists, at_most
@@ -58,12 +57,7 @@ class PromptFields(TruncationFields):
 
     def prefix(self, prompts: Mapping[str, str]) -> str:
         """The text of the prompt. Raises `InvalidRequest` if the model has none of that name."""
-        if self.prompt_name is None:
-            return ""
-        if self.prompt_name not in prompts:
-            known = ", ".join(prompts) or "none"
-            raise InvalidRequest(f"the model has no prompt {quote(self.prompt_name)}, it has: {known}", "prompt_name")
-        return prompts[self.prompt_name]
+        return "" if self.prompt_name is None else prompt_text(self.prompt_name, prompts)
 
 
 class TextsRequest(PromptFields):

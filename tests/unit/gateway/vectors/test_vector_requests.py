@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.common.config import EMBEDDED_MODEL
 from services.gateway.apis.vectors import tei_routes
 from services.gateway.core.generation import Generation
 from services.gateway.core.request_service import RequestService
@@ -229,6 +230,25 @@ def test_large_texts_of_decode_are_written_in_pieces(tmp_path: Path) -> None:
             assert (answer.headers.get("transfer-encoding") == "chunked") is is_large
 
     serve(tmp_path, test)
+
+
+def test_tokens_of_texts_behind_a_prompt_of_the_model(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in EMBEDDED_MODEL.iterdir():
+        (model / file.name).symlink_to(file)
+    (model / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": "Find: "}}))
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        async def tokens(**body: Any) -> Any:
+            return (await client.post("/tokenize", json=body, headers=HEADERS)).json()
+
+        assert await tokens(inputs=["a", "b"], prompt_name="query") == await tokens(inputs=["Find: a", "Find: b"])
+        assert await tokens(inputs="a", prompt_name="query") == await tokens(inputs="Find: a")
+        error = (await tokens(inputs="a", prompt_name="other"))["error"]
+        assert error["param"] == "prompt_name" and "no prompt 'other', it has: query" in error["message"]
+
+    serve(tmp_path, test, model=model)
 
 
 @pytest.mark.parametrize("num_sentences", [200, 5000])
