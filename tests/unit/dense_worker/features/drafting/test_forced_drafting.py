@@ -19,7 +19,14 @@ from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.drafting.measured_drafting import ForcedDrafting
 from services.dense_worker.features.drafting.step_costs import StepCosts
 from services.dense_worker.features.sequence_feature import SequenceFeature
-from tests.support.dense.scheduler_cluster import expected_output, make_sequence, next_token, requests
+from tests.support.dense.scheduler_cluster import (
+    check_outputs,
+    expected_output,
+    make_sequence,
+    next_token,
+    requests,
+    run_arrivals,
+)
 from tests.support.examples import examples
 from tests.unit.dense_worker.features.drafting.test_measured_drafting import COSTS, FreeSteps, TimedCluster
 
@@ -154,24 +161,10 @@ def test_every_sequence_gets_its_tokens(
     drafting = ForcedDrafting(FreeSteps(max_num_seqs, budget))
     sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "num_blocks": num_blocks}
     cluster = TimedCluster(drafting, 0.1, 0.1, **sizes)
-    sequences: list[Sequence] = []
-    num_steps = 0
-    for seq_id, (prompt_len, max_tokens, can_stop, gap, cancel_after) in enumerate(arrivals, start=1):
-        sequences.append(make_sequence(seq_id, prompt_len, max_tokens, can_stop=can_stop))
-        if (period := periods[seq_id - 1]) is not None:
-            Form(sequences[-1], period)
-        cluster.scheduler.add(sequences[-1])
-        for number in range(gap):
-            num_steps += 1
-            if num_steps in resets:
-                cluster.attach_again()
-            if number == cancel_after:
-                cluster.scheduler.cancel(seq_id)
-            cluster.step()
-    cluster.run_until_idle()
+
+    def give_form(sequence: Sequence) -> None:
+        if (period := periods[sequence.seq_id - 1]) is not None:
+            Form(sequence, period)
+
+    check_outputs(*run_arrivals(cluster, arrivals, resets=resets, prepare=give_form))
     assert not drafting._predictors, "it keeps nothing of sequences that have ended"
-    finished = {output.sequence.seq_id for output in cluster.outputs if output.finish_reason is not None}
-    for sequence in sequences:
-        expected = expected_output(sequence)
-        assert sequence.output_token_ids == expected[: len(sequence.output_token_ids)]
-        assert sequence.seq_id not in finished or sequence.output_token_ids == expected

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.observer import StepStats
-from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import ScheduledStep
 from services.dense_worker.features.drafting.drafter import Acceptance
 from services.dense_worker.features.drafting.drafting import DraftCounts
@@ -22,7 +21,14 @@ from services.dense_worker.features.drafting.ngram.ngram_predictor import NgramD
 from services.dense_worker.features.drafting.step_costs import MAX_LOSS_STEPS, MAX_STEPS, SHARE, StepCosts
 from services.step import StepPlan
 from tests.support.dense import scheduler_cluster
-from tests.support.dense.scheduler_cluster import Cluster, expected_output, make_sequence, requests
+from tests.support.dense.scheduler_cluster import (
+    Cluster,
+    check_outputs,
+    expected_output,
+    make_sequence,
+    requests,
+    run_arrivals,
+)
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
 
@@ -221,27 +227,8 @@ def test_every_sequence_gets_its_tokens(
     history = AnswerHistory(LENGTHS, 2**14) if has_history else None
     drafting = MeasuredDrafting(NgramDrafter(LENGTHS, history), 4, FreeSteps(max_num_seqs, budget))
     cluster = Cluster(policy, num_blocks, max_num_seqs, budget, drafting=drafting)
-    sequences: list[Sequence] = []
-    num_steps = 0
-    for seq_id, (prompt_len, max_tokens, can_stop, gap, cancel_after) in enumerate(arrivals, start=1):
-        sequences.append(make_sequence(seq_id, prompt_len, max_tokens, can_stop=can_stop))
-        cluster.scheduler.add(sequences[-1])
-        for number in range(gap):
-            num_steps += 1
-            if num_steps in resets:
-                cluster.attach_again()
-            if number == cancel_after:
-                cluster.scheduler.cancel(seq_id)
-            cluster.step()
-    cluster.run_until_idle()
+    check_outputs(*run_arrivals(cluster, arrivals, resets=resets))
     assert not drafting._predictors, "it keeps nothing of sequences that have ended"
-    for sequence in sequences:
-        expected = expected_output(sequence)
-        assert sequence.output_token_ids == expected[: len(sequence.output_token_ids)]
-    finished = {output.sequence.seq_id for output in cluster.outputs if output.finish_reason is not None}
-    for sequence in sequences:
-        if sequence.seq_id in finished:
-            assert sequence.output_token_ids == expected_output(sequence)
 
 
 @pytest.mark.parametrize("num_seqs", [1, 4])

@@ -15,10 +15,12 @@ from tests.support.dense.eager_drafting import EagerDrafting
 from tests.support.dense.scheduler_cluster import (
     WINDOWS,
     Cluster,
+    check_outputs,
     expected_output,
     make_sequence,
     next_token,
     requests,
+    run_arrivals,
 )
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
@@ -67,18 +69,8 @@ def test_every_sequence_gets_its_tokens_with_any_drafts(
 ) -> None:
     drafting = SomeDrafts(num_drafts, one_wrong_in)
     cluster = Cluster(policy, num_blocks, max_num_seqs, max(budget, max_num_seqs), drafting=drafting, **kept)
-    sequences, num_steps = [], 0
-    for seq_id, (prompt_len, max_tokens, can_stop, gap, _) in enumerate(arrivals, start=1):
-        sequences.append(make_sequence(seq_id, prompt_len, max_tokens, can_stop=can_stop))
-        cluster.scheduler.add(sequences[-1])
-        for _ in range(gap):
-            num_steps += 1
-            if num_steps in resets:
-                cluster.attach_again()
-            cluster.step()
-    cluster.run_until_idle()
-    for sequence in sequences:
-        assert sequence.output_token_ids == expected_output(sequence)
+    sequences, _ = run_arrivals(cluster, [(*each[:4], None) for each in arrivals], resets=resets)
+    check_outputs(sequences, set())
     for plan in cluster.plans:
         assert sum(entry.num_logits for entry in plan.entries) <= max_num_seqs
     delivered: dict[int, list[int]] = {}

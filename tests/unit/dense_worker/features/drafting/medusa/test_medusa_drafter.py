@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.observer import StepStats
-from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import ScheduledStep
 from services.dense_worker.features.drafting.device_drafter import DraftRequest
 from services.dense_worker.features.drafting.drafter import TRIAL_STEPS, Acceptance, DevicePredictor, ForcedTokens
@@ -23,7 +22,7 @@ from services.dense_worker.features.drafting.step_costs import StepCosts
 from services.dense_worker.runner.step_hook import FollowUp
 from services.step import StepPlan, StepResult
 from tests.support.dense import scheduler_cluster
-from tests.support.dense.scheduler_cluster import expected_output, make_sequence, requests
+from tests.support.dense.scheduler_cluster import check_outputs, expected_output, make_sequence, requests, run_arrivals
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
 from tests.unit.dense_worker.features.drafting.test_measured_drafting import (
@@ -244,25 +243,8 @@ def test_every_sequence_gets_its_tokens(
     drafting = MeasuredDrafting(MedusaDrafter(NO_DEVICE, NUM_HEADS), 3, FreeSteps(max_num_seqs, budget))
     heads = HeadsOfCluster(is_right)
     cluster = Server(policy, num_blocks, max_num_seqs, budget, drafting=drafting)
-    sequences: list[Sequence] = []
-    num_steps = 0
-    for seq_id, (prompt_len, max_tokens, can_stop, gap, cancel_after) in enumerate(arrivals, start=1):
-        sequences.append(make_sequence(seq_id, prompt_len, max_tokens, can_stop=can_stop))
-        cluster.scheduler.add(sequences[-1])
-        for number in range(gap):
-            num_steps += 1
-            if num_steps in resets:
-                cluster.attach_again()
-            if number == cancel_after:
-                cluster.scheduler.cancel(seq_id)
-            cluster.step()
-    cluster.run_until_idle()
+    check_outputs(*run_arrivals(cluster, arrivals, resets=resets))
     assert max((len(each.draft_token_ids) for plan in cluster.plans for each in plan.entries), default=0) <= 3
-    finished = {output.sequence.seq_id for output in cluster.outputs if output.finish_reason is not None}
-    for sequence in sequences:
-        expected = expected_output(sequence)
-        length = len(expected) if sequence.seq_id in finished else len(sequence.output_token_ids)
-        assert sequence.output_token_ids == expected[:length]
 
 
 def test_drafts_that_came_true_are_followed_by_the_rest() -> None:
