@@ -38,6 +38,13 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # see mallopt(3)
 LARGE_BYTES = 2**20
 
 
+def begin_service() -> None:
+    """What the process of each service does before its imports, which take seconds."""
+    end_at_signals()
+    write_stacks_at_signal()
+    set_up_grpc()
+
+
 def end_at_signals() -> None:
     """Lets SIGINT and SIGTERM end this process with status 0, until `run_service` handles them.
 

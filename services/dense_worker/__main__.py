@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from services.common.process import end_at_signals, set_up_grpc, write_stacks_at_signal
+from services.common.process import begin_service
 
-end_at_signals()
-write_stacks_at_signal()
-set_up_grpc()
+begin_service()
 
 from services.common.early_start import await_arguments  # noqa: E402
 
