@@ -285,8 +285,8 @@ def main() -> None:
     parser.add_argument("--forced", action="store_true", help="only measure what forced tokens bring")
     options = parser.parse_args()
     if options.forced:
-        undrafted = "tests.support.workers.undrafted_launcher"
-        with open_server(options) as server, open_server(options, launcher=undrafted) as other:
+        undrafted = {"services.dense_worker": "tests.support.workers.undrafted_dense_worker"}
+        with open_server(options) as server, open_server(options, modules=undrafted) as other:
             asyncio.run(measure_forced([server.address, other.address], options.streams, options.rounds))
         return
     with open_server(options, f"scheduler.max_num_seqs={max(options.streams)}") as server:

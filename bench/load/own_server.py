@@ -8,7 +8,7 @@ import json
 import random
 import string
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,9 +38,12 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def open_server(
-    options: argparse.Namespace, *settings: str, launcher: str = "services.launch"
+    options: argparse.Namespace, *settings: str, modules: Mapping[str, str] | None = None
 ) -> Iterator[OwnServer]:
-    """The running server that `options` name, or one of its own with `settings`, which ends with the context."""
+    """The running server that `options` name, or one of its own with `settings`, which ends with the context.
+
+    modules: that it runs in place of some of its own, by module
+    """
     if options.address is not None:
         yield OwnServer(options.address, options.model)
         return
@@ -50,7 +53,7 @@ def open_server(
             model = write_model(path / "model", options.shape, "stored")
             write_vocabulary(model)
             settings = (*settings, "model.load_format=dummy")
-        with running_cluster(path, f"model.path={model}", *settings, *options.set, launcher=launcher) as cluster:
+        with running_cluster(path, f"model.path={model}", *settings, *options.set, modules=modules) as cluster:
             yield OwnServer(cluster.address, model)
 
 

@@ -123,8 +123,9 @@ def arena(
         settings.append(f"watchdog.stall_timeout_s={size.stall_timeout_s}")
     if size.wait_timeout_s is not None:
         settings.append(f"channel.wait_timeout_s={size.wait_timeout_s}")
-    launcher = "services.launch" if speculation in ("off", "suffix") else "tests.support.workers.speculating_launcher"
-    with running_cluster(directory, *settings, is_warm=is_warm, launcher=launcher) as cluster:
+    modules = {"services.dense_worker": "tests.support.workers.speculating_dense_worker"}
+    modules = {} if speculation in ("off", "suffix") else modules
+    with running_cluster(directory, *settings, is_warm=is_warm, modules=modules) as cluster:
         messages = draw_messages(Random(POOL_SEED), size.num_messages, size.max_tokens)
         if num_lanes > 1:
             messages[::5] = [draw_search(Random(each), size.max_tokens) for each in range(0, len(messages), 5)]

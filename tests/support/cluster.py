@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import re
 import secrets
@@ -29,7 +30,7 @@ from services.pb import (
     gateway_pb2_grpc,
     sampling_pb2,
 )
-from tests.support.warm_process import WARM_SERVER, WarmProcess, run_warm, warm_server
+from tests.support.warm_process import MODULES, WARM_SERVER, WarmProcess, run_warm, warm_server
 
 REPOSITORY = Path(__file__).parents[2]
 START_TIMEOUT_S = 90.0
@@ -181,6 +182,7 @@ def running_cluster(
     wrapper: Sequence[str] = (),
     is_warm: bool = False,
     launcher: str = "services.launch",
+    modules: Mapping[str, str] | None = None,
     env: Mapping[str, str] | None = None,
     listeners: Sequence[socket.socket] = (),
 ) -> Iterator[Cluster]:
@@ -189,10 +191,14 @@ def running_cluster(
     `wrapper` is a command that executes the next one in its own process, such as `unshare`. `env` is the whole
     environment, by default ours. With `is_warm` the processes are forked from `tests.support.warm_server`, for tests
     that measure neither start time nor all memory of a process; how much it grows is the same. `launcher` is the module
-    that starts all others. There are no standbys unless `overrides` ask for them. `listeners` are passed on as systemd
-    would, to a warm `tests.support.workers.activated_launcher`; then HTTP has their address.
+    that starts all others; `modules` are those that run in place of some, by module. There are no standbys unless
+    `overrides` ask for them. `listeners` are passed on as systemd would, to a warm
+    `tests.support.workers.activated_launcher`; then HTTP has their address.
     """
     regions_before = stale_regions()
+    if modules:
+        launcher = "tests.support.workers.replacing_launcher"
+        env = {**(os.environ if env is None else env), MODULES: json.dumps(modules)}
     command = [sys.executable, "-m", launcher]
     sockets = [f"{name}.address=unix:{directory}/{name}.sock" for name in ("gateway", "dense", "attention")]
     if not listeners:

@@ -31,6 +31,7 @@ from typing import Any
 REPOSITORY = Path(__file__).parents[2]
 WARM_SERVER = "tests.support.warm_server"
 SPINS = "TWOSTROKE_TEST_SPINS"  # in the environment of processes that wait for their peers as they do for users
+MODULES = "TWOSTROKE_TEST_MODULES"  # in the environment of a launcher: what runs in place of some modules, as JSON
 EARLY = "TWOSTROKE_TEST_EARLY"  # in the environment of a launcher whose services are started as early as for users
 MAX_COMMAND_BYTES = 1 << 14  # length of the command line of a forked process
 MAX_MESSAGE_BYTES = 1 << 17

@@ -59,9 +59,8 @@ LAUNCHERS = (  # modules that start services
     "services.launch",
     "services.console",
     "tests.support.workers.activated_launcher",
-    "tests.support.workers.hanging_rank_launcher",
     "tests.support.workers.hub_user",
-    "tests.support.workers.speculating_launcher",
+    "tests.support.workers.replacing_launcher",
 )
 MAX_FILES = 1024
 MAX_PASSED_FILES = 8  # beside the standard streams, namespaces too

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(400)  # processes start twice, and the machine 
 
 PROMPT, NUM_TOKENS, NUM_DRAFTS = "San Francisco is a", 20, 3
 HEADS = {"medusa": heads_that_know, "eagle3": head_that_knows}  # the second reads all of the embedding
-LAUNCHER = "tests.support.workers.speculating_launcher"
+MODULES = {"services.dense_worker": "tests.support.workers.speculating_dense_worker"}  # of the first rank
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -29,7 +29,7 @@ def test_heads_draft_what_they_know(kind: str, cluster: Cluster, tmp_path: Path)
     heads, step_log = HEADS[kind](tmp_path / "heads", PROMPT, answer, NUM_DRAFTS), tmp_path / "steps"
     drafts = f"scheduler.speculation={kind}", f"scheduler.speculation_model={heads}", f"dense.step_log={step_log}"
     settings = "dense.tensor_parallel_size=2", *drafts
-    with running_cluster(tmp_path, *settings, launcher=LAUNCHER, is_warm=True) as ranks:
+    with running_cluster(tmp_path, *settings, modules=MODULES, is_warm=True) as ranks:
         assert collect(ranks.gateway, message).token_ids[0] == answer
         ranks.wait_idle()
         steps = [json.loads(line) for line in step_log.read_text().splitlines()]

@@ -106,10 +106,10 @@ def test_a_rank_whose_device_hangs_is_found(
 ) -> None:
     """Its process answers, and nobody can tell it from those that wait for it: all dense workers start again."""
     hang = tmp_path / "hang"
-    launcher = "tests.support.workers.hanging_rank_launcher"
+    modules = {"services.dense_worker.ranks": "tests.support.workers.hanging_rank"}
     settings = *arrangement, "watchdog.stall_timeout_s=5"
     environment = os.environ | {"HANG_FILE": str(hang)}
-    with running_cluster(tmp_path, *settings, is_warm=True, launcher=launcher, env=environment) as cluster:
+    with running_cluster(tmp_path, *settings, is_warm=True, modules=modules, env=environment) as cluster:
         pids = {each: pid_of(cluster, each) for each in PROCESSES}
         disturbed = collect_all(cluster.gateway, messages, hang.touch)
         for collected, expected in zip(disturbed, of_one_rank, strict=True):
