@@ -45,26 +45,19 @@ class OtelTracer:
             )
         )
         self._tracer = self._provider.get_tracer("twostroke", VERSION)
-        self._epoch_ns = time.time_ns() - time.monotonic_ns()
 
     def start(self, name: str, traceparent: str, start_s: float | None = None, **attributes: Attribute) -> OtelSpan:
         """Starts a span below `traceparent`, at `start_s` on the monotonic clock, or now."""
         return OtelSpan(self, name, traceparent, start_s, attributes)
 
-    def begin(
-        self, name: str, traceparent: str, start_s: float | None, attributes: dict[str, Attribute]
-    ) -> trace.Span:
-        """Starts a span of the library; the names of its attributes get the project's prefix."""
+    def begin(self, name: str, traceparent: str, start_ns: int, attributes: dict[str, Attribute]) -> trace.Span:
+        """Starts a span of the library, `start_ns` since 1970; the names of its attributes get the project's prefix."""
         return self._tracer.start_span(
             name,
             context=_PROPAGATOR.extract({"traceparent": traceparent}),
             attributes=prefixed(attributes),
-            start_time=None if start_s is None else self.to_ns(start_s),
+            start_time=start_ns,
         )
-
-    def to_ns(self, at_s: float) -> int:
-        """Converts a time on the monotonic clock to nanoseconds since 1970."""
-        return self._epoch_ns + int(at_s * 1e9)
 
     def stop(self) -> None:
         """Sends the remaining spans; those that take longer than `END_TIMEOUT_S` are lost."""
@@ -85,7 +78,9 @@ class OtelSpan:
         attributes: dict[str, Attribute],
     ) -> None:
         self._tracer = tracer
-        self._span = tracer.begin(name, traceparent, start_s, attributes)
+        # Of all times of this span and its children, so that a step of the wall clock changes none of their durations.
+        self._epoch_ns = time.time_ns() - time.monotonic_ns()
+        self._span = tracer.begin(name, traceparent, self._to_ns(start_s), attributes)
 
     @property
     def traceparent(self) -> str:
@@ -96,8 +91,8 @@ class OtelSpan:
 
     def add_child(self, name: str, start_s: float, end_s: float) -> None:
         """Adds a finished span below this one; times are on the monotonic clock."""
-        child = self._tracer.begin(name, self.traceparent, start_s, {})
-        child.end(self._tracer.to_ns(end_s))
+        child = self._tracer.begin(name, self.traceparent, self._to_ns(start_s), {})
+        child.end(self._to_ns(end_s))
 
     def end(self, error: str | None = None, **attributes: Attribute) -> None:
         """Ends the span, with status ERROR if there is an `error`. Does nothing the second time."""
@@ -106,7 +101,11 @@ class OtelSpan:
         self._span.set_attributes(prefixed(attributes))
         if error is not None:
             self._span.set_status(trace.Status(trace.StatusCode.ERROR, error))
-        self._span.end()
+        self._span.end(self._to_ns(None))
+
+    def _to_ns(self, at_s: float | None) -> int:
+        """Nanoseconds since 1970 at a time on the monotonic clock, or now."""
+        return self._epoch_ns + (time.monotonic_ns() if at_s is None else int(at_s * 1e9))
 
 
 def prefixed(attributes: dict[str, Attribute]) -> dict[str, Attribute]:

@@ -17,6 +17,10 @@ LISTS = {
     "services.gateway.apis.app",
     "services.gateway.features.installed",
 }
+STEPPED = {  # compare the wall clock, and say what a step of it may do
+    "services.lora.adapter_records",  # ages of files
+    "services.rpc.otel",  # spans since 1970
+}
 
 
 def importers() -> dict[str, set[str]]:
@@ -58,3 +62,18 @@ def test_what_is_public_says_what_a_caller_must_know() -> None:
         if not ast.get_docstring(node)
     ]
     assert not silent
+
+
+def test_no_time_limit_is_of_the_wall_clock() -> None:
+    """It may step, in either direction: sums, differences and comparisons are of `time.monotonic`."""
+
+    def is_wall_clock(node: ast.AST) -> bool:
+        return isinstance(node, ast.Call) and ast.unparse(node.func) in ("time.time", "time.time_ns")
+
+    found = set()
+    for name in MODULES:
+        for node in ast.walk(tree_of(name)):
+            is_sum = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub)
+            if is_sum or isinstance(node, ast.Compare):
+                found |= {name for each in ast.iter_child_nodes(node) if is_wall_clock(each)}
+    assert found <= STEPPED

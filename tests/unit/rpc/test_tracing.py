@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import opentelemetry.sdk.trace
 import pytest
 
 from services.common.config import TracingSection
@@ -36,6 +37,26 @@ def test_a_span_joins_the_trace_and_passes_it_on() -> None:
     assert inner.end_ns - inner.start_ns == pytest.approx(1e9, abs=1e3)
     assert inner.start_ns - outer.start_ns == pytest.approx(1e9, abs=1e3)
     assert abs(time.time_ns() - outer.start_ns - 3e9) < 30e9  # spans have wall-clock times
+
+
+@pytest.mark.parametrize("step_s", [-3600, 3600])
+def test_a_step_of_the_wall_clock_changes_no_duration(monkeypatch: pytest.MonkeyPatch, step_s: int) -> None:
+    with running_collector() as collector:
+        with tracing(TracingSection(endpoint=collector.endpoint), "dense") as tracer:
+            now_s, real = time.monotonic(), time.time_ns
+            span = tracer.start("outer", TRACEPARENT, now_s - 3)
+            for module in (time, opentelemetry.sdk.trace):
+                monkeypatch.setattr(module, "time_ns", lambda: real() + step_s * 10**9)
+            span.add_child("inner", now_s - 2, now_s - 1)
+            span.end()
+            tracer.start("late", TRACEPARENT).end()
+            taken_s = time.monotonic() - now_s
+            monkeypatch.undo()
+        spans = {span.name: span for span in collector.spans_of(TRACE_ID)}
+    outer, inner, late = (spans[name] for name in ("outer", "inner", "late"))
+    assert inner.start_ns - outer.start_ns == pytest.approx(1e9, abs=1e3)
+    assert 3e9 <= outer.end_ns - outer.start_ns <= (3 + taken_s) * 1e9 + 1e3
+    assert abs(late.start_ns - outer.start_ns - (3 + step_s) * 1e9) < 30e9, "a later span has the clock's new time"
 
 
 @pytest.mark.parametrize("traceparent", ["", "nonsense", f"00-{TRACE_ID}-{SPAN_ID}", f"ff-{TRACE_ID}-{SPAN_ID}-01"])
