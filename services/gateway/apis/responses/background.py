@@ -8,7 +8,6 @@ from collections.abc import Hashable
 
 from services.common.errors import AbortedByCaller, InvalidRequest
 from services.gateway.access.access import Caller
-from services.gateway.apis.responses.answer_objects import ResponseObject
 from services.gateway.apis.responses.event_log import EventLog
 from services.gateway.apis.responses.format import ResponsesFormat
 from services.gateway.apis.responses.response_store import StoredResponse
@@ -30,7 +29,7 @@ class BackgroundResponses:
 
     def __init__(self, service: RequestService) -> None:
         self._service = service
-        self._tasks: dict[_Key, asyncio.Task[ResponseObject]] = {}
+        self._tasks: dict[_Key, asyncio.Task[StoredResponse]] = {}
         self._started: dict[_Key, StoredResponse] = {}  # of those that are not refused any more
 
     async def start(
@@ -72,11 +71,12 @@ class BackgroundResponses:
         """A response that runs; None if there is none, or it has ended."""
         return self._started.get((owner, response_id))
 
-    async def cancel(self, owner: Hashable, response_id: str) -> ResponseObject | None:
-        """Ends a response that is running, and returns it when the store knows it. None: it has not run."""
+    async def cancel(self, owner: Hashable, response_id: str) -> StoredResponse | None:
+        """Ends a response that is running, and returns it as it is then. None: it has not run."""
         if (task := self._tasks.get((owner, response_id))) is None:
             return None
-        task.cancel()
+        if not task.cancelling():  # a second cancellation would keep it from saying how it has ended
+            task.cancel()
         await asyncio.wait({task})
         return None if task.cancelled() or task.exception() is not None else task.result()
 
@@ -96,38 +96,42 @@ class BackgroundResponses:
         held: HeldMemory,
         stored: StoredResponse,
         started: asyncio.Event,
-    ) -> ResponseObject:
+    ) -> StoredResponse:
         """The response as it has ended."""
         hold_body(held)
         generations, log = Generations(self._service), stored.events
         try:
             # The response is here as JSON and as objects, which have what the message has not, such as metadata.
-            num_bytes = BYTES_PER_BODY_BYTE * message.ByteSize() + stored.num_bytes + len(stored.response)
+            num_bytes = BYTES_PER_BODY_BYTE * message.ByteSize() + stored.num_bytes + sum(map(len, stored.response))
             await held.reserve(num_bytes, "a request in the background", "input")
             with client_field_names(form.param_names):
                 await generations.start([message], caller)
             await form.begin([each.request.spec.prompt_token_ids for each in generations.running])
             self._started[key] = stored
             if log is not None:
+                await self._service.heavy_work.turn()  # the first and the last event have all that the request has
                 log.add(form.opening())
             started.set()
             if log is None:
-                return form.whole(await generations.completions())
-            while (found := await generations.next_chunk()) is not None:
-                log.add(form.chunk(*found))
-            log.add(last := form.closing())
-            return last[-1]["response"]
+                answers = await generations.completions()
+                await self._service.heavy_work.turn()  # hundreds may end in one step
+                form.whole(answers)
+            else:
+                while (found := await generations.next_chunk()) is not None:
+                    log.add(form.chunk(*found))
+                await self._service.heavy_work.turn()
+                log.add(form.closing())
         except asyncio.CancelledError:
             if not started.is_set():
                 raise
-            return form.kept("cancelled")
+            form.kept("cancelled")
         except Exception as error:
             if not started.is_set():
                 raise
             failure = form.failure(error)
             if log is not None:
                 log.add(failure)
-            return form.kept("failed")
+            form.kept("failed")
         finally:
             if log is not None:
                 log.end()
@@ -137,8 +141,9 @@ class BackgroundResponses:
                 await generations.close()
             finally:  # also if it is cancelled again meanwhile
                 held.release()
+        return form.stored
 
-    def _forget(self, key: _Key, ended: asyncio.Task[ResponseObject]) -> None:
+    def _forget(self, key: _Key, ended: asyncio.Task[StoredResponse]) -> None:
         del self._tasks[key]
         self._started.pop(key, None)
         if not ended.cancelled():

@@ -124,10 +124,16 @@ class ResponsesFormat(Format):
 
     def kept(self, status: Any) -> ResponseObject:
         """The response as it is now, which is kept where responses are stored."""
-        response = self.response(status)
+        rest = self._rest(status)
         if self._record is not None:
-            self._record.keep(response)
-        return response
+            self._record.keep(self._head, rest)
+        return {**self._head, **rest}  # type: ignore[typeddict-item]
+
+    @property
+    def stored(self) -> StoredResponse:
+        """The response as it was kept last."""
+        assert self._record is not None and self._record.kept is not None, "it was kept"
+        return self._record.kept
 
     def keep_events(self, events: EventLog) -> None:
         """Keeps the events of a response that was kept, too."""
@@ -137,13 +143,21 @@ class ResponsesFormat(Format):
     def running(self) -> StoredResponse:
         """The response as a client finds it while it runs in the background. Raises `InvalidRequest`."""
         assert self._record is not None, "only stored responses run in the background"
-        return self._record.running(self.response("in_progress"))
+        return self._record.running(self._head, self._rest("in_progress"))
+
+    def queued(self) -> StoredResponse:
+        """The response as its client gets it when it has begun to run in the background."""
+        assert self._record is not None, "only stored responses run in the background"
+        return self._record.as_stored(self._head, self._rest("queued"))
 
     def response(self, status: Any) -> ResponseObject:
         """The response as it is now."""
+        return {**self._head, **self._rest(status)}  # type: ignore[typeddict-item]
+
+    def _rest(self, status: Any) -> dict[str, Any]:
+        """The fields that may change while the answer grows."""
         is_open = status in ("queued", "in_progress")
-        response: ResponseObject = {
-            **self._head,  # type: ignore[typeddict-item]
+        rest = {
             "status": status,
             "completed_at": int(time.time()) if status == "completed" else None,
             "error": self._error,
@@ -152,8 +166,8 @@ class ResponsesFormat(Format):
             "usage": None if self._finish is None else _usage(self._finish),
         }
         if self._timings is not None and self._finish is not None:
-            response["timings"] = timings(self._finish)
-        return response
+            rest["timings"] = timings(self._finish)
+        return rest
 
 
 def _head(service: RequestService, body: ResponsesRequest, request_id: str, *, is_stored: bool) -> dict[str, Any]:

@@ -20,7 +20,7 @@ OVERHEAD_BYTES = 1024  # of one response, beside its JSON
 class StoredResponse:
     """A response and the conversation that it ends. Each holds the whole conversation, so none needs another one."""
 
-    response: bytes  # JSON of the whole object
+    response: tuple[bytes, ...]  # joined they are the JSON of the whole object
     input_items: tuple[bytes, ...]  # JSON lists; joined they are the items that the model was given, oldest first
     output_items: bytes  # a JSON list
     is_background: bool = False
@@ -29,7 +29,7 @@ class StoredResponse:
     @property
     def num_bytes(self) -> int:
         """Also counts what it shares with earlier responses of its conversation."""
-        num_bytes = len(self.response) + sum(map(len, self.input_items)) + len(self.output_items) + OVERHEAD_BYTES
+        num_bytes = sum(map(len, (*self.response, *self.input_items, self.output_items))) + OVERHEAD_BYTES
         return num_bytes if self.events is None else num_bytes + self.events.num_bytes
 
     @property

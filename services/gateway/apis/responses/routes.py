@@ -17,6 +17,7 @@ from services.gateway.apis.responses.event_log import LoggedEvents
 from services.gateway.apis.responses.format import PARAM_NAMES, ResponsesFormat
 from services.gateway.apis.responses.response_store import ResponseStore
 from services.gateway.apis.responses.schema import ResponsesRequest
+from services.gateway.apis.responses.stored_answer import StoredAnswer
 from services.gateway.apis.responses.stored_record import FIELD, ResponseRecord, owner_of
 from services.gateway.apis.responses.tool_conversion import OfferedTool, offered_tools
 from services.gateway.apis.shared.answer import Answer
@@ -55,7 +56,7 @@ def responses_routes(
             started = await background.start(message, answer_format, caller, held, is_stream=bool(body.stream))
             if started.events is not None:
                 return LoggedEvents(started.events)
-            return JSONResponse(answer_format.response("queued"))
+            return StoredAnswer(answer_format.queued())
         return Answer(service, [message], answer_format, is_stream=bool(body.stream))
 
     @router.post("/v1/responses/input_tokens", responses={200: {"model": InputTokens}})

@@ -48,6 +48,7 @@ class ResponseRecord:
                 raise _no_previous(body.previous_response_id)
             self._conversation = previous.conversation
         self._own_items = _own_items(body, request_id) if self._is_stored else b""
+        self._head = b""  # JSON of what does not change while the answer grows, without its end; made once
         self._kept: tuple[str, StoredResponse] | None = None
 
     async def after_earlier(
@@ -81,11 +82,16 @@ class ResponseRecord:
                 await heavy_work.turn()
             return make(earlier)
 
-    def keep(self, response: Mapping[str, Any]) -> None:
-        """Keeps a response without log-probabilities, unless the request says not to."""
+    def keep(self, head: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
+        """Keeps a response without log-probabilities, unless the request says not to. See `as_stored`."""
         if self._is_stored:
-            self._kept = response["id"], self._as_stored(response)
+            self._kept = head["id"], self.as_stored(head, rest)
             self._store.put(self._owner, *self._kept)
+
+    @property
+    def kept(self) -> StoredResponse | None:
+        """The response as it was kept last."""
+        return None if self._kept is None else self._kept[1]
 
     def keep_events(self, events: EventLog) -> None:
         """Keeps all events of the response that was kept, unless it is too large with them."""
@@ -93,9 +99,9 @@ class ResponseRecord:
             response_id, stored = self._kept
             self._store.put(self._owner, response_id, dataclasses.replace(stored, events=events))
 
-    def running(self, response: Mapping[str, Any]) -> StoredResponse:
+    def running(self, head: Mapping[str, Any], rest: Mapping[str, Any]) -> StoredResponse:
         """What a client finds of a response that has not ended. Raises `InvalidRequest` if it could not be kept."""
-        stored, most = self._as_stored(response), self._store.max_bytes_of_owner
+        stored, most = self.as_stored(head, rest), self._store.max_bytes_of_owner
         if stored.num_bytes > most:
             raise InvalidRequest(
                 f"the response would be stored with its conversation as {stored.num_bytes} bytes, of one client at "
@@ -104,9 +110,16 @@ class ResponseRecord:
             )
         return stored
 
-    def _as_stored(self, response: Mapping[str, Any]) -> StoredResponse:
-        whole, output = (to_json(each, fallback=_nothing) for each in (response, response["output"]))
-        return StoredResponse(whole, (*self._conversation, self._own_items), output, response["background"])
+    def as_stored(self, head: Mapping[str, Any], rest: Mapping[str, Any]) -> StoredResponse:
+        """The response with these fields. `head`: those that do not change while the answer grows, the same each time.
+
+        They may be large, and hundreds of responses may end at once. So their JSON is made once.
+        """
+        self._head = self._head or to_json(head)[:-1]
+        output = to_json(rest["output"], fallback=_nothing)
+        others = to_json({name: each for name, each in rest.items() if name != "output"})[1:-1]
+        whole = (self._head, b"," + others + b',"output":', output, b"}")
+        return StoredResponse(whole, (*self._conversation, self._own_items), output, head["background"])
 
 
 @contextlib.asynccontextmanager

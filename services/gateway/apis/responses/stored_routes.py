@@ -13,6 +13,7 @@ from services.gateway.apis.responses.answer_objects import ResponseObject
 from services.gateway.apis.responses.background import BackgroundResponses
 from services.gateway.apis.responses.event_log import LoggedEvents
 from services.gateway.apis.responses.response_store import ResponseStore, StoredResponse
+from services.gateway.apis.responses.stored_answer import StoredAnswer
 from services.gateway.apis.responses.stored_record import owner_of, read_conversation
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
@@ -35,7 +36,7 @@ def stored_response_routes(
         if not stream:
             if starting_after is not None:
                 raise InvalidRequest("starting_after is for streams: stream is not true", "starting_after")
-            return Response(_find(response_id, request).response, media_type="application/json")
+            return StoredAnswer(_find(response_id, request))
         log = _find(response_id, request).events
         if log is None:
             raise InvalidRequest(
@@ -76,9 +77,7 @@ def stored_response_routes(
         if not _find(response_id, request).is_background:
             raise InvalidRequest("Cannot cancel a synchronous response. Only one in the background can be", None)
         ended = await background.cancel(owner_of(request.state.caller), response_id)
-        if ended is not None:  # which may have been dropped from the store since
-            return JSONResponse(ended)
-        return Response(_get(response_id, request).response, media_type="application/json")
+        return StoredAnswer(ended or _get(response_id, request))  # the store may have dropped it since
 
     def _find(response_id: str, request: Request) -> StoredResponse:
         service.count_requests(1, request.state.caller)

@@ -121,6 +121,7 @@ class Answer(Response):
             await self._start(generations, scope)
             first = asyncio.ensure_future(generations.next_chunk())
             try:
+                await self._turn_if_large(scope)
                 body = self._events(self._format.opening())  # made while the first token is computed
                 await asyncio.wait({first}, timeout=self._service.section.first_token_timeout_s)
                 if first.done():
@@ -128,7 +129,7 @@ class Answer(Response):
                 headers = LINE_HEADERS if self._format.is_lines else STREAM_HEADERS
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 state = scope["state"]
-                await self._send_events(state["send_body"], state.get("body_writer"), body, first, generations)
+                await self._send_events(scope, state["send_body"], state.get("body_writer"), body, first, generations)
             finally:
                 first.cancel()
         finally:
@@ -174,8 +175,14 @@ class Answer(Response):
             await generations.start(self._messages, scope["state"]["caller"])
         await self._format.begin([generation.request.spec.prompt_token_ids for generation in generations.running])
 
+    async def _turn_if_large(self, scope: Scope) -> None:
+        """Waits for a turn before events that may repeat parts of a large body, as those of responses do."""
+        if scope["state"]["heavy_work"] is not None:
+            await self._service.heavy_work.turn()
+
     async def _send_events(
         self,
+        scope: Scope,
         send: Send,
         writer: BodyWriter | None,
         body: bytes,
@@ -229,6 +236,7 @@ class Answer(Response):
             if any(each.HasField("logprobs") for each in self._messages):  # the last objects may repeat all of them
                 await self._send_large(send, form.closing())
             else:
+                await self._turn_if_large(scope)
                 end = self._events(form.closing()) + end
         except Exception as error:  # after any error the client must not take the stream for complete
             note_failure()

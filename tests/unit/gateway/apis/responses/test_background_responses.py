@@ -10,8 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import openai
+import pydantic_core
 import pytest
 
+from services.gateway.apis.responses import stored_record
 from services.gateway.apis.responses.background import BackgroundResponses
 from services.gateway.apis.responses.response_store import StoredResponse
 from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
@@ -27,7 +29,7 @@ from tests.unit.gateway.apis.responses.test_responses import with_api
 LONG = 5000
 
 
-async def ended(api: openai.AsyncOpenAI, response_id: str) -> Any:
+async def until_ended(api: openai.AsyncOpenAI, response_id: str) -> Any:
     for _ in range(1000):
         response = await api.responses.retrieve(response_id)
         if response.status not in ("queued", "in_progress"):
@@ -49,9 +51,9 @@ def test_a_response_is_found_when_it_has_ended(tmp_path: Path) -> None:
         plain = await api.responses.create(**same)
         begun = await api.responses.create(**same, background=True)
         assert (begun.status, begun.background, begun.output, begun.usage) == ("queued", True, [], None)
-        found = await ended(api, begun.id)
+        found = await until_ended(api, begun.id)
         assert (found.status, found.output_text, found.usage) == ("completed", plain.output_text, plain.usage)
-        cut = await ended(api, (await api.responses.create(**same, background=True, max_output_tokens=1)).id)
+        cut = await until_ended(api, (await api.responses.create(**same, background=True, max_output_tokens=1)).id)
         assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
         following = await api.responses.create(model=MODEL, input="And?", previous_response_id=found.id)
         assert following.status == "completed"
@@ -190,7 +192,7 @@ def test_a_refusal_whose_client_has_gone_is_no_error_of_the_server() -> None:
         unhandled: list[Any] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
         background: Any = BackgroundResponses(SimpleNamespace(heavy_work=None))  # type: ignore[arg-type]
-        form = SimpleNamespace(response_id="resp_1", running=lambda: StoredResponse(b"{}", (), b"[]"))
+        form = SimpleNamespace(response_id="resp_1", running=lambda: StoredResponse((b"{}",), (), b"[]"))
         caller = SimpleNamespace(key=None, client_id=1)
         held = HeldMemory(MemoryBudget(max_bytes=10), 1)
         message = gateway_pb2.GenerateRequest(prompt="Hi")
@@ -205,6 +207,41 @@ def test_a_refusal_whose_client_has_gone_is_no_error_of_the_server() -> None:
         assert not unhandled
 
     asyncio.run(test())
+
+
+def test_what_hundreds_that_end_at_once_came_with_is_encoded_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its JSON was made when each began. Each is told how it has ended, though the store has room for few."""
+    num_encoded = 0
+
+    def to_json(*arguments: Any, **options: Any) -> bytes:
+        nonlocal num_encoded
+        encoded = pydantic_core.to_json(*arguments, **options)
+        num_encoded += len(encoded)
+        return encoded
+
+    monkeypatch.setattr(stored_record, "to_json", to_json)
+    metadata = {"a": "b" * 100_000}
+
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        nonlocal num_encoded
+        body: dict[str, Any] = {"model": MODEL, "input": "Hi", "metadata": metadata, "max_output_tokens": 1500}
+        running = [(await api.responses.create(**body, background=True)).id for _ in range(20)]
+        assert 20 * 100_000 < num_encoded < 21 * 100_000, "once for each"
+        num_encoded = 0
+        found = [await api.responses.retrieve(each) for each in running]
+        assert {each.status for each in found} == {"in_progress"}
+        ended = await asyncio.gather(*(api.responses.cancel(each) for each in running))
+        assert [(each.id, each.status) for each in ended] == [(each, "cancelled") for each in running]
+        assert all(each.metadata == metadata and each.output == [] for each in ended)
+        assert num_encoded < 20 * 1000
+        short = await api.responses.create(**body | {"max_output_tokens": 1}, background=True)
+        completed = await until_ended(api, short.id)
+        assert (completed.status, completed.metadata) == ("incomplete", metadata)
+
+    limits: Any = {"max_stored_responses": 2}
+    with_api(tmp_path, dense_of(ids(" a") * LONG), test, store_responses=True, **limits)
 
 
 def test_a_cancel_is_one_request_of_the_clients_limit(tmp_path: Path) -> None:
@@ -299,7 +336,7 @@ def test_events_that_memory_has_no_room_for_are_lost_and_the_response_is_not(tmp
         with pytest.raises(openai.APIStatusError, match="max_held_bytes") as gone:
             await replayed(api, response_id)
         assert gone.value.status_code == 410
-        assert (await ended(api, response_id)).usage.output_tokens == 1500
+        assert (await until_ended(api, response_id)).usage.output_tokens == 1500
 
     limits: Any = {"max_held_bytes": 300_000}
     with_api(tmp_path, dense_of(ids(" a") * LONG), test, store_responses=True, **limits)
@@ -321,7 +358,7 @@ def test_events_that_are_too_large_to_be_stored_leave_the_response(tmp_path: Pat
 def test_times_are_those_of_the_answer(tmp_path: Path) -> None:
     async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
         begin: dict[str, Any] = {"model": MODEL, "input": "Hi", "extra_body": {"timings_per_token": True}}
-        whole = await ended(api, (await api.responses.create(**begin, background=True)).id)
+        whole = await until_ended(api, (await api.responses.create(**begin, background=True)).id)
         streamed = [each async for each in await api.responses.create(**begin, background=True, stream=True)]
         for response in (whole, streamed[-1].response, await api.responses.retrieve(streamed[-1].response.id)):
             assert response.to_dict()["timings"]["predicted_n"] == response.usage.output_tokens

@@ -12,7 +12,7 @@ MAX_RESPONSES, MAX_BYTES_OF_OWNER, MAX_BYTES = 3, 4 * OVERHEAD_BYTES, 7 * OVERHE
 
 def stored(num_bytes: int) -> StoredResponse:
     """A response of this many bytes, overhead included."""
-    return StoredResponse(b"x" * (num_bytes - OVERHEAD_BYTES), (), b"")
+    return StoredResponse((b"x" * (num_bytes - OVERHEAD_BYTES),), (), b"")
 
 
 STEPS = st.lists(
@@ -64,6 +64,6 @@ def test_the_least_recently_used_responses_are_dropped(steps: list[tuple[str, st
 
 
 def test_a_response_counts_what_it_holds() -> None:
-    held = StoredResponse(b"{}", (b"[1]", b"[22]"), b"[333]")
+    held = StoredResponse((b"{}",), (b"[1]", b"[22]"), b"[333]")
     assert held.num_bytes == 2 + 3 + 4 + 5 + OVERHEAD_BYTES
     assert held.conversation == (b"[1]", b"[22]", b"[333]")

@@ -205,7 +205,7 @@ def test_of_large_conversations_that_are_read_at_once_only_one_is_in_memory_as_o
     gc.freeze()  # of all objects of tests before, which would be counted again and again
     items = b",".join([b'{"role": "user", "content": "Hello"}'] * 500)
     store = ResponseStore(1, 10**6, 10**6)
-    store.put("ann", "resp_1", StoredResponse(b"{}", (b"[%b]" % items,), b"[]"))
+    store.put("ann", "resp_1", StoredResponse((b"{}",), (b"[%b]" % items,), b"[]"))
     body = ResponsesRequest(input="Go on", previous_response_id="resp_1")
     lists = [b"[%b]" % items]
 
@@ -247,7 +247,7 @@ def test_several_gateway_processes_store_nothing() -> None:
 def test_an_answer_that_no_request_may_repeat_is_an_error_of_the_request() -> None:
     store = ResponseStore(1, 10**6, 10**6)
     output = b'[{"type": "function_call", "call_id": "c", "name": "get weather", "arguments": "{}"}]'
-    store.put("ann", "resp_1", StoredResponse(b"{}", (b'[{"role": "user", "content": "Hi"}]',), output))
+    store.put("ann", "resp_1", StoredResponse((b"{}",), (b'[{"role": "user", "content": "Hi"}]',), output))
     body = ResponsesRequest(input="Go on", previous_response_id="resp_1")
     held = HeldMemory(MemoryBudget(10**6), (0, 0))
     with pytest.raises(InvalidRequest, match="cannot be continued") as refused:
