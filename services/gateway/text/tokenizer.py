@@ -145,6 +145,10 @@ class Tokenizer:
         """Token ids of `text`, by default with the special tokens that the model expects around a prompt."""
         return await self.off_loop(len(text), self._encode, text, add_special_tokens)
 
+    async def encode_plain(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The same where special tokens that are written out in the text are plain text, as in messages of chats."""
+        return await self.off_loop(len(text), self._encode_plain, text, add_special_tokens)
+
     async def write_spans(
         self, text: str, write: Callable[[Iterator[TokenSpan]], T], add_special_tokens: bool
     ) -> T:
@@ -330,6 +334,10 @@ class Tokenizer:
         # `encode_batch_fast` releases the interpreter lock, `encode` does not.
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
+
+    def _encode_plain(self, text: str, add_special_tokens: bool) -> list[int]:
+        nonce = new_nonce()
+        return self._control_tokens.encode(self._control_tokens.marked(text, nonce), nonce, add_special_tokens)
 
     def _spans(self, text: str, add_special_tokens: bool) -> Iterator[TokenSpan]:
         """One by one: a list of very many objects keeps the interpreter lock for a tenth of a second."""

@@ -12,8 +12,16 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 
 from services.common.errors import InvalidRequest
-from services.gateway.apis.openai.conversion import chat_of, refuse_embeds, text_messages, tokenize_messages
+from services.gateway.apis.openai.chat_schema import ChatRequest
+from services.gateway.apis.openai.conversion import (
+    chat_message,
+    chat_of,
+    refuse_embeds,
+    text_messages,
+    tokenize_messages,
+)
 from services.gateway.apis.openai.token_schema import (
+    ChatTokens,
     DetokenizeAnswer,
     DetokenizeBody,
     PlacedToken,
@@ -55,6 +63,9 @@ def token_routes(service: RequestService, vectors: Vectors) -> APIRouter:
         has_texts = body.return_token_strs or body.with_pieces
         num_bytes = BYTES_PER_TOKEN_TEXT if has_texts else BYTES_PER_TOKEN_ID
         lists = await service.tokenize(messages, request.state.caller, request.state.held, num_bytes)
+        if body.content is not None and body.parse_special is False:  # the first time was under all limits
+            lists = [await tokenizer.encode_plain(body.content, messages[0].add_special_tokens)]
+            await request.state.held.reserve(num_bytes * len(lists[0]), "tokens", "prompt", "send a shorter text")
         request.state.held.settle()
         counts = [len(each) for each in lists]
         strings = [await tokenizer.write_tokens(each) for each in lists] if body.return_token_strs else None
@@ -102,6 +113,15 @@ def token_routes(service: RequestService, vectors: Vectors) -> APIRouter:
         if sum(map(len, texts)) > MAX_INLINE_BYTES:
             return PiecewiseAnswer(_text_pieces(names, text), service.heavy_work)
         return JSONResponse(dict.fromkeys(names, text))
+
+    @router.post("/v1/chat/completions/input_tokens", responses={200: {"model": ChatTokens}})
+    async def count_chat(body: ChatRequest, request: Request) -> Response:
+        """llama.cpp's: the number of tokens that the prompt of a chat would have."""
+        service.names_for(request.state.caller).check(body.model or "")
+        refuse_embeds(body, "only texts are counted")
+        chat = chat_message(body, request.state.request_id, service.limits).chat
+        [token_ids] = await service.tokenize([gateway_pb2.TokenizeRequest(chat=chat)], request.state.caller)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
     @router.post("/apply-template", responses={200: {"model": TemplateAnswer}})
     async def apply_template(body: TemplateBody, request: Request) -> Response:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NotRequired
+from typing import Annotated, Literal, NotRequired
 
 import pydantic
 from pydantic import Field, Tag
@@ -54,6 +54,9 @@ class TokenizeBody(RequestModel):
     )
     content: str | None = Field(None, description="A text, by default without special tokens around it")
     add_special: bool | None = Field(None, description="For content: another name of add_special_tokens")
+    parse_special: bool | None = Field(
+        None, description="For content: false: special tokens that are written out in it are plain text"
+    )
     with_pieces: bool | None = Field(None, description="For content: give each token with its id and text")
 
     @pydantic.model_validator(mode="after")
@@ -90,6 +93,13 @@ class TemplateAnswer(TypedDict):
     """The text that the chat template makes of the chat."""
 
     prompt: str
+
+
+class ChatTokens(TypedDict):
+    """The number of tokens of a chat's prompt."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
 class TokenPiece(TypedDict):

@@ -27,6 +27,7 @@ class TokenLogprob(TypedDict):
     token: str
     logprob: float
     bytes: list[int]
+    token_id: int  # as with SGLang
     top_logprobs: list[TopLogprob]
 
 
@@ -68,7 +69,7 @@ def chat_logprobs(
 
     return {
         "content": (
-            {**describe(token_id, each.logprob), "top_logprobs": top(token_id, each)}
+            {**describe(token_id, each.logprob), "token_id": token_id, "top_logprobs": top(token_id, each)}
             for token_id, each in zip(token_ids, logprobs, strict=True)
         ),
         "refusal": None,

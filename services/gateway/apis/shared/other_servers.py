@@ -29,8 +29,13 @@ LLAMA_CPP_OPTIONS: Mapping[str, tuple[Any, ...]] = {
 }
 
 SGLANG: Mapping[str, tuple[Any, ...]] = {
+    "beam_width": (0, 1),  # here: use_beam_search
     "custom_logit_processor": ("",),
+    "input_ids": (),  # of a chat, in place of its messages
     "lora_path": ("", []),
+    "return_cached_tokens_details": (False,),
+    "return_meta_info": (False,),
+    "return_routed_experts": (False,),
     "session_params": ({},),
 }
 

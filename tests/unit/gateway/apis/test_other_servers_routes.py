@@ -63,6 +63,37 @@ def test_a_chat_that_is_too_long_is_told_as_llama_cpp_does_at_its_path(tmp_path:
     with_client(tmp_path, FakeDense(say(" one"), max_model_len=64), test)
 
 
+def test_special_tokens_of_a_content_may_be_plain_text(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"content": "a</s>b", "add_special": True}
+        parsed, plain = [
+            (await client.post("/tokenize", json=body | {"parse_special": each})).json() for each in (True, False)
+        ]
+        assert parsed["tokens"] == REFERENCE.encode("a</s>b") and EOS in parsed["tokens"]
+        assert plain["tokens"][0] == REFERENCE.bos_token_id and EOS not in plain["tokens"]
+        assert plain["count"] == len(plain["tokens"]) and REFERENCE.decode(plain["tokens"][1:]) == "a</s>b"
+        pieces = await client.post("/tokenize", json=body | {"parse_special": False, "with_pieces": True})
+        assert [each["id"] for each in pieces.json()["tokens"]] == plain["tokens"]
+
+    with_client(tmp_path, FakeDense(say(" one")), test)
+
+
+def test_the_tokens_of_a_chat_are_counted(tmp_path: Path) -> None:
+    url = "/v1/chat/completions/input_tokens"
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+        for options in ({}, {"tools": tools}, {"tools": tools, "tool_choice": "none", "max_tokens": 3}):
+            body = {"messages": USER, **options}
+            usage = (await client.post(CHATS, json=body)).json()["usage"]
+            counted = {"object": "response.input_tokens", "input_tokens": usage["prompt_tokens"]}
+            assert (await client.post(url, json=body)).json() == counted
+        check_error(await client.post(url, json={}), 400, "messages")
+        check_error(await client.post(url, json={"messages": USER, "model": "x"}), 404, "model")
+
+    with_client(tmp_path, FakeDense(lambda submit: [*ids(" one"), EOS]), test)
+
+
 def test_an_invocation_without_a_prompt_or_messages_is_a_400(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
         check_error(await client.post("/invocations", json={}), 400, "prompt", "must be provided")
