@@ -4,8 +4,8 @@ It lowers and compiles a grammar and takes a few random walks through it. Whatev
 stack, it does to this process alone: the limits below end it, and the gateway starts another one. Time is that of
 the CPU, but beside other processes the same work takes longer; answers that depend on it say so (`is_slow`).
 
-VOCABULARY is JSON, the arguments of `read_vocabulary`. Standard input has one structured output per line, as JSON. The
-first line of the answer says whether the vocabulary can be used, each further line answers one of them.
+VOCABULARY is JSON, the arguments of `read_vocabulary`. Standard input has one structured output per line, as JSON, and
+each line of the answer is for one of them.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def _serve() -> None:
         vocabulary = read_vocabulary(**{**arguments, "path": Path(arguments["path"])})
         tokenizer = vocabulary.load()
     except GrammarError as error:
-        _answer(error=str(error))
+        for _ in sys.stdin:
+            _answer(error=str(error))
         return
-    _answer()
     for line in sys.stdin:
         # Ends the process with SIGPROF. Unlike RLIMIT_CPU it counts fractions of a second, so each has the same.
         signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)

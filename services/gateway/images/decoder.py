@@ -27,9 +27,8 @@ from services.common.vision.layouts import describe
 from services.gateway.images.decode import MAX_CPU_S
 from services.gateway.images.picture import Picture, Pixels
 from services.gateway.images.sources import PictureFile
-from services.gateway.resources.decoding_processes import DecodingProcesses
 from services.gateway.resources.memory_budget import HeldMemory
-from services.gateway.resources.piped_process import end_of
+from services.gateway.resources.piped_processes import PipedProcesses, end_of
 
 log = structlog.get_logger()
 
@@ -61,7 +60,9 @@ class Decoder:
         self._max_pixels = max_pixels
         self._files = WeakSet[MemoryFile]()
         self._turns = ClientTurns(num_processes, MAX_WAIT_S, "a picture")
-        self._processes = DecodingProcesses(_MODULE, json.dumps(describe(layout)), num_processes, kind="pictures")
+        self._processes = PipedProcesses(
+            _MODULE, json.dumps(describe(layout)), task="decodes pictures", count=num_processes
+        )
 
     async def decode(self, encoded: Encoding, client: Client, held: HeldMemory, waiting: asyncio.Lock) -> Picture:
         """The pixels for the tower, whose memory `held` counts. `waiting`: of the pictures of a request, which wait for
@@ -90,7 +91,7 @@ class Decoder:
 
     async def _decode(self, encoded: Encoding, file_hash: bytes) -> Picture:
         exchange = partial(_exchange, encoded=encoded, max_pixels=self._max_pixels, file=self._new_file())
-        shape, pixels = await self._processes.run(exchange, TIMEOUT_S, "a picture")
+        shape, pixels = await self._processes.run(exchange, TIMEOUT_S, "a picture has not been decoded")
         return Picture.of(shape, pixels, file_hash)
 
     def _new_file(self) -> MemoryFile | None:

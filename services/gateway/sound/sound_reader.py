@@ -20,9 +20,8 @@ import numpy as np
 
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.fairness import Client, ClientTurns
-from services.gateway.resources.decoding_processes import DecodingProcesses
 from services.gateway.resources.memory_budget import HeldMemory
-from services.gateway.resources.piped_process import end_of
+from services.gateway.resources.piped_processes import PipedProcesses, end_of
 
 MOST_PROCESSES = 4  # each takes 250 MB
 TIMEOUT_S = 120.0  # far above the limits of CPU time (`decode.py`), for a busy machine; with it a process starts
@@ -55,7 +54,9 @@ class SoundReader:
         self._long_turns = ClientTurns(num_processes - 1, MAX_WAIT_S, "the file")
         self._work = set[asyncio.Task[Sound | int | None]]()  # one for each file that is being decoded
         env = os.environ | {"OMP_NUM_THREADS": "1"}
-        self._processes = DecodingProcesses(_MODULE, options, num_processes, kind="sound", env=env, has_spare=True)
+        self._processes = PipedProcesses(
+            _MODULE, options, task="decodes sound", count=num_processes, env=env, has_spare=True
+        )
 
     async def read(self, data: bytes, client: Client, held: HeldMemory) -> Sound:
         """The features of a file, whose memory `held` counts in place of the file's own.
@@ -117,7 +118,7 @@ class SoundReader:
         """With its turn, so that no more files than there are processes are ever in memory without being counted."""
         async with place:
             exchange = partial(_exchange, data=data, is_long=is_long)
-            sound = await self._processes.run(exchange, TIMEOUT_S, "the sound")
+            sound = await self._processes.run(exchange, TIMEOUT_S, "the sound has not been decoded")
             if sound is None:
                 return None
             num_bytes = sound.features.nbytes

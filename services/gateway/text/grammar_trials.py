@@ -16,12 +16,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from services.common.errors import CapacityError, TwostrokeError
+from services.common.errors import TwostrokeError
 from services.common.fairness import Client, ClientTurns
 from services.common.structured_output import Constraint, StructuredOutput
-from services.gateway.resources.piped_process import KilledError, close_process, end_of, start_process, write_and_read
+from services.gateway.resources.piped_processes import PipedProcesses, close_process, end_of, write_and_read
 from services.grammar.grammar_error import GrammarError, SlowGrammarError
 from services.grammar.trial import MAX_CPU_S
 
@@ -29,9 +30,7 @@ MAX_WAIT_S = 600.0  # for a turn. A trial takes milliseconds, and `MAX_CPU_S` at
 MAX_KEPT = 1024  # results
 MAX_KEPT_BYTES = 32 * 2**20  # of structured outputs and their grammars
 SLOW_KEPT_S = 60.0  # how long a grammar that took too long is not tried again
-START_TIMEOUT_S = 60.0  # to read the vocabulary
-TRIAL_TIMEOUT_S = 30.0  # far above the limit of CPU time, for a busy machine
-_MAX_KILLS = 2  # of the process, for one grammar
+TIMEOUT_S = 90.0  # for one grammar and a start of the process; far above what they take, for a busy machine
 _MAX_LINE_BYTES = 8 * 2**20
 _MODULE = "services.grammar.trial"
 
@@ -58,12 +57,11 @@ class GrammarTrials:
 
     def __init__(self, vocabulary: Mapping[str, Any]) -> None:
         """`vocabulary`: the arguments of `read_vocabulary`, as JSON has them."""
-        self._vocabulary = vocabulary
         self._results: OrderedDict[StructuredOutput, _Kept] = OrderedDict()
         self._num_bytes = 0
         self._running: dict[tuple[Client, StructuredOutput], _Trial] = {}
         self._turns = ClientTurns(1, MAX_WAIT_S, "the form of structured output")
-        self._process: subprocess.Popen[bytes] | None = None
+        self._processes = PipedProcesses(_MODULE, json.dumps(vocabulary), task="tries forms")
 
     async def compile(self, structure: StructuredOutput, client: Client = (0, 0)) -> StructuredOutput:
         """The same as a grammar that dense workers can use.
@@ -91,7 +89,7 @@ class GrammarTrials:
         """Ends the process and all trials."""
         for trial in list(self._running.values()):
             trial.task.cancel()
-        await self._end_process()
+        await self._processes.close()
 
     def _known(self, structure: StructuredOutput) -> StructuredOutput | None:
         """The kept result; None if there is none. Raises `GrammarError` if it is an error."""
@@ -116,7 +114,7 @@ class GrammarTrials:
             return known if known is not None else await self._try_now(structure)
 
     async def _try_now(self, structure: StructuredOutput) -> StructuredOutput:
-        answer = await self._ask_in_time(structure)
+        answer = await self._ask(structure)
         if "error" in answer:
             kind = SlowGrammarError if answer.get("is_slow") else GrammarError
             error = kind(answer["error"], answer.get("origin"))
@@ -126,52 +124,10 @@ class GrammarTrials:
         self._keep(structure, compiled)
         return compiled
 
-    async def _ask_in_time(self, structure: StructuredOutput) -> dict[str, Any]:
-        for _ in range(_MAX_KILLS):
-            limit_s = TRIAL_TIMEOUT_S if self._process is not None else START_TIMEOUT_S + TRIAL_TIMEOUT_S
-            try:
-                async with asyncio.timeout(limit_s):
-                    return await self._ask(structure)
-            except TimeoutError:
-                await self._end_process()
-                raise CapacityError(f"the form has not been compiled within {limit_s:g} s") from None
-            except KilledError:
-                continue
-        raise CapacityError(f"the process that tries forms was killed {_MAX_KILLS} times before it had tried the form")
-
     async def _ask(self, structure: StructuredOutput) -> dict[str, Any]:
-        """The process's answer; an error in its stead if the grammar has ended the process."""
-        process = self._process
-        if process is None:
-            process = self._process = start_process(_MODULE, json.dumps(self._vocabulary))
-            vocabulary = await self._exchange(process, b"")
-            if "error" in vocabulary:
-                await self._end_process()
-                return vocabulary
         message = {"constraint": structure.constraint, "text": structure.text, "choices": structure.choices}
-        return await self._exchange(process, json.dumps(message).encode() + b"\n")
-
-    async def _exchange(self, process: subprocess.Popen[bytes], message: bytes) -> dict[str, Any]:
-        # The process's end ends the thread's wait.
-        line = await asyncio.to_thread(write_and_read, process, message, _MAX_LINE_BYTES)
-        if line.endswith(b"\n"):
-            return json.loads(line)
-        if len(line) == _MAX_LINE_BYTES:
-            await self._end_process()
-            return {"error": f"its grammar has more than {_MAX_LINE_BYTES} bytes"}
-        self._process = None
-        status = await asyncio.to_thread(end_of, process, "tries forms")
-        if status >= 0:
-            raise TwostrokeError("forms of structured output cannot be tried: see the gateway's log")
-        if status == -signal.SIGPROF:
-            return {"error": f"it takes more than {MAX_CPU_S:g} s of CPU time to compile, the limit", "is_slow": True}
-        return {"error": "it is too large or nested too deeply to compile"}
-
-    async def _end_process(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            await asyncio.to_thread(close_process, process)
+        exchange = partial(_exchange, message=json.dumps(message).encode() + b"\n")
+        return await self._processes.run(exchange, TIMEOUT_S, "the form has not been compiled")
 
     def _keep(self, structure: StructuredOutput, result: StructuredOutput | GrammarError) -> None:
         if (earlier := self._results.pop(structure, None)) is not None:
@@ -181,6 +137,23 @@ class GrammarTrials:
         self._num_bytes += _num_bytes(structure, kept)
         while len(self._results) > MAX_KEPT or self._num_bytes > MAX_KEPT_BYTES:
             self._num_bytes -= _num_bytes(*self._results.popitem(last=False))
+
+
+def _exchange(process: subprocess.Popen[bytes], message: bytes) -> dict[str, Any]:
+    """The process's answer; an error in its stead if the grammar has ended the process. On a thread."""
+    line = write_and_read(process, message, _MAX_LINE_BYTES)
+    if line.endswith(b"\n"):
+        return json.loads(line)
+    if len(line) == _MAX_LINE_BYTES:
+        process.kill()
+        close_process(process)
+        return {"error": f"its grammar has more than {_MAX_LINE_BYTES} bytes"}
+    status = end_of(process, "tries forms")
+    if status >= 0:
+        raise TwostrokeError("forms of structured output cannot be tried: see the gateway's log")
+    if status == -signal.SIGPROF:
+        return {"error": f"it takes more than {MAX_CPU_S:g} s of CPU time to compile, the limit", "is_slow": True}
+    return {"error": "it is too large or nested too deeply to compile"}
 
 
 def _num_bytes(structure: StructuredOutput, kept: _Kept) -> int:

@@ -6,20 +6,20 @@ wait.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import structlog
 from pydantic_core import to_json
 
-from services.common.errors import CapacityError, InvalidRequest, TwostrokeError
+from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.fairness import ClientTurns
 from services.gateway.resources.heavy_work import current_client
-from services.gateway.resources.piped_process import close_process, start_process, write_and_read
+from services.gateway.resources.piped_processes import PipedProcesses, close_process, write_and_read
 from services.gateway.text.chat_template import Chat
 from services.gateway.text.client_templates.renderer import MAX_CPU_S, MAX_MEMORY_BYTES, MAX_RENDERED_CHARACTERS
 
@@ -36,7 +36,8 @@ class ClientTemplates:
     """Runs in the event loop. The process starts with the first template; `close` ends it."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        # The environment may have API keys.
+        self._processes = PipedProcesses(_MODULE, task="renders clients' chat templates", env={})
         self._turns = ClientTurns(1, MAX_WAIT_S, "the chat template")
 
     async def render(
@@ -68,38 +69,22 @@ class ClientTemplates:
 
     async def close(self) -> None:
         """Ends the process."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            await asyncio.to_thread(close_process, process)
+        await self._processes.close()
 
     async def _ask(self, message: Mapping[str, Any]) -> dict[str, str]:
-        """The process's answer; an error in its stead if the template has ended the process."""
-        if self._process is None:
-            self._process = start_process(_MODULE, env={})  # the environment may have API keys
-        process = self._process
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                answer = await asyncio.to_thread(_exchange, process, message)
-        except TimeoutError:
-            await self.close()
-            raise CapacityError(f"the chat template was not rendered within {TIMEOUT_S:g} s") from None
-        except asyncio.CancelledError:  # the client is gone; the process still works on its template
-            await asyncio.shield(self.close())
-            raise
-        if answer is not None:
-            return answer
-        self._process = None
-        status = await asyncio.to_thread(close_process, process)
-        log.warning("the process that renders clients' chat templates has ended", status=status)
-        if status == -signal.SIGPROF:
-            return {"error": f"takes more than {MAX_CPU_S:g} s of CPU time, the limit"}
-        if status >= 0 or status in (-signal.SIGTERM, -signal.SIGHUP):
-            raise TwostrokeError("chat templates of clients cannot be rendered: see the gateway's log")
-        return {"error": f"needs more than {MAX_MEMORY_BYTES} bytes of memory, the limit, or is nested too deeply"}
+        exchange = partial(_exchange, message=message)
+        return await self._processes.run(exchange, TIMEOUT_S, "the chat template was not rendered")
 
 
-def _exchange(process: subprocess.Popen[bytes], message: Mapping[str, Any]) -> dict[str, str] | None:
-    """The answer to a message; None if the process has ended."""
+def _exchange(process: subprocess.Popen[bytes], message: Mapping[str, Any]) -> dict[str, str]:
+    """The process's answer; an error in its stead if the template has ended the process. On a thread."""
     line = write_and_read(process, to_json(message) + b"\n", _MAX_LINE_BYTES)
-    return json.loads(line) if line.endswith(b"\n") else None
+    if line.endswith(b"\n"):
+        return json.loads(line)
+    status = close_process(process)
+    log.warning("the process that renders clients' chat templates has ended", status=status)
+    if status == -signal.SIGPROF:
+        return {"error": f"takes more than {MAX_CPU_S:g} s of CPU time, the limit"}
+    if status >= 0 or status in (-signal.SIGTERM, -signal.SIGHUP):
+        raise TwostrokeError("chat templates of clients cannot be rendered: see the gateway's log")
+    return {"error": f"needs more than {MAX_MEMORY_BYTES} bytes of memory, the limit, or is nested too deeply"}

@@ -24,7 +24,7 @@ from services.gateway.images import decoder
 from services.gateway.images.decoder import Decoder, Encoding
 from services.gateway.images.picture import Picture
 from services.gateway.images.sources import PictureFile
-from services.gateway.resources import decoding_processes
+from services.gateway.resources import piped_processes
 from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
 from tests.support.dense.vision_models import noise
 from tests.support.running_gateway import until
@@ -264,7 +264,7 @@ def test_large_pictures_are_in_files_of_which_there_are_few(monkeypatch: pytest.
 def test_a_killed_process_is_replaced_and_clients_see_nothing(runner: Runner) -> None:
     runner.decode_together([PNG, PNG])
     processes = list(runner.decoder._processes.idle)
-    assert len(processes) >= decoding_processes.MAX_KILLS, "a request that met them one by one would be refused"
+    assert len(processes) >= piped_processes.MAX_KILLS, "a request that met them one by one would be refused"
     for process in processes:
         os.kill(process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody knows its status yet
