@@ -10,7 +10,6 @@ from services.common.model_config import ModelConfig
 from services.dense_worker.backends.cuda_backend import CudaBackend
 from services.dense_worker.backends.cuda_operations import CudaOperations
 from services.dense_worker.model.operations import Residual
-from services.dense_worker.ranks.group import RankGroup
 from services.dense_worker.ranks.stage_links import StageLinks
 
 if TYPE_CHECKING:
@@ -35,13 +34,6 @@ class StageCudaOperations(CudaOperations):
         super().__init__(config, max_num_tokens, dtype, device, lora)
         self.links = links
         self._is_last = is_last
-
-    def use_group(self, group: RankGroup) -> None:
-        """Later steps run with these stages."""
-        self.links.use_group(group)
-
-    def share_tokens(self, token_ids: torch.Tensor) -> None:
-        """Nothing: the first stage alone reads tokens."""
 
     def enter(self, num_rows: int) -> None:
         """The first operation of a stage that embeds no tokens."""

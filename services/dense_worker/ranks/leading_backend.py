@@ -49,7 +49,7 @@ class LeadingRanks:
 
 
 class ShardOperations(Protocol):
-    """Operations that add up over ranks, or pass rows on to the next one."""
+    """What reaches the other ranks: operations that add up over them, or links that pass rows on to the next one."""
 
     def use_group(self, group: RankGroup) -> None:
         """Later steps run with these ranks."""

@@ -6,7 +6,7 @@ import torch
 
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.kernels.lora.tensors import LoraStore
-from services.dense_worker.ranks.leading_backend import LeadingBackend, ShardOperations
+from services.dense_worker.ranks.leading_backend import LeadingBackend
 from services.dense_worker.ranks.stage_links import StageLinks
 from services.pb import shard_pb2
 
@@ -20,13 +20,12 @@ class LeadingStage(LeadingBackend):
     def __init__(
         self,
         backend: DenseBackend,
-        operations: ShardOperations,
         links: StageLinks,
         vocab_size: int,
         lora: LoraStore | None = None,
     ) -> None:
-        """`operations`, `links` and `lora`: those of the backend."""
-        super().__init__(backend, operations, lora)
+        """`links` and `lora`: those of the backend."""
+        super().__init__(backend, links, lora)
         self.gives_hidden_states = False  # the last stage has them
         self._links, self._vocab_size = links, vocab_size
         self._defers_logits = False

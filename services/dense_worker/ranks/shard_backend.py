@@ -28,17 +28,13 @@ def leading_backend(
     """The backend of the first rank. `lora`: the `LoraStore` of the rank's device; None: there are no adapters."""
     if not model.rank.is_stage:
         return LeadingBackend(*tensor_backend(weights, model, max_num_tokens, lora), lora)
-    links = _stage_links(model)
-    backend = stage_backend(weights, model, max_num_tokens, links, lora)
-    return LeadingStage(*backend, links, model.config.vocab_size, lora)
+    return LeadingStage(*stage_backend(weights, model, max_num_tokens, lora), model.config.vocab_size, lora)
 
 
 def shard_runner(weights: ModelWeights, model: ResolvedModel, max_num_tokens: int, lora: Any) -> ShardRunner:
     """What runs the steps of another rank. `lora`: as for the first one."""
-    if model.rank.is_stage:
-        backend, operations = stage_backend(weights, model, max_num_tokens, _stage_links(model), lora)
-    else:
-        backend, operations = tensor_backend(weights, model, max_num_tokens, lora)
+    make_backend = stage_backend if model.rank.is_stage else tensor_backend
+    backend, operations = make_backend(weights, model, max_num_tokens, lora)
     num_layers = len(model.rank.layers(model.config.num_layers))
     if model.device.type == "cpu":
         return ShardRunner(backend, operations, num_layers, lora)
@@ -63,27 +59,23 @@ def tensor_backend(
     return CudaBackend(weights, sizes, max_num_tokens, lora, operations=on_gpu), on_gpu
 
 
-def _stage_links(model: ResolvedModel) -> StageLinks:
-    return StageLinks(torch.float32 if model.device.type == "cpu" else model.dtype)
-
-
 def stage_backend(
-    weights: ModelWeights, model: ResolvedModel, max_num_tokens: int, links: StageLinks, lora: Any = None
-) -> tuple[DenseBackend, ShardOperations]:
-    """The backend of a pipeline's stage, and its operations."""
-    rank, weights = model.rank, linked_weights(weights, links)
-    is_last = rank.index == rank.count - 1
+    weights: ModelWeights, model: ResolvedModel, max_num_tokens: int, lora: Any
+) -> tuple[DenseBackend, StageLinks]:
+    """The backend of a pipeline's stage, and its links."""
+    rank, links = model.rank, StageLinks(torch.float32 if model.device.type == "cpu" else model.dtype)
+    weights, is_last = linked_weights(weights, links), rank.index == rank.count - 1
     if model.device.type == "cpu":
         operations = StageOperations(links, lora, is_last=is_last)
         make = TorchBackend if is_last else TorchStageBackend
-        return make(weights, operations=operations), operations
+        return make(weights, operations=operations), links
     from services.dense_worker.backends.cuda_backend import CudaBackend  # needs triton
     from services.dense_worker.ranks.cuda_stage import CudaStageBackend, StageCudaOperations
 
     sizes = seam_config(model.config, rank)
     on_gpu = StageCudaOperations(sizes, max_num_tokens, model.dtype, model.device, links, lora, is_last=is_last)
     make_on_gpu = CudaBackend if is_last else CudaStageBackend
-    return make_on_gpu(weights, sizes, max_num_tokens, lora, operations=on_gpu), on_gpu
+    return make_on_gpu(weights, sizes, max_num_tokens, lora, operations=on_gpu), links
 
 
 def shard_sizes(config: ModelConfig, rank: Rank) -> ModelConfig:

@@ -26,6 +26,9 @@ class StageLinks:
         """Later steps run with these stages."""
         self._group, self._end_of_logits = group, None
 
+    def share_tokens(self, token_ids: torch.Tensor) -> None:
+        """Nothing: the first stage alone reads tokens."""
+
     def receive_residual(self, hidden: torch.Tensor) -> None:
         """Fills hidden [n, hidden] with the residual of the stage before. Raises as `RankGroup.receive`."""
         if self._group is None:

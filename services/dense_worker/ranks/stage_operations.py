@@ -8,7 +8,6 @@ from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.model.operations import Residual
 from services.dense_worker.model.torch_operations import TorchOperations
-from services.dense_worker.ranks.group import RankGroup
 from services.dense_worker.ranks.stage_links import StageLinks
 
 
@@ -19,13 +18,6 @@ class StageOperations(TorchOperations):
         super().__init__(lora)
         self.links = links
         self._is_last = is_last
-
-    def use_group(self, group: RankGroup) -> None:
-        """Later steps run with these stages."""
-        self.links.use_group(group)
-
-    def share_tokens(self, token_ids: torch.Tensor) -> None:
-        """Nothing: the first stage alone reads tokens."""
 
     def enter(self, num_rows: int) -> None:
         """Nothing: the first operation of a step prepares no other."""

@@ -116,10 +116,8 @@ def check(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 def test_logits_are_those_of_merged_weights(adapted: Adapted, arrangement: str) -> None:
     def make(group: ThreadGroup, weights: ModelWeights, lora: TorchLora) -> DenseBackend:
         model = ResolvedModel(adapted.config, torch.float32, CPU, 128, rank=group.rank)
-        if group.rank.is_stage:
-            backend, operations = stage_backend(weights, model, 64, StageLinks(torch.float32), lora)
-        else:
-            backend, operations = tensor_backend(weights, model, 64, lora)
+        make_backend = stage_backend if group.rank.is_stage else tensor_backend
+        backend, operations = make_backend(weights, model, 64, lora)
         operations.use_group(group)
         return backend
 
@@ -142,11 +140,12 @@ def test_the_kernels_for_cuda_add_up_the_same(adapted: Adapted, arrangement: str
                 operations: Any = StageCudaOperations(config, *sizes, links, lora, is_last=is_last)
                 make_backend = CudaBackend if is_last else CudaStageBackend
                 backend = make_backend(linked_weights(weights, links), config, 64, lora, operations=operations)
+                links.use_group(group)
             else:
                 config = shard_sizes(adapted.config, rank)
                 operations = ShardedCudaOperations(config, adapted.config.vocab_size, *sizes, lora)
                 backend = CudaBackend(weights, config, 64, lora, operations=operations)
-            operations.use_group(group)
+                operations.use_group(group)
             return backend
 
         check(logits_of_ranks(adapted, arrangement, make, RowsInTorch), adapted.expected)

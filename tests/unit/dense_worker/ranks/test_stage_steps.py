@@ -119,11 +119,11 @@ def run_stage(
     config, rank = load_model_config(path), groups[0].rank
     sizes, is_last = seam_config(config, rank), rank.index == 1
 
-    def make(weights: ModelWeights, links: StageLinks) -> tuple[CudaBackend, StageCudaOperations]:
+    def make(weights: ModelWeights, links: StageLinks) -> tuple[CudaBackend, StageLinks]:
         operations = StageCudaOperations(sizes, MAX_NUM_TOKENS, torch.float32, CPU, links, is_last=is_last)
         make_backend = CudaBackend if is_last else CudaStageBackend
         linked = linked_weights(weights, links)
-        return make_backend(linked, sizes, MAX_NUM_TOKENS, operations=operations), operations
+        return make_backend(linked, sizes, MAX_NUM_TOKENS, operations=operations), links
 
     # One step after the other: so all lanes have one attention backend.
     model: Any = WholeModel(path, lambda weights: make(weights, StageLinks(torch.float32))[0], rank=rank)
@@ -131,8 +131,8 @@ def run_stage(
         model.open(seq_id, prompt)
     channels: dict[int, Any] = {lane: StageChannel(model) for lane in range(len(groups))}
     if is_last:
-        backend, operations = make(model.weights, StageLinks(torch.float32))
-        runner = cuda_shard_runner.CudaShardRunner(backend, operations, sizes.num_layers, MAX_NUM_TOKENS, CPU)
+        backend, links = make(model.weights, StageLinks(torch.float32))
+        runner = cuda_shard_runner.CudaShardRunner(backend, links, sizes.num_layers, MAX_NUM_TOKENS, CPU)
         runner.attach(channels, groups)
         while (command := commands.get(timeout=20.0)) is not None:
             plan = decode_plan(command.step.plan)
@@ -142,8 +142,7 @@ def run_stage(
         return {}
     runners = []
     for _ in groups:
-        links = StageLinks(torch.float32)
-        leading = LeadingStage(*make(model.weights, links), links, config.vocab_size)
+        leading = LeadingStage(*make(model.weights, StageLinks(torch.float32)), config.vocab_size)
         sampler = Sampler(MAX_NUM_SEQS, config.vocab_size, "cpu")
         runner = cuda_model_runner.CudaModelRunner(
             leading, sampler, sizes, torch.float32, MAX_NUM_SEQS, MAX_NUM_TOKENS, captures_lazily=False

@@ -81,8 +81,8 @@ def run_stages(path: Path, count: int) -> list[torch.Tensor]:
 
     def make(group: ThreadGroup, weights: ModelWeights) -> DenseBackend:
         model = ResolvedModel(config, torch.float32, CPU, 128, rank=group.rank)
-        backend, operations = stage_backend(weights, model, 64, StageLinks(torch.float32))
-        operations.use_group(group)
+        backend, links = stage_backend(weights, model, 64, None)
+        links.use_group(group)
         return backend
 
     def run(group: ThreadGroup) -> torch.Tensor:
@@ -122,7 +122,7 @@ def test_the_kernels_for_cuda_give_the_same(variant_by_kernels: str, tmp_path: P
             operations = StageCudaOperations(sizes, 64, torch.float32, CPU, links, is_last=is_last)
             make_backend = CudaBackend if is_last else CudaStageBackend
             backend = make_backend(linked_weights(weights, links), sizes, 64, operations=operations)
-            operations.use_group(group)
+            links.use_group(group)
             return backend
 
         def run(group: ThreadGroup) -> torch.Tensor:
