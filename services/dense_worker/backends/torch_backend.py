@@ -23,13 +23,13 @@ class TorchBackend:
     takes_input_embeds = True
     captures_embeds = False
     gives_hidden_states = True
-    always_ends = False
     skips_logits = True
     logits_dtype = torch.float32
 
     def __init__(self, weights: ModelWeights, operations: Operations | None = None) -> None:
         """`operations`: None: the plain ones, without adapters. Others may overwrite residuals."""
         self._segments = segments_of(weights)
+        self.always_ends = weights.head.passes_rows_on
         self._operations = operations or TorchOperations()
         self._reads_positions, self._device = weights.reads_positions, weights.device
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch.nn import functional as F
@@ -102,6 +103,7 @@ class Head:
     multiplier: float = 1.0
     softcap: float | None = None
     projection: Linear | None = None  # [hidden -> embedding_size], of what the norm gives
+    passes_rows_on: ClassVar[bool] = False  # to another process, which computes logits of them
 
     @property
     def rescales(self) -> bool:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from services.common.model_config import ModelConfig
-from services.dense_worker.backends.cuda_backend import CudaBackend
 from services.dense_worker.backends.cuda_operations import CudaOperations
 from services.dense_worker.model.operations import Residual
 from services.dense_worker.ranks.stage_links import StageLinks
@@ -48,9 +47,3 @@ class StageCudaOperations(CudaOperations):
         if self._is_last:
             return super().select_rows(attn_out, residual, rows)
         return attn_out, Residual(residual)
-
-
-class CudaStageBackend(CudaBackend):
-    """The backend of a stage that is not the last."""
-
-    always_ends = True

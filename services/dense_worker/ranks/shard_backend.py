@@ -18,7 +18,7 @@ from services.dense_worker.ranks.leading_stage import LeadingStage
 from services.dense_worker.ranks.shard_runner import ShardRunner
 from services.dense_worker.ranks.sharded_operations import ShardedOperations
 from services.dense_worker.ranks.stage_links import StageLinks
-from services.dense_worker.ranks.stage_operations import StageOperations, TorchStageBackend
+from services.dense_worker.ranks.stage_operations import StageOperations
 from services.dense_worker.ranks.stage_weights import linked_weights
 
 
@@ -67,15 +67,13 @@ def stage_backend(
     weights, is_last = linked_weights(weights, links), rank.index == rank.count - 1
     if model.device.type == "cpu":
         operations = StageOperations(links, lora, is_last=is_last)
-        make = TorchBackend if is_last else TorchStageBackend
-        return make(weights, operations=operations), links
+        return TorchBackend(weights, operations=operations), links
     from services.dense_worker.backends.cuda_backend import CudaBackend  # needs triton
-    from services.dense_worker.ranks.cuda_stage import CudaStageBackend, StageCudaOperations
+    from services.dense_worker.ranks.cuda_stage import StageCudaOperations
 
     sizes = seam_config(model.config, rank)
     on_gpu = StageCudaOperations(sizes, max_num_tokens, model.dtype, model.device, links, lora, is_last=is_last)
-    make_on_gpu = CudaBackend if is_last else CudaStageBackend
-    return make_on_gpu(weights, sizes, max_num_tokens, lora, operations=on_gpu), links
+    return CudaBackend(weights, sizes, max_num_tokens, lora, operations=on_gpu), links
 
 
 def shard_sizes(config: ModelConfig, rank: Rank) -> ModelConfig:

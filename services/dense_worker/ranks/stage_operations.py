@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.model.operations import Residual
 from services.dense_worker.model.torch_operations import TorchOperations
@@ -30,9 +29,3 @@ class StageOperations(TorchOperations):
         if self._is_last:
             return super().select_rows(attn_out, residual, rows)
         return attn_out, Residual(residual)
-
-
-class TorchStageBackend(TorchBackend):
-    """The backend of a stage that is not the last."""
-
-    always_ends = True

@@ -6,7 +6,7 @@ Elsewhere a stage has an `Entrance` in place of the embedding, or an `Exit` in p
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -69,6 +69,7 @@ class Exit:
     rescales: bool  # as `Head.rescales`
     vocab_size: int
     links: StageLinks | None = None
+    passes_rows_on: ClassVar[bool] = True
 
     def forward(
         self, operations: Operations, residual: Residual, hidden_out: torch.Tensor | None = None
@@ -86,6 +87,7 @@ class LinkedHead:
 
     head: Head
     links: StageLinks
+    passes_rows_on: ClassVar[bool] = False
 
     @property
     def rescales(self) -> bool:

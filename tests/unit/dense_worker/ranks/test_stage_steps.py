@@ -114,16 +114,15 @@ def run_stage(
 ) -> dict[int, list[int]]:
     """`groups`: by lane"""
     from services.dense_worker.backends.cuda_backend import CudaBackend
-    from services.dense_worker.ranks.cuda_stage import CudaStageBackend, StageCudaOperations
+    from services.dense_worker.ranks.cuda_stage import StageCudaOperations
 
     config, rank = load_model_config(path), groups[0].rank
     sizes, is_last = seam_config(config, rank), rank.index == 1
 
     def make(weights: ModelWeights, links: StageLinks) -> tuple[CudaBackend, StageLinks]:
         operations = StageCudaOperations(sizes, MAX_NUM_TOKENS, torch.float32, CPU, links, is_last=is_last)
-        make_backend = CudaBackend if is_last else CudaStageBackend
         linked = linked_weights(weights, links)
-        return make_backend(linked, sizes, MAX_NUM_TOKENS, operations=operations), links
+        return CudaBackend(linked, sizes, MAX_NUM_TOKENS, operations=operations), links
 
     # One step after the other: so all lanes have one attention backend.
     model: Any = WholeModel(path, lambda weights: make(weights, StageLinks(torch.float32))[0], rank=rank)
