@@ -171,16 +171,17 @@ class _Automaton:
         return takers
 
     def _find_reached(self) -> list[int]:
-        """For each state all that are reached with it, wherever it is. Passes to and fro, as loops may be nested."""
-        reached = [1 << index for index in range(len(self._states))]
-        ahead, is_new = list(enumerate(self._states)), True
-        while is_new:
-            is_new = False
-            for index, state in (*ahead, *reversed(ahead)):
-                if state.takes is None and state.at is None:
-                    found = functools.reduce(operator.or_, [reached[each] for each in state.then], reached[index])
-                    is_new = is_new or found != reached[index]
-                    reached[index] = found
+        """For each state all that are reached with it, wherever it is (Warshall, "A theorem on Boolean matrices")."""
+        reached, passing = [], []
+        for index, state in enumerate(self._states):
+            is_passing = state.takes is None and state.at is None
+            reached.append(functools.reduce(operator.or_, [1 << each for each in state.then] * is_passing, 1 << index))
+            passing += [index] * is_passing
+        for middle in passing:
+            bit, further = 1 << middle, reached[middle]
+            for index in passing:
+                if reached[index] & bit:
+                    reached[index] |= further
         return reached
 
     def _find_after(self) -> list[list[int]]:
