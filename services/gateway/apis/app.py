@@ -28,6 +28,7 @@ from services.gateway.apis.models import model_routes
 from services.gateway.apis.ollama.errors import OLLAMA
 from services.gateway.apis.ollama.routes import ollama_routes
 from services.gateway.apis.ollama.vector_routes import ollama_vector_routes
+from services.gateway.apis.openai.derender_routes import derender_routes
 from services.gateway.apis.openai.render_routes import render_routes
 from services.gateway.apis.openai.routes import completion_routes
 from services.gateway.apis.openai.token_routes import token_routes
@@ -115,6 +116,7 @@ def build_app(
         ollama_vector_routes(vectors),
         token_routes(service, vectors),
         render_routes(service),
+        derender_routes(service),
         audio_routes(service, speech),
         model_routes(service),
         server_routes(service, measured),
