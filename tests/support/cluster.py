@@ -320,8 +320,9 @@ def runs_role(pid: int, role: str) -> bool:
 
 
 def is_alive(pid: int) -> bool:
+    """Whether a process has not ended. One that nobody waits for is still listed then, as an orphan may be here."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    return True
+    return status.rpartition(")")[2].split()[0] != "Z"

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.cluster import is_alive
 from tests.support.warm_process import READY, REPOSITORY, WarmProcess, WarmServer, warm_server
 
 MODULE = "tests.support.workers.startup_report"
@@ -137,3 +138,14 @@ def test_a_server_that_is_late_fails_one_start_and_its_process_is_killed() -> No
                 with pytest.raises(TimeoutError):
                     begin()
         assert late.wait(WAIT_S) == -signal.SIGKILL
+
+
+def test_a_process_that_has_ended_is_not_alive_though_nobody_has_waited_for_it() -> None:
+    """Helpers of a killed gateway may become children of a launcher that was forked, which does not know of them."""
+    process = subprocess.Popen(["sleep", "100"])
+    assert is_alive(process.pid)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert not is_alive(process.pid)
+    process.wait()
+    assert not is_alive(process.pid)
