@@ -21,11 +21,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from services.attn_worker.cache.step_states import zero_slot
-from services.attn_worker.layers.gated_delta.state_storage import StateStorage
-from services.attn_worker.layers.gated_delta.triton_chunks import ChunkTiles, run_chunked_parts
-from services.attn_worker.layers.gated_delta.triton_convolution import Convolved, convolve_items
-from services.attn_worker.layers.gated_delta.triton_layers import chunks_of, items_of
-from services.attn_worker.layers.gated_delta.triton_recurrence import run_parts
+from services.attn_worker.layers.recurrent.state_storage import StateStorage
+from services.attn_worker.layers.recurrent.triton_gated_delta import run_parts
+from services.attn_worker.layers.recurrent.triton_gated_delta_chunks import ChunkTiles, run_chunked_parts
+from services.attn_worker.layers.recurrent.triton_gated_delta_convolution import Convolved, convolve_items
+from services.attn_worker.layers.recurrent.triton_recurrences import chunks_of, items_of
 from services.common.families.shape import GatedDelta
 from tests.support.attention.gated_layers import make_gated_spec, random_gated_weights, random_rows
 

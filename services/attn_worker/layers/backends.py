@@ -13,8 +13,8 @@ from services.attn_worker.layers.attention_among_others import (
     attention_part,
 )
 from services.attn_worker.layers.cross.torch_cross_attention import TorchCrossAttention
-from services.attn_worker.layers.gated_delta.torch_recurrences import TorchRecurrences
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
+from services.attn_worker.layers.recurrent.torch_recurrences import TorchRecurrences
 from services.attn_worker.runner.step_metadata import StepMetadata
 
 
@@ -39,7 +39,7 @@ def triton_backend(setup: BackendSetup) -> CapturableAttention:
     if not (spec.recurrences or spec.cross_layers):
         return TritonAttention(setup)
     from services.attn_worker.layers.cross.triton_cross_attention import TritonCrossAttention
-    from services.attn_worker.layers.gated_delta.triton_layers import TritonRecurrences
+    from services.attn_worker.layers.recurrent.triton_recurrences import TritonRecurrences
 
     part = attention_part(setup)
     attention: CapturableAttention

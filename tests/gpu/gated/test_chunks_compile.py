@@ -16,8 +16,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from services.attn_worker.layers.gated_delta.triton_chunks import _run_chunks, _solve_chunks
-from services.attn_worker.layers.state_space.triton_state_space import _run_chunks as _run_state_space_chunks
+from services.attn_worker.layers.recurrent.triton_gated_delta_chunks import _run_chunks, _solve_chunks
+from services.attn_worker.layers.recurrent.triton_state_space import _run_chunks as _run_state_space_chunks
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 HOPPER = GPUTarget("cuda", 90, 32)

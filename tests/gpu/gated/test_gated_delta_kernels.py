@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from services.attn_worker.cache.step_states import StateWave, null_slot, zero_slot
-from services.attn_worker.layers.gated_delta.torch_recurrences import TorchRecurrences
+from services.attn_worker.layers.recurrent.torch_recurrences import TorchRecurrences
 from services.common.attention.learned import Learned
 from services.common.errors import CapacityError
 from services.common.families.shape import GatedDelta
@@ -37,7 +37,7 @@ BOTH_WAYS = pytest.mark.usefixtures("way")
 @pytest.fixture(params=[1000, 16], ids=["tokens", "chunks"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token by token, or in chunks also where these are slower."""
-    triton = pytest.importorskip("services.attn_worker.layers.gated_delta.triton_layers", reason="needs triton")
+    triton = pytest.importorskip("services.attn_worker.layers.recurrent.triton_recurrences", reason="needs triton")
     monkeypatch.setattr(triton, "MIN_CHUNKED_TOKENS", request.param)
 
 
@@ -45,7 +45,7 @@ class Pair:
     """The kernels and the reference run the same steps of two layers."""
 
     def __init__(self, sizes: GatedDelta, device: torch.device, dtype: torch.dtype) -> None:
-        kernels = "services.attn_worker.layers.gated_delta.triton_layers"
+        kernels = "services.attn_worker.layers.recurrent.triton_recurrences"
         triton = pytest.importorskip(kernels, reason="needs triton")
         if device.type == "cpu" and dtype == torch.bfloat16:
             pytest.skip("Triton's interpreter does not round to the nearest bfloat16")
@@ -104,7 +104,7 @@ def test_chunks_give_what_transformers_gives_token_by_token(
     kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     """Sequences of different lengths in one step, and a second step that goes on with them."""
-    triton = pytest.importorskip("services.attn_worker.layers.gated_delta.triton_layers", reason="needs triton")
+    triton = pytest.importorskip("services.attn_worker.layers.recurrent.triton_recurrences", reason="needs triton")
     monkeypatch.setattr(triton, "MIN_CHUNKED_TOKENS", 16)
     sizes = GatedDelta(num_key_heads=1, num_value_heads=2, key_dim=128, value_dim=40, conv_size=4)
     spec = make_gated_spec(sizes, NUM_SLOTS)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.attn_worker.cache.step_states import StateWave, null_slot, zero_slot
-from services.attn_worker.layers.gated_delta.torch_recurrences import TorchRecurrences
+from services.attn_worker.layers.recurrent.torch_recurrences import TorchRecurrences
 from services.common.attention.learned import Learned
 from services.common.families.shape import SelectiveScan, ShortConvolution, StateSpace
 from tests.support.attention.gated_layers import make_gated_spec, random_rows, recurrent_step
@@ -39,7 +39,7 @@ STEPS = (  # (number of tokens, source, target) of each part of a wave, and the 
 def test_prompts_and_padded_decode_steps(
     sizes: Sizes, dtype: torch.dtype, kernel_device: torch.device
 ) -> None:
-    triton = pytest.importorskip("services.attn_worker.layers.gated_delta.triton_layers", reason="needs triton")
+    triton = pytest.importorskip("services.attn_worker.layers.recurrent.triton_recurrences", reason="needs triton")
     if kernel_device.type == "cpu" and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter does not round to the nearest bfloat16")
     spec = make_gated_spec(sizes, NUM_SLOTS)

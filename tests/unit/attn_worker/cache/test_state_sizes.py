@@ -11,7 +11,7 @@ import torch
 from services.attn_worker.cache.make_spec import StepLimits, make_cache_spec
 from services.attn_worker.layers import BackendSetup
 from services.attn_worker.layers.backends import torch_backend
-from services.attn_worker.layers.gated_delta.state_storage import StateStorage
+from services.attn_worker.layers.recurrent.state_storage import StateStorage
 from services.common.config import AttentionSection, ModelSection
 from services.common.errors import CapacityError
 from services.common.families.shape import GatedDelta

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from services.attn_worker.cache.step_states import StateWave, null_slot, zero_slot
-from services.attn_worker.layers.gated_delta.state_storage import StateStorage
-from services.attn_worker.layers.gated_delta.torch_recurrences import TorchRecurrences
+from services.attn_worker.layers.recurrent.state_storage import StateStorage
+from services.attn_worker.layers.recurrent.torch_recurrences import TorchRecurrences
 from services.common.attention.learned import Learned, RecurrenceWeights
 from services.common.errors import CapacityError
 from services.common.families.shape import GatedDelta

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.attn_worker.cache.step_states import StateWave, zero_slot
-from services.attn_worker.layers.gated_delta.torch_recurrences import TorchRecurrences
+from services.attn_worker.layers.recurrent.torch_recurrences import TorchRecurrences
 from services.common.attention.learned import Learned
 from services.common.families.shape import SelectiveScan, ShortConvolution, StateSpace
 from tests.support.attention.gated_layers import make_gated_spec, random_rows, recurrent_step

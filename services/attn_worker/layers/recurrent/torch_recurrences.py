@@ -9,9 +9,9 @@ from torch.nn.functional import softplus
 
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.cache.step_states import StateWave, StepStates
-from services.attn_worker.layers.gated_delta.recurrence import convolve, rule_inputs, run_chunks, run_token
-from services.attn_worker.layers.gated_delta.state_storage import StateStorage
-from services.attn_worker.layers.state_space.recurrence import run_state_space
+from services.attn_worker.layers.recurrent.gated_delta import convolve, rule_inputs, run_chunks, run_token
+from services.attn_worker.layers.recurrent.state_space import run_state_space
+from services.attn_worker.layers.recurrent.state_storage import StateStorage
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Channel, rows_of_layer
 from services.common.attention.learned import Learned

@@ -1,6 +1,6 @@
 """The recurrence of a gated delta layer as a Triton kernel, and the states that it reads and writes.
 
-See `recurrence.py` for the rule. A program is one warp. It has some value dimensions of one value head of one sequence:
+See `gated_delta.py` for the rule. A program is one warp. It has some value dimensions of one value head of one sequence:
 a tile of the head's matrix, which stays in registers while the program goes through the tokens one after the other.
 """
 
@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from services.attn_worker.layers.gated_delta.state_storage import StateStorage
-from services.attn_worker.layers.gated_delta.triton_convolution import Convolved
-from services.attn_worker.layers.gated_delta.triton_parts import load_part
+from services.attn_worker.layers.recurrent.state_storage import StateStorage
+from services.attn_worker.layers.recurrent.triton_gated_delta_convolution import Convolved
+from services.attn_worker.layers.recurrent.triton_parts import load_part
 from services.common.families.shape import GatedDelta
 
 _TILE_ELEMENTS = 1024  # at most, 32 registers of each thread

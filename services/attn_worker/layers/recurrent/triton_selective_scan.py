@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from services.attn_worker.layers.gated_delta.state_storage import StateStorage
-from services.attn_worker.layers.gated_delta.triton_parts import load_part, softplus
+from services.attn_worker.layers.recurrent.state_storage import StateStorage
+from services.attn_worker.layers.recurrent.triton_parts import load_part, softplus
 from services.common.families.shape import SelectiveScan
 
 _TILE_ELEMENTS = 512  # at most, 16 registers of each thread

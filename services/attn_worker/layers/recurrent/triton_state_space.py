@@ -1,7 +1,7 @@
 """Layers with a state space or a short convolution, as Triton kernels. The reference is `TorchRecurrences`.
 
 The convolution of all tokens runs side by side. The recurrence goes through the tokens of a sequence one after the
-other, or in chunks of 64 by products of tiles (see `recurrence.py:run_chunks`): a program has some dimensions of one
+other, or in chunks of 64 by products of tiles (see `state_space.py:run_chunks`): a program has some dimensions of one
 head, and keeps its tile of the head's matrix in registers.
 """
 
@@ -13,10 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from services.attn_worker.layers.gated_delta.state_storage import StateStorage
-from services.attn_worker.layers.gated_delta.triton_chunks import narrow_product
-from services.attn_worker.layers.gated_delta.triton_parts import convolve_row, keep_last_rows, load_part, softplus
-from services.attn_worker.layers.state_space.recurrence import CHUNK_SIZE
+from services.attn_worker.layers.recurrent.state_space import CHUNK_SIZE
+from services.attn_worker.layers.recurrent.state_storage import StateStorage
+from services.attn_worker.layers.recurrent.triton_gated_delta_chunks import narrow_product
+from services.attn_worker.layers.recurrent.triton_parts import convolve_row, keep_last_rows, load_part, softplus
 from services.common.families.shape import ShortConvolution, StateSpace
 
 _CHANNELS = 256  # of a program

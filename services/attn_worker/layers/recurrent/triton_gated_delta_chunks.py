@@ -1,6 +1,6 @@
 """The recurrence of a gated delta layer over many tokens of a sequence, in chunks of 64, as two Triton kernels.
 
-See `recurrence.py:run_chunks` for the formulas. The first kernel inverts the triangular systems of all chunks side by
+See `gated_delta.py:run_chunks` for the formulas. The first kernel inverts the triangular systems of all chunks side by
 side. The second goes through the chunks of each sequence one after the other, with products of tiles; its programs have
 some value dimensions of one value head, whose part of the matrix stays in registers.
 """
@@ -13,10 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from services.attn_worker.layers.gated_delta.recurrence import CHUNK_SIZE
-from services.attn_worker.layers.gated_delta.state_storage import StateStorage
-from services.attn_worker.layers.gated_delta.triton_convolution import Convolved
-from services.attn_worker.layers.gated_delta.triton_parts import load_part
+from services.attn_worker.layers.recurrent.gated_delta import CHUNK_SIZE
+from services.attn_worker.layers.recurrent.state_storage import StateStorage
+from services.attn_worker.layers.recurrent.triton_gated_delta_convolution import Convolved
+from services.attn_worker.layers.recurrent.triton_parts import load_part
 from services.common.families.shape import GatedDelta
 
 CHUNK_FIELDS = 2  # of a chunk: first row, number of tokens

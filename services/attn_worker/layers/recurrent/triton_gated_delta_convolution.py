@@ -1,7 +1,7 @@
 """The part of a gated delta layer that has no recurrence, as a Triton kernel: convolution, SiLU, norms and gates.
 
-See `recurrence.py` for the formulas. Its programs share nothing, so tokens of one sequence run side by side; what they
-compute is the input of `triton_recurrence.py`.
+See `gated_delta.py` for the formulas. Its programs share nothing, so tokens of one sequence run side by side; what they
+compute is the input of `triton_gated_delta.py`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from services.attn_worker.layers.gated_delta.recurrence import NORM_EPS
-from services.attn_worker.layers.gated_delta.state_storage import StateStorage
-from services.attn_worker.layers.gated_delta.triton_parts import convolve_row, keep_last_rows, load_part, softplus
+from services.attn_worker.layers.recurrent.gated_delta import NORM_EPS
+from services.attn_worker.layers.recurrent.state_storage import StateStorage
+from services.attn_worker.layers.recurrent.triton_parts import convolve_row, keep_last_rows, load_part, softplus
 from services.common.families.shape import GatedDelta
 
 ITEM_TOKENS = 16  # at most, of an item

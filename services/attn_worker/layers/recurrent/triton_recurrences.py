@@ -14,18 +14,18 @@ import torch
 
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.cache.step_states import StateWave, StepStates, null_slot, zero_slot
-from services.attn_worker.layers.gated_delta.recurrence import CHUNK_SIZE
-from services.attn_worker.layers.gated_delta.state_storage import StateStorage
-from services.attn_worker.layers.gated_delta.triton_chunks import CHUNK_FIELDS, ChunkTiles, run_chunked_parts
-from services.attn_worker.layers.gated_delta.triton_convolution import (
+from services.attn_worker.layers.recurrent.gated_delta import CHUNK_SIZE
+from services.attn_worker.layers.recurrent.state_storage import StateStorage
+from services.attn_worker.layers.recurrent.triton_gated_delta import run_parts
+from services.attn_worker.layers.recurrent.triton_gated_delta_chunks import CHUNK_FIELDS, ChunkTiles, run_chunked_parts
+from services.attn_worker.layers.recurrent.triton_gated_delta_convolution import (
     ITEM_TOKENS,
     Convolved,
     convolve_items,
 )
-from services.attn_worker.layers.gated_delta.triton_parts import ITEM_FIELDS, PART_FIELDS
-from services.attn_worker.layers.gated_delta.triton_recurrence import run_parts
-from services.attn_worker.layers.state_space.triton_selective_scan import run_scan_parts
-from services.attn_worker.layers.state_space.triton_state_space import (
+from services.attn_worker.layers.recurrent.triton_parts import ITEM_FIELDS, PART_FIELDS
+from services.attn_worker.layers.recurrent.triton_selective_scan import run_scan_parts
+from services.attn_worker.layers.recurrent.triton_state_space import (
     convolve_channels,
     run_chunked_state_space,
     run_state_space_parts,
