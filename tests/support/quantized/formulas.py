@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -20,9 +19,6 @@ class Quantized:
 
     tensors: dict[str, torch.Tensor]  # by the rest of the name, such as "weight_scale"
     matrix: np.ndarray  # float64 [out_features, in_features], dequantized
-
-
-Quantizer = Callable[[np.ndarray], Quantized]
 
 
 def e4m3(values: np.ndarray) -> np.ndarray:

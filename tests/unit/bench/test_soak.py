@@ -9,8 +9,6 @@ import pytest
 from bench.load.stats import trend
 from bench.soak import ROLES, Sample, SoakRequest, _parser, format_report, judge, window_medians
 
-MINUTE = 60.0
-
 
 def samples(memory_per_hour: float = 0.0, files_per_hour: float = 0.0, probe_per_hour: float = 0.0) -> list[Sample]:
     """Samples of half an hour, every 5 seconds: a steep rise in the first 3 minutes, the given slope, and noise."""

@@ -21,7 +21,6 @@ BODIES: dict[str, dict[str, Any]] = {
     MESSAGES: CHAT | {"max_tokens": 1},
     COUNT: CHAT,
 }
-BAD_SCHEMA = {"type": "object", "properties": {"a": {"type": "bad"}}}
 LONG = "word " * 9000
 CALLS = [{"type": "function_call", "call_id": f"c{i}", "name": "f", "arguments": "{}"} for i in range(129)]
 USES = [{"type": "tool_use", "id": f"t{i}", "name": "f", "input": {}} for i in range(129)]
