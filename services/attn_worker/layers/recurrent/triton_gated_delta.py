@@ -1,7 +1,7 @@
 """The recurrence of a gated delta layer as a Triton kernel, and the states that it reads and writes.
 
-See `gated_delta.py` for the rule. A program is one warp. It has some value dimensions of one value head of one sequence:
-a tile of the head's matrix, which stays in registers while the program goes through the tokens one after the other.
+See `gated_delta.py` for the rule. A program is one warp. It has some value dimensions of one value head of one
+sequence: a tile of the head's matrix, which stays in registers while the program goes through the tokens one by one.
 """
 
 from __future__ import annotations
