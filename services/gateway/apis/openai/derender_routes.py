@@ -32,12 +32,8 @@ from services.gateway.core.chunks import Completion, Finish
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.field_names import client_field_names
 from services.gateway.link.journal_entry import FinishReason, Timings
-from services.gateway.request.generation_request import (
-    GenerationRequest,
-    check_counts,
-    check_token_ids,
-    read_request,
-)
+from services.gateway.request.generation_request import GenerationRequest
+from services.gateway.request.read_request import check_counts, check_token_ids, read_request
 from services.gateway.resources.repeatable import created_at
 from services.gateway.text.answer_parts import AnswerParts
 
