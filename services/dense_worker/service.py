@@ -24,7 +24,7 @@ from services.dense_worker.attention_workers.joined_channel import LayerSizes
 from services.dense_worker.attention_workers.split_context.dividing_placement import DividingPlacement
 from services.dense_worker.attention_workers.spread_placement import SpreadPlacement
 from services.dense_worker.build import LoadedModel, load_model, prepare_model, resolve_dense_model, with_stated_hash
-from services.dense_worker.engine.attachment import Attachment
+from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
 from services.dense_worker.engine.attention_client import AttachOptions, AttentionClient
 from services.dense_worker.engine.engine import Engine
 from services.dense_worker.engine.gateway_engine import GatewayEngine
@@ -41,7 +41,6 @@ from services.dense_worker.features.feature import Feature
 from services.dense_worker.features.installed import make_fork_policy
 from services.dense_worker.metrics import DenseMetrics
 from services.dense_worker.ranks.ranked_attention_client import OtherRank, RankedAttentionClient
-from services.dense_worker.readiness import Readiness
 from services.dense_worker.servicer import DenseServicer
 from services.dense_worker.standby import holds_weights
 from services.pb import dense_pb2, dense_pb2_grpc
@@ -64,7 +63,7 @@ MAX_CONNECTION_AGE_MS = 60_000
 class GatewayWorker(Service):
     """A dense worker of any kind: has a server for gateways, and for the launcher, and an engine.
 
-    It may be a standby, and another one may take over from it.
+    It may be a standby, and another one may take over from it. An `AttachmentWatcher`, on the event loop.
     """
 
     def __init__(self, config: Config, options: ChildOptions) -> None:
@@ -121,7 +120,7 @@ class GatewayWorker(Service):
         late_address = self._config.dense.metrics_address if self._options.has_predecessor else None
         try:
             await run_together(
-                self._serve(Readiness(servicer, self._server, self._describe)),
+                self._serve(),
                 asyncio.shield(asyncio.wrap_future(self._failure)),
                 self._watchdog.run(),
                 serve_late_metrics(late_address, self._registry, METRICS, servicer.may_attach),
@@ -130,12 +129,32 @@ class GatewayWorker(Service):
             await servicer.stop_serving(STOP_GRACE_S)
             raise
 
+    async def ready(self, attachment: Attachment) -> None:
+        """Begins to serve gateways: the engine is ready for steps, before which it captures graphs on a GPU."""
+        info = self._describe(attachment)
+        self._servicer.set_info(info)
+        self._servicer.status.state = dense_pb2.DenseStatus.SERVING
+        await self._server.set_serving(True)
+        log.info("serving", backend=info.backend, device=info.device, dtype=info.dtype)
+
+    async def detached(self, end: AttachmentEnd) -> None:
+        """Ends the streams of all gateways, with a farewell that says whether it was a crash. They may reconnect, and
+        submit their sequences again.
+        """
+        (log.warning if end.is_crash else log.info)("no attention worker", reason=end.reason, is_crash=end.is_crash)
+        servicer = self._servicer
+        servicer.set_info(None)
+        servicer.note_unattached()
+        running = servicer.spans_under_way() if end.is_crash else []
+        servicer.end_streams(dense_pb2.Farewell(is_crash=end.is_crash, reason=end.reason, running=running))
+        await self._server.set_serving(False)
+
     def _describe(self, attachment: Attachment) -> dense_pb2.DenseInfo:
         """The worker, for gateways."""
         raise NotImplementedError
 
-    async def _serve(self, readiness: Readiness) -> None:
-        """Says whenever the worker can serve, or can no more."""
+    async def _serve(self) -> None:
+        """Calls `ready` and `detached` whenever the worker can serve, or can no more."""
         raise NotImplementedError
 
 
@@ -171,8 +190,8 @@ class DenseWorker(GatewayWorker):
         for feature in self._model.features:
             self._opened.callback(self._loop.call_later(READ_AHEAD_S, feature.read_ahead).cancel)
 
-    async def _serve(self, readiness: Readiness) -> None:
-        await self._client.run(self._engine, readiness)
+    async def _serve(self) -> None:
+        await self._client.run(self._engine, self)
 
     def _describe(self, attachment: Attachment) -> dense_pb2.DenseInfo:
         continues = self._options.continues_sequences

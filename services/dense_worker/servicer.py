@@ -43,7 +43,7 @@ class DenseServicer(dense_pb2_grpc.DenseWorkerServicer):
         self._metrics = metrics
         self._tracer = tracer
         self._max_message_bytes = max_message_bytes
-        self.status = dense_pb2.DenseStatus(state=dense_pb2.DenseStatus.LOADING)  # `Readiness` updates it
+        self.status = dense_pb2.DenseStatus(state=dense_pb2.DenseStatus.LOADING)  # the worker updates it
         self.may_attach = asyncio.Event()  # set while this worker may attach
         self.attention: AttentionClient | None = None  # None: there is no KV cache, or none yet
         self._engine: GatewayEngine | None = None

@@ -150,7 +150,6 @@ class AttentionWorkersClient(AttentionClient):
         self._splitter: PlanSplitter
         self._part_openings = PartOpenings()
         self._awaited: dict[int, set[int]] = {}  # by step_id: cache_ids whose answers are still out
-        self._listener: AttentionListener  # set when an attachment is served
         self._leaving: dict[int, asyncio.Future[None]] = {}  # by cache_id: workers whose sequences move to others
         # By address, sockets that patterns name and whose workers have left: not found again as long as they are these.
         self._left: dict[str, _File | None] = {}
@@ -433,10 +432,7 @@ class AttentionWorkersClient(AttentionClient):
 
     # Serving
 
-    async def _serve(
-        self, attachment: Attachment, listener: AttentionListener, watcher: AttachmentWatcher
-    ) -> AttachmentEnd:
-        self._listener = listener
+    async def _serve(self, attachment: Attachment) -> AttachmentEnd:
         self._ended = self._loop.create_future()
         for link in self._links.values():
             self._start(self._serve_link(attachment, link))
@@ -445,7 +441,7 @@ class AttentionWorkersClient(AttentionClient):
         if self._patterns:
             self._start(self._find_later(attachment))
         try:
-            await run_together(self._wait_ended(), self._handle_inbox(attachment, self._send, watcher))
+            await run_together(self._wait_ended(), self._handle_inbox(attachment, self._send))
         except Ended as ended:
             return ended.end
         finally:

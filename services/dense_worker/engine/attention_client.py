@@ -64,7 +64,7 @@ class AttentionListener(Protocol):
 
 
 class AttachmentWatcher(Protocol):
-    """Informs gateways whether an attention worker is attached; see `Readiness`."""
+    """Informs gateways whether an attention worker is attached; see `GatewayWorker`."""
 
     async def ready(self, attachment: Attachment) -> None: ...
     async def detached(self, end: AttachmentEnd) -> None: ...
@@ -110,19 +110,22 @@ class AttentionClient:
         self._num_unready = 0  # attachments in a row that have not been ready before they ended
         self._unready_until = self._deadline  # they may go on as long
         self._inbox: asyncio.Queue[tuple[Attachment, _Message]] = asyncio.Queue()
+        self._listener: AttentionListener  # set by `run`, as the next one
+        self._watcher: AttachmentWatcher
 
     async def run(self, listener: AttentionListener, watcher: AttachmentWatcher) -> None:
         """Attaches, serves until the attachment breaks, and repeats.
 
         Raises `PeerError` if it cannot attach in time, or if one attachment after the other breaks before it is ready.
         """
+        self._listener, self._watcher = listener, watcher
         try:
             while True:
                 await self._may_attach.wait()
                 attachment = await self._attach()
                 self._attachment, self._has_been_ready = attachment, False
                 listener.on_attached(attachment)
-                end = await self._serve(attachment, listener, watcher)
+                end = await self._serve(attachment)
                 # The engine knows only that a handoff was aborted. If both workers stop, nobody is to be warned.
                 (log.warning if end.is_crash else log.info)("detached", reason=end.reason, is_crash=end.is_crash)
                 attachment.abort()
@@ -243,19 +246,17 @@ class AttentionClient:
             log.warning("plans go by gRPC, which takes longer", reason=str(error))
             return None
 
-    async def _serve(
-        self, attachment: Attachment, listener: AttentionListener, watcher: AttachmentWatcher
-    ) -> AttachmentEnd:
+    async def _serve(self, attachment: Attachment) -> AttachmentEnd:
         """Runs until the attachment ends; returns the reason."""
         call = execute(self._stub, attachment.epoch, attachment.attachment_id, has_link=attachment.link is not None)
         if attachment.link is not None:
-            receive = partial(self._receive_by_link, attachment, listener)
+            receive = partial(self._receive_by_link, attachment)
             attachment.link.receive(receive, partial(self._lose_link, attachment))
         try:
             # No TaskGroup: in Python 3.11 it loses a cancellation if one of its tasks fails at the same time.
             await run_together(
-                receive_answers(call, lambda answer: listener.on_answer(attachment, answer)),
-                self._handle_inbox(attachment, lambda plan: call.write(encode_plan(plan)), watcher),
+                receive_answers(call, lambda answer: self._listener.on_answer(attachment, answer)),
+                self._handle_inbox(attachment, lambda plan: call.write(encode_plan(plan))),
             )
         except Ended as ended:
             return ended.end
@@ -263,25 +264,23 @@ class AttentionClient:
             call.cancel()
         raise AssertionError("the stream's reader ends with an error")
 
-    def _receive_by_link(self, attachment: Attachment, listener: AttentionListener, message: bytes) -> None:
+    def _receive_by_link(self, attachment: Attachment, message: bytes) -> None:
         try:
-            listener.on_answer(attachment, decode_answer(attn_pb2.PlanAnswer.FromString(message)))
+            self._listener.on_answer(attachment, decode_answer(attn_pb2.PlanAnswer.FromString(message)))
         except Exception as error:  # no one awaits the link's thread
             self._post(attachment, AttachmentEnd(f"reading an answer: {error!r}", is_crash=True))
 
     def _lose_link(self, attachment: Attachment, error: PeerError) -> None:
         self._post(attachment, AttachmentEnd(str(error), is_crash=True))
 
-    async def _handle_inbox(
-        self, attachment: Attachment, send: Callable[[Any], Awaitable[None]], watcher: AttachmentWatcher
-    ) -> None:
+    async def _handle_inbox(self, attachment: Attachment, send: Callable[[Any], Awaitable[None]]) -> None:
         """Handles the engine's messages in order; `send` takes its plans."""
         while True:
             wanted_by, message = await self._inbox.get()
             if wanted_by is not attachment:
                 continue  # the message is for an earlier attachment
             if message == "ready":
-                await watcher.ready(attachment)
+                await self._watcher.ready(attachment)
                 continue
             if isinstance(message, AttachmentEnd):
                 if message.is_crash:  # the engine saw an aborted handoff; the stream may still give the reason

@@ -300,9 +300,7 @@ class RankedAttentionClient(AttentionClient):
                 reason = f"not loaded within {limit_s:g} s (peers.connect_timeout_s)"
             raise RequestAborted(f"the dense shard of rank {rank}: {reason}") from error
 
-    async def _serve(
-        self, attachment: Attachment, listener: AttentionListener, watcher: AttachmentWatcher
-    ) -> AttachmentEnd:
+    async def _serve(self, attachment: Attachment) -> AttachmentEnd:
         serving = self._serving
         assert serving is not None, "it was made with the attachment"
         pairs = zip(self._attention_stubs, serving.replies, strict=True)
@@ -319,7 +317,7 @@ class RankedAttentionClient(AttentionClient):
                 for each in merged:
                     self._post(attachment, each)
             elif merged is not None:
-                listener.on_answer(attachment, merged)
+                self._listener.on_answer(attachment, merged)
 
         async def send(message: StepPlan | shard_pb2.ShardCommand | Reopening) -> None:
             if isinstance(message, shard_pb2.ShardCommand):
@@ -337,7 +335,7 @@ class RankedAttentionClient(AttentionClient):
             await run_together(
                 *(receive_answers(call, partial(take, rank)) for rank, call in enumerate(plans)),
                 *(_wait_end(call, rank) for rank, call in enumerate(shards, start=1)),
-                self._handle_inbox(attachment, send, watcher),
+                self._handle_inbox(attachment, send),
             )
         except Ended as ended:
             return ended.end

@@ -22,7 +22,6 @@ from services.dense_worker.encoders.text.text_encoder import EncoderRun, TextEnc
 from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
 from services.dense_worker.engine.session import NO_ATTACHMENT
 from services.dense_worker.model.weights import heads_hash
-from services.dense_worker.readiness import Readiness
 from services.dense_worker.service import GatewayWorker, scheduler_limits
 from services.pb import dense_pb2
 
@@ -67,14 +66,14 @@ class EncoderWorker(GatewayWorker):
             servicer.may_attach.set()
         servicer.note_unattached()
 
-    async def _serve(self, readiness: Readiness) -> None:
+    async def _serve(self) -> None:
         """It can, from when it may until another dense worker takes over."""
         while True:
             await self._servicer.may_attach.wait()
             self._has_left.clear()
-            await readiness.ready(NO_ATTACHMENT)
+            await self.ready(NO_ATTACHMENT)
             await self._has_left.wait()
-            await readiness.detached(AttachmentEnd("another dense worker takes over", is_crash=False))
+            await self.detached(AttachmentEnd("another dense worker takes over", is_crash=False))
 
     def _describe(self, attachment: Attachment) -> dense_pb2.DenseInfo:
         shape = self._shape

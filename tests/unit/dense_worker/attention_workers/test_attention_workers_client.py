@@ -396,7 +396,7 @@ def test_whoever_lets_a_worker_leave_is_told_when_the_attachment_ends_first() ->
         client: Any = serving.client
         client._serve_link = lambda *arguments: asyncio.sleep(LIMIT_S)
         client._seek = client._serve_link
-        served = asyncio.create_task(client._serve(client._attachment, client._listener, None))
+        served = asyncio.create_task(client._serve(client._attachment))
         removing = asyncio.create_task(client.remove("unix:/1", LIMIT_S))
         await asyncio.sleep(0.01)
         client._ended.set_exception(Ended(AttachmentEnd("it crashed", is_crash=True)))

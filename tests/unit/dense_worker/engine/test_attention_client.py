@@ -26,7 +26,7 @@ from services.common.config import PeerSection
 from services.common.errors import ConfigError, PeerError, StaleEpoch
 from services.common.model_config import AttentionOptions
 from services.dense_worker.engine import attention_client
-from services.dense_worker.engine.attachment import AttachmentEnd
+from services.dense_worker.engine.attachment import Attachment, AttachmentEnd
 from services.dense_worker.engine.attention_client import AttachOptions, AttentionClient
 from services.pb import attn_pb2, step_pb2
 from services.rpc.start_deadline import StartDeadline
@@ -100,13 +100,18 @@ def make_client(attention: Attention) -> AttentionClient:
     return client
 
 
+async def serve(client: AttentionClient, attachment: Attachment, listener: Any, watcher: Any) -> AttachmentEnd:
+    client._listener, client._watcher = listener, watcher
+    return await client._serve(attachment)
+
+
 def open_all(refusal: str | None) -> Listener:
     """Opens NUM_SEQUENCES sequences; returns the listener with their answers."""
 
     async def run() -> Listener:
         listener: Any = Listener()
         client = make_client(Attention(refusal))
-        serving = asyncio.create_task(client._serve(ATTACHMENT, listener, Watcher()))
+        serving = asyncio.create_task(serve(client, ATTACHMENT, listener, Watcher()))
         for seq_id in range(NUM_SEQUENCES):
             client.publish(ATTACHMENT, StepPlan(0, new_sequences=(make_sequence(seq_id, 4, 4).describe(),)))
         while len(listener.opened) + len(listener.refused) < NUM_SEQUENCES:  # noqa: ASYNC110  the test's limit bounds it
@@ -144,7 +149,7 @@ def test_plans_and_answers_go_by_the_link_if_there_is_one(ends: tuple[MessageLin
         attachment: Any = SimpleNamespace(epoch=1, attachment_id=1, link=own)
         peer.receive(answer, unexpected.append)
         client = make_client(Attention("nothing goes by the stream"))
-        serving = asyncio.create_task(client._serve(attachment, listener, Watcher()))
+        serving = asyncio.create_task(serve(client, attachment, listener, Watcher()))
         for seq_id in range(NUM_SEQUENCES):
             client.publish(attachment, StepPlan(0, new_sequences=(make_sequence(seq_id, 4, 4).describe(),)))
         while len(listener.opened) < NUM_SEQUENCES:  # noqa: ASYNC110  the test's limit bounds it
@@ -161,7 +166,7 @@ def test_an_answer_that_is_too_large_ends_the_attachment(ends: tuple[MessageLink
         peer, own = ends
         attachment: Any = SimpleNamespace(epoch=1, attachment_id=1, link=own)
         client = make_client(Attention("nothing comes by the stream"))
-        serving = asyncio.create_task(client._serve(attachment, Listener(), Watcher()))
+        serving = asyncio.create_task(serve(client, attachment, Listener(), Watcher()))
         peer._socket.sendall(struct.pack("!Id", (1 << 20) + 1, 0.0))  # its length comes first
         end = await serving
         assert end.is_crash and str(1 << 20) in end.reason
@@ -185,7 +190,7 @@ def test_a_closed_link_ends_the_attachment_for_the_reason_that_the_stream_gives(
         attention = Attention()
         attention.call = EndingCall(None)
         client = make_client(attention)
-        serving = asyncio.create_task(client._serve(attachment, Listener(), Watcher()))
+        serving = asyncio.create_task(serve(client, attachment, Listener(), Watcher()))
         peer.close()
         for _ in range(2):  # the first one may still get into the socket
             client.publish(attachment, StepPlan(0))
@@ -228,7 +233,7 @@ def test_every_attachment_hands_over_the_sinks() -> None:
 def test_only_the_current_attachment_makes_the_worker_ready() -> None:
     async def test() -> None:
         client, watcher = make_client(Attention()), Watcher()
-        serving = asyncio.create_task(client._serve(ATTACHMENT, Listener(), watcher))
+        serving = asyncio.create_task(serve(client, ATTACHMENT, Listener(), watcher))
         client.ready(SimpleNamespace(epoch=1, attachment_id=0))
         await asyncio.sleep(0.01)
         assert not watcher.is_ready.is_set()
@@ -255,7 +260,7 @@ def test_a_replaced_worker_notices_it_even_after_an_aborted_handoff() -> None:
         attention = Attention()
         attention.call = ReplacedCall(None)
         client = make_client(attention)
-        end = await client._serve(ATTACHMENT, Listener(), Watcher())
+        end = await serve(client, ATTACHMENT, Listener(), Watcher())
         assert end.is_replaced and not end.is_crash
 
     client: Any = None
@@ -267,7 +272,7 @@ def test_a_client_can_be_stopped_while_its_attachment_ends() -> None:
 
     async def test() -> None:
         client = make_client(Attention())
-        serving = asyncio.create_task(client._serve(ATTACHMENT, Listener(), Watcher()))
+        serving = asyncio.create_task(serve(client, ATTACHMENT, Listener(), Watcher()))
         await asyncio.sleep(0)  # until the client waits
         client.drop(ATTACHMENT, AttachmentEnd("the attention worker was asked to stop", is_crash=False))
         while client._inbox.empty():  # noqa: ASYNC110  the test's limit bounds it

@@ -327,7 +327,7 @@ def test_no_sequence_fails_when_a_shard_fails_while_it_loads_an_adapter(
         loading = asyncio.wrap_future(await asyncio.to_thread(attachment.ranks.load_adapter, 0, ADAPTER))
         done, _ = await asyncio.wait([loading], timeout=0.1)
         assert not done, "nobody is told that it failed"
-        await client._serve(attachment, None, None)
+        await client._serve(attachment)
         with pytest.raises(asyncio.CancelledError):
             await loading
 
@@ -346,7 +346,7 @@ def test_loading_an_adapter_ends_with_the_attachment(monkeypatch: pytest.MonkeyP
         loading = await asyncio.to_thread(attachment.ranks.load_adapter, 0, ADAPTER)
         while not shard.loads:  # noqa: ASYNC110  the test's limit bounds it
             await asyncio.sleep(0.001)
-        await client._serve(attachment, None, None)
+        await client._serve(attachment)
         late = await asyncio.to_thread(attachment.ranks.load_adapter, 0, ADAPTER)
         for each in (loading, late):
             with pytest.raises(asyncio.CancelledError):
