@@ -128,3 +128,12 @@ class MessagesRequest(CountTokensRequest):
     )
     metadata: MetadataObject | None = None
     service_tier: str | None = Field(None, description=IGNORED)
+
+
+class RenderedMessages(MessagesRequest):
+    """A conversation of texts. Token ids alone cannot ask for what is made of the answer as it grows."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **MessagesRequest.unsupported,
+        "tool_choice": ({"type": "auto"}, {"type": "none"}),
+    }

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from typing_extensions import TypedDict
 
 from services.common.errors import InvalidRequest
 from services.gateway.apis.openai.chat_format import PARAM_NAMES
@@ -26,6 +25,7 @@ from services.gateway.apis.shared.answer import PiecewiseAnswer
 from services.gateway.apis.shared.feature_fields import NO_FEATURES
 from services.gateway.apis.shared.json_pieces import WrittenJson, json_pieces
 from services.gateway.apis.shared.prompts import check_prompts
+from services.gateway.apis.shared.rendered import RenderedPrompt
 from services.gateway.apis.shared.routes import json_router
 from services.gateway.core.request_service import BYTES_PER_TOKEN_ID, RequestService
 from services.gateway.http.field_names import client_field_names
@@ -77,19 +77,6 @@ class RenderedChat(ChatRequest):
         "thinking_token_budget": (-1,),
         "tool_choice": ("auto", "none"),
     }
-
-
-class RenderedPrompt(TypedDict):
-    """A body of /inference/v1/generate."""
-
-    request_id: str
-    model: str
-    token_ids: list[int]
-    sampling_params: dict[str, Any]
-    stream: bool
-    stream_options: dict[str, Any] | None
-    cache_salt: str | None
-    priority: int
 
 
 def render_routes(service: RequestService) -> APIRouter:
