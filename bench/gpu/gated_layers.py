@@ -20,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from services.attn_worker.cache.step_states import zero_slot
+from services.attn_worker.cache.state_group import zero_slot
 from services.attn_worker.layers.recurrent.state_storage import StateStorage
 from services.attn_worker.layers.recurrent.triton_gated_delta import run_parts
 from services.attn_worker.layers.recurrent.triton_gated_delta_chunks import ChunkTiles, run_chunked_parts

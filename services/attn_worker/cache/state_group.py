@@ -1,4 +1,4 @@
-"""`StateGroup`: the recurrent states of all sequences, for models with gated delta layers.
+"""`StateGroup`: the recurrent states of all sequences, and `StepStates`: those that a step reads and writes.
 
 A state is what a sequence's first tokens have left in all these layers; it has a slot in the backend's memory. A step
 reads one slot and writes another, so that a state never changes while somebody may still need it.
@@ -8,16 +8,56 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from services.attn_worker.cache.block_pool import BlockPool
 from services.attn_worker.cache.cached_sequence import CachedSequence, SequenceRows
 from services.attn_worker.cache.group import Batch
-from services.attn_worker.cache.step_states import StateWave, StepStates, null_slot, zero_slot
 from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.errors import CapacityError
+
+
+@dataclass(frozen=True, slots=True)
+class StateWave:
+    """Parts of a step's sequences that can run at once, one list element for each."""
+
+    first_rows: list[int] = field(default_factory=list)  # of the step's rows, as in `StepMetadata`
+    num_tokens: list[int] = field(default_factory=list)  # rows of the part
+    sources: list[int] = field(default_factory=list)  # slot that holds the state before
+    targets: list[int] = field(default_factory=list)  # slot for the state after
+
+    def add(self, first_row: int, num_tokens: int, source: int, target: int) -> None:
+        """Adds the part of a sequence."""
+        self.first_rows.append(first_row)
+        self.num_tokens.append(num_tokens)
+        self.sources.append(source)
+        self.targets.append(target)
+
+
+@dataclass(frozen=True, slots=True)
+class StepStates:
+    """A step in recurrent layers: waves that run one after the other, all rows together.
+
+    The first wave has a part of each sequence of the step. A later one starts from states that the wave before has
+    written, for sequences that leave a state within their tokens.
+
+    Two slots belong to no sequence. Slot `num_slots`, the null slot, takes what sequences that cannot run leave. Slot
+    `num_slots + 1`, the zero slot, is the state before a first token, and is never written.
+    """
+
+    waves: tuple[StateWave, ...] = field(default_factory=lambda: (StateWave(),))
+
+
+def null_slot(num_slots: int) -> int:
+    """The slot that is written for nobody, of `num_slots` and two more."""
+    return num_slots
+
+
+def zero_slot(num_slots: int) -> int:
+    """The slot that is always zero."""
+    return num_slots + 1
 
 
 @dataclass(slots=True, eq=False)

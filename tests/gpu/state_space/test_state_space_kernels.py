@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.attn_worker.cache.step_states import StateWave, null_slot, zero_slot
+from services.attn_worker.cache.state_group import StateWave, null_slot, zero_slot
 from services.attn_worker.layers.recurrent.torch_recurrences import TorchRecurrences
 from services.common.attention.learned import Learned
 from services.common.families.shape import SelectiveScan, ShortConvolution, StateSpace

@@ -7,7 +7,7 @@ import torch
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_recurrent_gated_delta_rule
 
 from services.attn_worker.cache.spec import KVCacheSpec
-from services.attn_worker.cache.step_states import StateWave, StepStates
+from services.attn_worker.cache.state_group import StateWave, StepStates
 from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.common.attention.learned import RecurrenceWeights
 from services.common.families.shape import GatedDelta

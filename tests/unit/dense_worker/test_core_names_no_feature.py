@@ -9,9 +9,7 @@ from tests.support.imports import MODULES, imports_of
 FEATURES = "services.dense_worker.features"
 DRAFTING = f"{FEATURES}.drafting.drafting"  # the policy of draft tokens, which plans have
 CACHE = "services.attn_worker.cache"
-ROOMS = [
-    f"{CACHE}.{each}" for each in ("source_group", "state_group", "step_states", "build_cache", "spec", "make_spec")
-]
+ROOMS = [f"{CACHE}.{each}" for each in ("source_group", "state_group", "build_cache", "spec", "make_spec")]
 CORE = sorted(
     name
     for name in MODULES

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import softplus
 
 from services.attn_worker.cache.spec import KVCacheSpec
-from services.attn_worker.cache.step_states import StateWave, StepStates
+from services.attn_worker.cache.state_group import StateWave, StepStates
 from services.attn_worker.layers.recurrent.gated_delta import convolve, rule_inputs, run_chunks, run_token
 from services.attn_worker.layers.recurrent.state_space import run_state_space
 from services.attn_worker.layers.recurrent.state_storage import StateStorage

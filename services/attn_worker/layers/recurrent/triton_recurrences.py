@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from services.attn_worker.cache.spec import KVCacheSpec
-from services.attn_worker.cache.step_states import StateWave, StepStates, null_slot, zero_slot
+from services.attn_worker.cache.state_group import StateWave, StepStates, null_slot, zero_slot
 from services.attn_worker.layers.recurrent.gated_delta import CHUNK_SIZE
 from services.attn_worker.layers.recurrent.state_storage import StateStorage
 from services.attn_worker.layers.recurrent.triton_gated_delta import run_parts

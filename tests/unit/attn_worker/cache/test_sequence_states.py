@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.cache.kv_cache import KVCache
-from services.attn_worker.cache.step_states import StepStates, zero_slot
+from services.attn_worker.cache.state_group import StepStates, zero_slot
 from services.common.errors import CapacityError, RequestAborted
 from tests.support.attention.open_now import open_sequence
 from tests.support.plans import make_plan

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.cache.cached_sequence import PlannedStep
-from services.attn_worker.cache.step_states import StepStates, null_slot, zero_slot
+from services.attn_worker.cache.state_group import StepStates, null_slot, zero_slot
 from tests.support.attention.open_now import open_sequence
 from tests.support.examples import examples
 from tests.support.plans import make_plan
