@@ -28,7 +28,7 @@ from services.gateway.images.decode import MAX_CPU_S
 from services.gateway.images.picture import Picture, Pixels
 from services.gateway.images.sources import PictureFile
 from services.gateway.resources.memory_budget import HeldMemory
-from services.gateway.resources.piped_processes import PipedProcesses, end_of
+from services.gateway.resources.piped_processes import PipedProcesses, end_of, read_rest, write_and_read
 
 log = structlog.get_logger()
 
@@ -128,7 +128,6 @@ def _exchange(
     process: subprocess.Popen[bytes], encoded: Encoding, max_pixels: int, file: MemoryFile | None
 ) -> tuple[PictureShape, Pixels]:
     """Writes a picture and reads what became of it. On a thread, until the process answers or ends."""
-    assert process.stdin is not None and process.stdout is not None, "they are pipes"
     asked = {
         "num_bytes": len(encoded.file.data),
         "max_pixels": max_pixels,
@@ -136,13 +135,7 @@ def _exchange(
         "worker_resizes": encoded.worker_resizes,
         "path": "" if file is None else file.path,
     }
-    try:
-        process.stdin.write(json.dumps(asked).encode() + b"\n")
-        process.stdin.write(encoded.file.data)
-        process.stdin.flush()
-    except BrokenPipeError:
-        raise _why_ended(process) from None
-    line = process.stdout.readline(MAX_HEAD_BYTES)
+    line = write_and_read(process, MAX_HEAD_BYTES, json.dumps(asked).encode() + b"\n", encoded.file.data)
     if not line.endswith(b"\n"):
         raise _why_ended(process)
     answer = json.loads(line)
@@ -153,7 +146,7 @@ def _exchange(
         file.seal()
         assert len(file) == shape.num_bytes, "the process has written all of it"
         return shape, file
-    pixels = process.stdout.read(shape.num_bytes)
+    pixels = read_rest(process, shape.num_bytes)
     if len(pixels) < shape.num_bytes:
         raise _why_ended(process)
     return shape, pixels

@@ -120,13 +120,19 @@ class PipedProcesses:
         self.idle.clear()
 
 
-def write_and_read(process: subprocess.Popen[bytes], message: bytes, most: int) -> bytes:
+def write_and_read(process: subprocess.Popen[bytes], most: int, *message: bytes) -> bytes:
     """Writes a message and reads a line of at most so many bytes. It has no end if the process has ended."""
     assert process.stdin is not None and process.stdout is not None, "they are pipes"
     with contextlib.suppress(BrokenPipeError):  # then there is no answer either
-        process.stdin.write(message)
+        process.stdin.writelines(message)
         process.stdin.flush()
     return process.stdout.readline(most)
+
+
+def read_rest(process: subprocess.Popen[bytes], num_bytes: int) -> bytes:
+    """What follows the line; less if the process has ended."""
+    assert process.stdout is not None, "it is a pipe"
+    return process.stdout.read(num_bytes)
 
 
 def end_of(process: subprocess.Popen[bytes], task: str) -> int:

@@ -21,11 +21,12 @@ import numpy as np
 from services.common.errors import InvalidRequest, TwostrokeError
 from services.common.fairness import Client, ClientTurns
 from services.gateway.resources.memory_budget import HeldMemory
-from services.gateway.resources.piped_processes import PipedProcesses, end_of
+from services.gateway.resources.piped_processes import PipedProcesses, end_of, read_rest, write_and_read
 
 MOST_PROCESSES = 4  # each takes 250 MB
 TIMEOUT_S = 120.0  # far above the limits of CPU time (`decode.py`), for a busy machine; with it a process starts
 MAX_WAIT_S = 600.0  # for a turn; memory bounds how many files wait
+MAX_HEAD_BYTES = 2**16  # of the line before the features
 _MODULE = "services.gateway.sound.decode"
 _FEATURES = "features of sound", "file", "send a shorter one"
 
@@ -130,14 +131,7 @@ def _exchange(process: subprocess.Popen[bytes], data: bytes, is_long: bool) -> S
 
     None: the file is long, and `is_long` is false.
     """
-    assert process.stdin is not None and process.stdout is not None, "they are pipes"
-    try:
-        process.stdin.write(len(data).to_bytes(8, "little") + bytes([is_long]))
-        process.stdin.write(data)
-        process.stdin.flush()
-    except BrokenPipeError:
-        raise _why_ended(process) from None
-    line = process.stdout.readline()
+    line = write_and_read(process, MAX_HEAD_BYTES, len(data).to_bytes(8, "little") + bytes([is_long]), data)
     if not line.endswith(b"\n"):
         raise _why_ended(process)
     answer = json.loads(line)
@@ -146,7 +140,7 @@ def _exchange(process: subprocess.Popen[bytes], data: bytes, is_long: bool) -> S
     if "is_long" in answer:
         return None
     num_rows, num_frames = answer["shape"]
-    features = process.stdout.read(4 * num_rows * num_frames)
+    features = read_rest(process, 4 * num_rows * num_frames)
     if len(features) < 4 * num_rows * num_frames:
         raise _why_ended(process)
     return Sound(np.frombuffer(features, "<f4").reshape(num_rows, num_frames), answer["seconds"])

@@ -141,7 +141,7 @@ class GrammarTrials:
 
 def _exchange(process: subprocess.Popen[bytes], message: bytes) -> dict[str, Any]:
     """The process's answer; an error in its stead if the grammar has ended the process. On a thread."""
-    line = write_and_read(process, message, _MAX_LINE_BYTES)
+    line = write_and_read(process, _MAX_LINE_BYTES, message)
     if line.endswith(b"\n"):
         return json.loads(line)
     if len(line) == _MAX_LINE_BYTES:

@@ -78,7 +78,7 @@ class ClientTemplates:
 
 def _exchange(process: subprocess.Popen[bytes], message: Mapping[str, Any]) -> dict[str, str]:
     """The process's answer; an error in its stead if the template has ended the process. On a thread."""
-    line = write_and_read(process, to_json(message) + b"\n", _MAX_LINE_BYTES)
+    line = write_and_read(process, _MAX_LINE_BYTES, to_json(message), b"\n")
     if line.endswith(b"\n"):
         return json.loads(line)
     status = close_process(process)
