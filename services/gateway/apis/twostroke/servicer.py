@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from services.common.errors import InvalidRequest
-from services.common.token_logprobs import LogprobRows, TokenLogprobs, encode_logprobs
+from services.common.token_logprobs import LogprobRows, encode_logprobs
 from services.gateway import __version__
 from services.gateway.access.reception import current_caller, held_by_answer, traceparent_of
 from services.gateway.access.slow_reader import SlowReaders
@@ -29,7 +29,7 @@ from services.gateway.text.answer_parts import AnswerParts
 from services.gateway.text.deltas import CallArguments, CallBegin, Delta, ReasoningDelta
 from services.gateway.vectors.vectors import Vectors
 from services.lora.adapter import encode_adapter
-from services.pb import gateway_pb2, gateway_pb2_grpc, sampling_pb2
+from services.pb import gateway_pb2, gateway_pb2_grpc
 
 SERVICE_NAME = gateway_pb2.DESCRIPTOR.services_by_name["Gateway"].full_name
 ROWS_PER_TURN = 256  # tokens with log-probabilities: a millisecond or two
@@ -199,16 +199,15 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         await recording.add((await self._whole(generation)).SerializeToString())
 
     async def _encode(self, request_id: str, chunk: Chunk) -> gateway_pb2.GenerateChunk:
-        if (chunk.logprobs or chunk.prompt or chunk.reports) and is_large([chunk], [chunk.prompt]):
-            return await self._encode_large_chunk(request_id, chunk)
-        return _encode_chunk(request_id, chunk)
-
-    async def _encode_large_chunk(self, request_id: str, chunk: Chunk) -> gateway_pb2.GenerateChunk:
-        await self._service.heavy_work.turn()
-        message = _encode_chunk(request_id, chunk, has_logprobs=False)
-        await self._encode_logprobs(chunk.logprobs, message.logprobs, has_turns=True)
+        if not (chunk.logprobs or chunk.prompt or chunk.reports):
+            return _encode_chunk(request_id, chunk)
+        has_turns = is_large([chunk], [chunk.prompt])
+        if has_turns:
+            await self._service.heavy_work.turn()
+        message = _encode_chunk(request_id, chunk)
+        await self._encode_logprobs(chunk.logprobs, message.logprobs, has_turns=has_turns)
         if chunk.prompt is not None:
-            await self._encode_logprobs(chunk.prompt.logprobs, message.prompt.logprobs, has_turns=True)
+            await self._encode_logprobs(chunk.prompt.logprobs, message.prompt.logprobs, has_turns=has_turns)
         return message
 
     async def _encode_logprobs(self, rows: LogprobRows | None, target: Any, *, has_turns: bool) -> None:
@@ -216,7 +215,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         for start in range(0, len(rows or ()), ROWS_PER_TURN):
             if has_turns:
                 await self._service.heavy_work.turn()
-            target.extend(_encode_all(rows[start : start + ROWS_PER_TURN]))
+            target.extend(map(encode_logprobs, rows[start : start + ROWS_PER_TURN]))
 
     async def _start(
         self,
@@ -242,18 +241,15 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         return await self._service.start(message, current_caller(), Part(in_one_message=in_one_message))
 
 
-def _encode_chunk(request_id: str, chunk: Chunk, *, has_logprobs: bool = True) -> gateway_pb2.GenerateChunk:
-    prompt = None if chunk.prompt is None else _encode_prompt(chunk.prompt)
-    if prompt is not None and has_logprobs:
-        prompt.logprobs.extend(_encode_all(chunk.prompt.logprobs or ()))
+def _encode_chunk(request_id: str, chunk: Chunk) -> gateway_pb2.GenerateChunk:
+    """The message without log-probabilities."""
     message = gateway_pb2.GenerateChunk(
         request_id=request_id,
         text=chunk.text,
         token_ids=chunk.token_ids,
         finish=_encode_finish(chunk.finish) if chunk.finish else None,
         index=chunk.index,
-        logprobs=_encode_all(chunk.logprobs) if chunk.logprobs and has_logprobs else None,
-        prompt=prompt,
+        prompt=None if chunk.prompt is None else _encode_prompt(chunk.prompt),
         reasoning="".join([each.text for each in chunk.deltas if isinstance(each, ReasoningDelta)]),
         tool_calls=_encode_calls(chunk.deltas),
     )
@@ -290,10 +286,6 @@ def _encode_completion(completion: Completion, message: gateway_pb2.Completion) 
     )
     for name, parts in completion.reports.items():
         REPORTS[name].write(parts, message)
-
-
-def _encode_all(values: Iterable[TokenLogprobs]) -> list[sampling_pb2.TokenLogprobs]:
-    return [encode_logprobs(value) for value in values]
 
 
 def _encode_prompt(prompt: Prompt) -> gateway_pb2.PromptEcho:
