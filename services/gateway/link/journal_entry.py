@@ -2,7 +2,7 @@
 
 That is its request and all tokens so far, or what a beam search has found so far. The reader of the dense worker's
 stream appends tokens, and the request's handler takes them. Both run in the gateway's event loop, so there are no
-locks.
+locks. `StreamSequences` are those that one stream runs.
 """
 
 from __future__ import annotations
