@@ -42,7 +42,7 @@ def test_what_is_rendered_asks_for_the_same_answer(tmp_path: Path, asked: dict[s
                 each.ClearField(name)
             each.spec.ClearField("request_id")
             each.spec.sampling.ClearField("seed")
-            each.spec.sampling.structured_output.ClearField("field")  # the one to blame
+            each.spec.sampling.structured_output.ClearField("field_name")  # the one to blame
         assert first == second
 
     dense = FakeDense(lambda submit: ids("a") * submit.spec.max_tokens, max_model_len=128)
