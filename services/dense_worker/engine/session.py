@@ -164,34 +164,7 @@ class Session:
         for cache in attachment.caches:
             self.add_cache(cache)
 
-    @property
-    def awaits_blocks(self) -> bool:
-        """Whether blocks are about to come back, so that nobody has to give up any before that."""
-        return bool(self.num_freeing_plans or any([lane.to_close for lane in self.lanes]))
-
-    @property
-    def awaits_dead_rows(self) -> bool:
-        """Whether dead rows are being closed. Their sequences need about as many blocks again, others get none."""
-        return bool(self.num_burying_plans or any([lane.dead_rows for lane in self.lanes]))
-
-    @property
-    def short_caches(self) -> set[int]:
-        """The cache_ids of those in which a running sequence could not grow: admit nobody."""
-        return set().union(*[lane.short_caches for lane in self.lanes])
-
-    @property
-    def open_ledgers(self) -> dict[int, BlockLedger]:
-        """The KV caches that are not given up, by cache_id."""
-        if not self.draining:
-            return self.ledgers
-        return {cache_id: each for cache_id, each in self.ledgers.items() if cache_id not in self.draining}
-
-    @property
-    def most_blocks_of_one(self) -> int:
-        """The blocks of the largest KV cache that is not given up."""
-        if not self.draining:
-            return self.ledger.num_blocks
-        return max((each.num_blocks for each in self.open_ledgers.values()), default=0)
+    # KV caches, which come and go
 
     def add_cache(self, cache: AttachedCache) -> None:
         """An attention worker has sequences from now on."""
@@ -220,55 +193,30 @@ class Session:
     def _largest_ledger(self) -> BlockLedger:
         return max(self.ledgers.values(), key=lambda each: each.num_blocks)
 
+    @property
+    def open_ledgers(self) -> dict[int, BlockLedger]:
+        """The KV caches that are not given up, by cache_id."""
+        if not self.draining:
+            return self.ledgers
+        return {cache_id: each for cache_id, each in self.ledgers.items() if cache_id not in self.draining}
+
+    @property
+    def most_blocks_of_one(self) -> int:
+        """The blocks of the largest KV cache that is not given up."""
+        if not self.draining:
+            return self.ledger.num_blocks
+        return max((each.num_blocks for each in self.open_ledgers.values()), default=0)
+
+    @property
+    def short_caches(self) -> set[int]:
+        """The cache_ids of those in which a running sequence could not grow: admit nobody."""
+        return set().union(*[lane.short_caches for lane in self.lanes])
+
     def ledger_of(self, sequence: Sequence) -> BlockLedger:
         """The blocks of the KV cache in which a sequence is, or will be opened; or its own, of several."""
         return sequence.divided or self.ledgers[sequence.cache_id]
 
-    def errors_of(self, lane: int) -> int:
-        """Errors in the answers of all present attention workers so far."""
-        if not self.num_errors:  # in almost all attachments
-            return 0
-        return sum(num_errors for (each, _), num_errors in self.num_errors.items() if each == lane)
-
-    def ends_claims(self, now_s: float) -> bool:
-        """Whether the time to claim sequences has passed; true once."""
-        if self.claim_deadline_s is None or now_s <= self.claim_deadline_s:
-            return False
-        self.claim_deadline_s = None
-        return True
-
-    def check_openings(self, now_s: float, timeout_s: float) -> None:
-        """Raises `PeerError` if the oldest opening has had no answer for longer than `timeout_s`."""
-        oldest = next(iter(self.openings.values()), None)
-        if oldest is not None and now_s - oldest.asked_s > timeout_s:
-            raise PeerError(f"sequence {oldest.sequence.seq_id:x} has not been opened after {timeout_s:g} s")
-
-    @property
-    def has_few_streams(self) -> bool:
-        """Whether a step is of a few streams alone, whose plan goes by a link and so takes the shortest time."""
-        return self.attachment.link is not None and not self.others and len(self.rows) <= FEW_STREAMS
-
-    def channel_of(self, step: ScheduledStep) -> Channel:
-        """That of its lane."""
-        return self.attachment.channels[step.plan.lane]
-
-    def begin_of(self, step: ScheduledStep) -> float:
-        """When the oldest step of its lane began: when the one before it ended, or at its launch if that was later."""
-        return max(self.lanes[step.plan.lane].last_end_s, step.launch_start_s)
-
-    def complete(self, step: ScheduledStep) -> None:
-        """Notes that the oldest step in flight ended at its `end_s`."""
-        assert self.in_flight[0] is step, "steps are completed in the order of their plans"
-        lane = self.lanes[step.plan.lane]
-        step.begin_s = self.begin_of(step)
-        step.gap_s = step.begin_s - lane.last_end_s
-        self.in_flight = self.in_flight[1:]
-        self.num_completed += 1
-        lane.last_end_s = step.end_s
-        self.last_step_s = step.end_s - step.begin_s
-        self.last_plan = step.plan
-        if not step.plan.frees_blocks:
-            self.unanswered.pop(step.plan.step_id, None)  # such a plan gets no answer
+    # Sequences, from when they wait until they are closed
 
     def wait(self, sequence: Sequence) -> None:
         """A sequence waits, for the first time or again."""
@@ -278,6 +226,18 @@ class Session:
             sequence.policy.leave_cache()
             held = self.orphaned_blocks.keys() - {sequence.seq_id}  # rows from before the attachment
             self.close_orphaned(held & set(sequence.policy.seq_ids))
+
+    @property
+    def has_room_for_sequence(self) -> bool:
+        """Whether the KV cache can keep a further sequence, if there are blocks for it."""
+        most = self.attachment.max_num_sequences
+        return most is None or len(self.running) + len(self.openings) < most
+
+    def check_openings(self, now_s: float, timeout_s: float) -> None:
+        """Raises `PeerError` if the oldest opening has had no answer for longer than `timeout_s`."""
+        oldest = next(iter(self.openings.values()), None)
+        if oldest is not None and now_s - oldest.asked_s > timeout_s:
+            raise PeerError(f"sequence {oldest.sequence.seq_id:x} has not been opened after {timeout_s:g} s")
 
     def enter(self, sequence: Sequence) -> None:
         """A sequence is in the KV cache, or will be forked into it: steps may run it from now on."""
@@ -290,6 +250,21 @@ class Session:
         self.num_running_rows += sequence.num_rows
         if sequence not in self.to_fork:
             self._count_rows(sequence, 1)
+
+    def enter_cache(self, sequence: Sequence) -> None:
+        """The next plan forks a sequence of `to_fork`."""
+        del self.to_fork[sequence]
+        self._count_rows(sequence, 1)
+
+    def enter_row(self, sequence: Sequence) -> None:
+        """From now on a running sequence needs one token in each step and nothing else."""
+        remove(self.others, sequence)
+        self.rows.enter(sequence)
+
+    def leave_row(self, sequence: Sequence) -> None:
+        """A running sequence that has a row is handled by itself."""
+        self.rows.leave(sequence)
+        insert(self.others, sequence)
 
     def leave(self, sequence: Sequence) -> None:
         """A running sequence runs no more: the next plan closes it."""
@@ -312,10 +287,36 @@ class Session:
         self.wait(victim)
         self.num_preemptions += 1
 
-    def enter_cache(self, sequence: Sequence) -> None:
-        """The next plan forks a sequence of `to_fork`."""
-        del self.to_fork[sequence]
-        self._count_rows(sequence, 1)
+    def close(self, sequence: Sequence) -> None:
+        """A sequence that no step runs any more leaves the cache with the next plan of its lane, with all its rows."""
+        self.release_reservation(sequence)
+        self.to_fork.pop(sequence, None)
+        sequence.leave_cache()
+        self.request_ids.pop(sequence.seq_id, None)
+        # One that no plan has opened is unknown to its cache, which does not mind, and known to the runner.
+        self.to_open = [each for each in self.to_open if each.seq_id != sequence.seq_id or not each.starts_empty]
+        self._close_ids({sequence.seq_id, *sequence.open_seq_ids}, sequence.lane)
+        self.release_features(sequence)
+
+    def release_features(self, sequence: Sequence) -> None:
+        """A sequence needs no resources of its features any more, or only for plans that have been published."""
+        for feature in sequence.features:
+            feature.leave(self.last_step_id)
+
+    def close_rest(self, sequence: Sequence, lost_cache_id: int) -> None:
+        """A sequence was being opened when one of its KV caches was lost: it leaves the others with the next plan."""
+        if sequence.divided is not None:
+            num_openings = len(self.to_open)
+            self.to_open = [each for each in self.to_open if each.seq_id != sequence.seq_id]
+            if len(self.to_open) == num_openings:  # they have been sent
+                sequence.divided.take_without(lost_cache_id)
+                self._close_ids([sequence.seq_id], sequence.lane)
+            sequence.divided = None
+
+    def _close_ids(self, seq_ids: Iterable[int], lane: int) -> None:
+        for seq_id in seq_ids:
+            self.lanes[lane].to_close.append(seq_id)
+            self.closing.add(seq_id)
 
     def _count_rows(self, sequence: Sequence, sign: int) -> None:
         client = sequence.spec.client_id
@@ -323,92 +324,29 @@ class Session:
         if not self.rows_of_client[client]:
             del self.rows_of_client[client]
 
-    @property
-    def has_room_for_sequence(self) -> bool:
-        """Whether the KV cache can keep a further sequence, if there are blocks for it."""
-        most = self.attachment.max_num_sequences
-        return most is None or len(self.running) + len(self.openings) < most
+    # What an earlier dense worker has left
 
-    def enter_row(self, sequence: Sequence) -> None:
-        """From now on a running sequence needs one token in each step and nothing else."""
-        remove(self.others, sequence)
-        self.rows.enter(sequence)
+    def ends_claims(self, now_s: float) -> bool:
+        """Whether the time to claim sequences has passed; true once."""
+        if self.claim_deadline_s is None or now_s <= self.claim_deadline_s:
+            return False
+        self.claim_deadline_s = None
+        return True
 
-    def leave_row(self, sequence: Sequence) -> None:
-        """A running sequence that has a row is handled by itself."""
-        self.rows.leave(sequence)
-        insert(self.others, sequence)
+    def close_orphaned(self, seq_ids: Iterable[int]) -> None:
+        """Sequences of an earlier dense worker leave the cache with the next plan."""
+        seq_ids = list(seq_ids)
+        for seq_id in seq_ids:
+            del self.orphaned_blocks[seq_id]
+        self._close_ids(seq_ids, lane=0)
 
-    def take_openings(self) -> tuple[NewSequence, ...]:
-        """The sequences that the next plan opens."""
-        new_sequences, self.to_open = tuple(self.to_open), []
-        return new_sequences
+    def drop_orphaned_blocks(self) -> None:
+        """Gives up the blocks that the last waiting sequence holds from before; it will be computed again."""
+        waiting = {each.seq_id: each for each in self.waiting if each.seq_id in self.orphaned_blocks}
+        if waiting:
+            self.close_orphaned([max(waiting, key=lambda seq_id: waiting[seq_id].order)])
 
-    def take_sampled(self) -> TokenColumns:
-        """The tokens that became known since the last plan."""
-        chunks, self.sampled = self.sampled, []
-        if len(chunks) == 1:
-            return chunks[0]
-        if not chunks:
-            return NO_TOKENS
-        return TokenColumns(
-            np.concatenate([each.seq_ids for each in chunks]), np.concatenate([each.token_ids for each in chunks])
-        )
-
-    def schedule(self, planned: PlanBuilder, lane: int) -> ScheduledStep | None:
-        """A step as planned, with all that the session has for the next one of a lane; None: there is nothing.
-
-        It is in flight until it is completed.
-        """
-        of_lane = self.lanes[lane]
-        if not (planned.has_entries or of_lane.to_close or of_lane.dead_rows):
-            return None
-        self.last_step_id += 1
-        plan = StepPlan(
-            self.last_step_id,
-            planned.all_entries(),
-            (*of_lane.to_close, *of_lane.dead_rows),
-            self.take_sampled(),
-            tuple(planned.forks),
-            self.take_openings(),
-            tuple(planned.forced),
-            lane,
-            evicts_blocks=planned.evicts_blocks,
-            extra_rows=tuple(planned.extra_rows),
-        )
-        frees_blocks = plan.evicts_blocks or bool(of_lane.to_close)
-        step = ScheduledStep(plan, planned.decodes, tuple(planned.planned), bool(of_lane.dead_rows), frees_blocks)
-        self.in_flight += (step,)
-        self.unanswered[plan.step_id] = step
-        self.num_freeing_plans += step.frees_blocks
-        self.num_burying_plans += step.closes_rows
-        of_lane.to_close, of_lane.dead_rows = [], []
-        return step
-
-    def accept(self, answer: PlanAccepted) -> ScheduledStep | None:
-        """Counts what the answer to a plan says; None: it is of a lost worker, and the step has ended without it.
-
-        Raises `PeerError` for a plan that does not wait for an answer.
-        """
-        step = self.unanswered.get(answer.step_id)
-        if step is None and not answer.is_last:  # another attention worker has given the last answer already
-            step = next((each for each in self.in_flight if each.plan.step_id == answer.step_id), None)
-        is_lost = answer.cache_id not in self.ledgers
-        if step is None and is_lost and not answer.is_last:
-            return None
-        if step is None:
-            raise PeerError(f"step {answer.step_id} was not published, or has been answered")
-        if not is_lost:
-            if answer.errors:
-                self.num_errors[step.plan.lane, answer.cache_id] += len(answer.errors)
-            self.ledgers[answer.cache_id].give_back(answer.num_freed_blocks)
-        if not answer.is_last:
-            return step
-        del self.unanswered[answer.step_id]
-        self.closing.difference_update(step.plan.close_seq_ids)
-        self.num_freeing_plans -= step.frees_blocks
-        self.num_burying_plans -= step.closes_rows
-        return step
+    # Blocks of running sequences
 
     def take_blocks(self, sequence: Sequence, num_tokens: int) -> int | None:
         """Takes the blocks for `num_tokens` more tokens of a sequence, those first that are reserved for it.
@@ -442,49 +380,121 @@ class Session:
         self.ledger_of(sequence).unreserve(sequence.num_reserved_blocks)
         sequence.num_reserved_blocks = 0
 
-    def close(self, sequence: Sequence) -> None:
-        """A sequence that no step runs any more leaves the cache with the next plan of its lane, with all its rows."""
-        self.release_reservation(sequence)
-        self.to_fork.pop(sequence, None)
-        sequence.leave_cache()
-        self.request_ids.pop(sequence.seq_id, None)
-        # One that no plan has opened is unknown to its cache, which does not mind, and known to the runner.
-        self.to_open = [each for each in self.to_open if each.seq_id != sequence.seq_id or not each.starts_empty]
-        self._close_ids({sequence.seq_id, *sequence.open_seq_ids}, sequence.lane)
-        self.release_features(sequence)
+    @property
+    def awaits_blocks(self) -> bool:
+        """Whether blocks are about to come back, so that nobody has to give up any before that."""
+        return bool(self.num_freeing_plans or any([lane.to_close for lane in self.lanes]))
 
-    def release_features(self, sequence: Sequence) -> None:
-        """A sequence needs no resources of its features any more, or only for plans that have been published."""
-        for feature in sequence.features:
-            feature.leave(self.last_step_id)
+    @property
+    def awaits_dead_rows(self) -> bool:
+        """Whether dead rows are being closed. Their sequences need about as many blocks again, others get none."""
+        return bool(self.num_burying_plans or any([lane.dead_rows for lane in self.lanes]))
 
-    def close_rest(self, sequence: Sequence, lost_cache_id: int) -> None:
-        """A sequence was being opened when one of its KV caches was lost: it leaves the others with the next plan."""
-        if sequence.divided is not None:
-            num_openings = len(self.to_open)
-            self.to_open = [each for each in self.to_open if each.seq_id != sequence.seq_id]
-            if len(self.to_open) == num_openings:  # they have been sent
-                sequence.divided.take_without(lost_cache_id)
-                self._close_ids([sequence.seq_id], sequence.lane)
-            sequence.divided = None
+    # Steps, from their plans to their ends
 
-    def _close_ids(self, seq_ids: Iterable[int], lane: int) -> None:
-        for seq_id in seq_ids:
-            self.lanes[lane].to_close.append(seq_id)
-            self.closing.add(seq_id)
+    def schedule(self, planned: PlanBuilder, lane: int) -> ScheduledStep | None:
+        """A step as planned, with all that the session has for the next one of a lane; None: there is nothing.
 
-    def close_orphaned(self, seq_ids: Iterable[int]) -> None:
-        """Sequences of an earlier dense worker leave the cache with the next plan."""
-        seq_ids = list(seq_ids)
-        for seq_id in seq_ids:
-            del self.orphaned_blocks[seq_id]
-        self._close_ids(seq_ids, lane=0)
+        It is in flight until it is completed.
+        """
+        of_lane = self.lanes[lane]
+        if not (planned.has_entries or of_lane.to_close or of_lane.dead_rows):
+            return None
+        self.last_step_id += 1
+        plan = StepPlan(
+            self.last_step_id,
+            planned.all_entries(),
+            (*of_lane.to_close, *of_lane.dead_rows),
+            self._take_sampled(),
+            tuple(planned.forks),
+            self.take_openings(),
+            tuple(planned.forced),
+            lane,
+            evicts_blocks=planned.evicts_blocks,
+            extra_rows=tuple(planned.extra_rows),
+        )
+        frees_blocks = plan.evicts_blocks or bool(of_lane.to_close)
+        step = ScheduledStep(plan, planned.decodes, tuple(planned.planned), bool(of_lane.dead_rows), frees_blocks)
+        self.in_flight += (step,)
+        self.unanswered[plan.step_id] = step
+        self.num_freeing_plans += step.frees_blocks
+        self.num_burying_plans += step.closes_rows
+        of_lane.to_close, of_lane.dead_rows = [], []
+        return step
 
-    def drop_orphaned_blocks(self) -> None:
-        """Gives up the blocks that the last waiting sequence holds from before; it will be computed again."""
-        waiting = {each.seq_id: each for each in self.waiting if each.seq_id in self.orphaned_blocks}
-        if waiting:
-            self.close_orphaned([max(waiting, key=lambda seq_id: waiting[seq_id].order)])
+    def take_openings(self) -> tuple[NewSequence, ...]:
+        """The sequences that the next plan opens."""
+        new_sequences, self.to_open = tuple(self.to_open), []
+        return new_sequences
+
+    def _take_sampled(self) -> TokenColumns:
+        """The tokens that became known since the last plan."""
+        chunks, self.sampled = self.sampled, []
+        if len(chunks) == 1:
+            return chunks[0]
+        if not chunks:
+            return NO_TOKENS
+        return TokenColumns(
+            np.concatenate([each.seq_ids for each in chunks]), np.concatenate([each.token_ids for each in chunks])
+        )
+
+    def channel_of(self, step: ScheduledStep) -> Channel:
+        """That of its lane."""
+        return self.attachment.channels[step.plan.lane]
+
+    def begin_of(self, step: ScheduledStep) -> float:
+        """When the oldest step of its lane began: when the one before it ended, or at its launch if that was later."""
+        return max(self.lanes[step.plan.lane].last_end_s, step.launch_start_s)
+
+    @property
+    def has_few_streams(self) -> bool:
+        """Whether a step is of a few streams alone, whose plan goes by a link and so takes the shortest time."""
+        return self.attachment.link is not None and not self.others and len(self.rows) <= FEW_STREAMS
+
+    def accept(self, answer: PlanAccepted) -> ScheduledStep | None:
+        """Counts what the answer to a plan says; None: it is of a lost worker, and the step has ended without it.
+
+        Raises `PeerError` for a plan that does not wait for an answer.
+        """
+        step = self.unanswered.get(answer.step_id)
+        if step is None and not answer.is_last:  # another attention worker has given the last answer already
+            step = next((each for each in self.in_flight if each.plan.step_id == answer.step_id), None)
+        is_lost = answer.cache_id not in self.ledgers
+        if step is None and is_lost and not answer.is_last:
+            return None
+        if step is None:
+            raise PeerError(f"step {answer.step_id} was not published, or has been answered")
+        if not is_lost:
+            if answer.errors:
+                self.num_errors[step.plan.lane, answer.cache_id] += len(answer.errors)
+            self.ledgers[answer.cache_id].give_back(answer.num_freed_blocks)
+        if not answer.is_last:
+            return step
+        del self.unanswered[answer.step_id]
+        self.closing.difference_update(step.plan.close_seq_ids)
+        self.num_freeing_plans -= step.frees_blocks
+        self.num_burying_plans -= step.closes_rows
+        return step
+
+    def errors_of(self, lane: int) -> int:
+        """Errors in the answers of all present attention workers so far."""
+        if not self.num_errors:  # in almost all attachments
+            return 0
+        return sum(num_errors for (each, _), num_errors in self.num_errors.items() if each == lane)
+
+    def complete(self, step: ScheduledStep) -> None:
+        """Notes that the oldest step in flight ended at its `end_s`."""
+        assert self.in_flight[0] is step, "steps are completed in the order of their plans"
+        lane = self.lanes[step.plan.lane]
+        step.begin_s = self.begin_of(step)
+        step.gap_s = step.begin_s - lane.last_end_s
+        self.in_flight = self.in_flight[1:]
+        self.num_completed += 1
+        lane.last_end_s = step.end_s
+        self.last_step_s = step.end_s - step.begin_s
+        self.last_plan = step.plan
+        if not step.plan.frees_blocks:
+            self.unanswered.pop(step.plan.step_id, None)  # such a plan gets no answer
 
 
 class SeenPrefixes:
