@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
+from services.attn_worker.cache.step_metadata import StepMetadata, build_step_metadata
 from services.common.model_config import ModelConfig, RopeConfig
 
 MAX_MODEL_LEN = 32768

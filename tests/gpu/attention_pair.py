@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.cache.step_metadata import StepMetadata, build_step_metadata
 from services.attn_worker.layers import DECODE_ONLY, BackendSetup, CapturableAttention, StepShape
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
-from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.channel import rows_of_layer
 from services.common.attention.learned import Learned
 from services.common.kv_cache.scales import KVScales

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.cache.step_metadata import StepMetadata, build_step_metadata
 from services.attn_worker.layers import BackendSetup
-from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.common.errors import ConfigError
 from services.common.kv_cache.sliding_window import SlidingWindow
 from services.common.model_config import RopeConfig

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from services.attn_worker.cache.step_metadata import build_step_metadata
 from services.attn_worker.layers import StepShape
-from services.attn_worker.runner.step_metadata import build_step_metadata
 from services.common.kv_cache.scales import KVScales
 from services.common.model_config import AttentionOptions, ModelConfig
 from tests.gpu.attention_pair import TOLERANCES, Kernels, Pair, make_config, relative_error

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.attn_worker.runner.step_metadata import build_step_metadata
+from services.attn_worker.cache.step_metadata import build_step_metadata
 from services.common.attention.learned import Learned
 from services.common.kv_cache.scales import KVScales
 from tests.gpu.attention_pair import Kernels, Pair, Sequence, make_config, relative_error

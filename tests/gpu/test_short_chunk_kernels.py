@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from services.attn_worker.cache.step_metadata import build_step_metadata
 from services.attn_worker.layers import DECODE_ONLY, StepShape
-from services.attn_worker.runner.step_metadata import build_step_metadata
 from services.common.kv_cache.scales import KVScales
 from services.common.model_config import AttentionOptions, ModelConfig, RopeConfig
 from tests.gpu.attention_pair import MAX_MODEL_LEN, TOLERANCES, Kernels, Pair, make_config, relative_error

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.attn_worker.runner.step_metadata import StepMetadata
+from services.attn_worker.cache.step_metadata import StepMetadata
 from services.common.model_config import ModelConfig
 from tests.gpu.attention_pair import TOLERANCES, Kernels, Pair, make_config, relative_error
 

@@ -10,8 +10,8 @@ import numpy as np
 from services.attn_worker.cache.block_pool import BlockPool
 from services.attn_worker.cache.cached_sequence import CachedSequence, SequenceRows
 from services.attn_worker.cache.group import Batch
+from services.attn_worker.cache.step_metadata import StepMetadata, build_step_metadata
 from services.attn_worker.cache.tiers.tier import MissingBlock
-from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.common.kv_cache.sliding_window import SlidingWindow
 
 

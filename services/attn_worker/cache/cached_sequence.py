@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from services.attn_worker.cache.step_metadata import StepMetadata
 from services.attn_worker.cache.tiers.tier import MissingBlock
-from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.errors import TwostrokeError
 from services.step import SequenceOpened
 from services.step.prompt_span import PromptSpan

@@ -14,7 +14,7 @@ import numpy as np
 
 from services.attn_worker.cache.block_pool import BlockPool
 from services.attn_worker.cache.cached_sequence import CachedSequence, SequenceRows
-from services.attn_worker.runner.step_metadata import StepMetadata
+from services.attn_worker.cache.step_metadata import StepMetadata
 
 
 @dataclass(frozen=True, slots=True)

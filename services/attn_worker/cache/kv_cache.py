@@ -26,9 +26,9 @@ from services.attn_worker.cache.cached_sequence import (
 )
 from services.attn_worker.cache.group import Batch, CacheGroup
 from services.attn_worker.cache.prefix_cache import PrefixCache
+from services.attn_worker.cache.step_metadata import StepMetadata
 from services.attn_worker.cache.step_spans import RopePositions, num_later_of_step, positions_of_step
 from services.attn_worker.cache.tiers.tier import BlockSupplier, MissingBlock, NoTier, Tier
-from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.errors import CapacityError, InvalidRequest, NotFound, RequestAborted, TwostrokeError
 from services.step import Fork, NewSequence, StepPlan
 from services.step.prompt_span import PromptSpan, check_spans

@@ -15,7 +15,7 @@ import numpy as np
 from services.attn_worker.cache.block_pool import BlockPool
 from services.attn_worker.cache.cached_sequence import CachedSequence, SequenceRows
 from services.attn_worker.cache.group import Batch
-from services.attn_worker.runner.step_metadata import StepMetadata
+from services.attn_worker.cache.step_metadata import StepMetadata
 from services.common.errors import CapacityError, InvalidRequest
 
 

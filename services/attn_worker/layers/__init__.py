@@ -10,7 +10,7 @@ import torch
 
 from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.spec import KVCacheSpec
-from services.attn_worker.runner.step_metadata import StepMetadata
+from services.attn_worker.cache.step_metadata import StepMetadata
 from services.common.attention.learned import Learned
 from services.common.batch_buckets import MAX_CAPTURED_CHUNK_ROWS
 from services.common.model_config import ModelConfig

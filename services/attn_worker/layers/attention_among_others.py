@@ -13,6 +13,7 @@ import torch
 
 from services.attn_worker.cache.block_storage import BlockStorage
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.cache.step_metadata import StepMetadata
 from services.attn_worker.layers import (
     DECODE_ONLY,
     AttentionBackend,
@@ -20,7 +21,6 @@ from services.attn_worker.layers import (
     CapturableAttention,
     StepShape,
 )
-from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Channel
 from services.common.attention.learned import Learned
 from services.common.model_config import ModelConfig

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from services.attn_worker.cache.step_metadata import StepMetadata
 from services.attn_worker.layers import DECODE_ONLY, AttentionBackend, BackendSetup, CapturableAttention, StepShape
 from services.attn_worker.layers.attention_among_others import (
     AttentionAmongOthers,
@@ -15,7 +16,6 @@ from services.attn_worker.layers.attention_among_others import (
 from services.attn_worker.layers.cross.torch_cross_attention import TorchCrossAttention
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
 from services.attn_worker.layers.recurrent.torch_recurrences import TorchRecurrences
-from services.attn_worker.runner.step_metadata import StepMetadata
 
 
 def torch_backend(setup: BackendSetup) -> AttentionBackend:

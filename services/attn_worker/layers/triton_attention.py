@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from services.attn_worker.cache.block_storage import BlockStorage
+from services.attn_worker.cache.step_metadata import StepMetadata, build_step_metadata
 from services.attn_worker.layers import DECODE_ONLY, BackendSetup, StepShape
 from services.attn_worker.layers.latent.triton_decode import choose_latent_decode_tiles, decode_latent, decode_load
 from services.attn_worker.layers.latent.triton_prefill import (
@@ -55,7 +56,6 @@ from services.attn_worker.layers.mha.work_items import (
     prefill_items,
 )
 from services.attn_worker.layers.step_upload import StepUpload
-from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.channel import rows_of_layer
 from services.common.attention.learned import Learned
 from services.common.batch_buckets import MAX_CAPTURED_CHUNK_ROWS, MAX_CAPTURED_PROMPT_ROWS

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from services.attn_worker.cache.block_storage import BlockCopies
+from services.attn_worker.cache.step_metadata import StepMetadata
 from services.attn_worker.runner.cuda_layer_runner import CudaLayerRunner
 from services.attn_worker.runner.layer_runner import LayerRunner, RunningStep
-from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Channel
 from services.common.attention.learned import Learned
 

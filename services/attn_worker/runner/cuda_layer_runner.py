@@ -17,9 +17,9 @@ import structlog
 import torch
 
 from services.attn_worker.cache.block_storage import BlockCopies
+from services.attn_worker.cache.step_metadata import StepMetadata
 from services.attn_worker.layers import DECODE_ONLY, CapturableAttention, StepShape
 from services.attn_worker.runner.layer_runner import LayerRunner, RunningStep, TakeExtraRows, run_layers
-from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Channel
 from services.common.attention.learned import Learned
 from services.common.batch_buckets import batch_buckets, bucket_for, chunk_buckets, prompt_buckets

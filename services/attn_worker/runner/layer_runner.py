@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 
 from services.attn_worker.cache.block_storage import BlockCopies
+from services.attn_worker.cache.step_metadata import StepMetadata
 from services.attn_worker.layers import AttentionBackend
-from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Channel, Flag, qkv_flag
 from services.common.attention.learned import Learned
 

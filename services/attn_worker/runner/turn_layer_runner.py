@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import torch
 
 from services.attn_worker.cache.block_storage import BlockCopies
+from services.attn_worker.cache.step_metadata import StepMetadata
 from services.attn_worker.layers import AttentionBackend
 from services.attn_worker.runner.layer_runner import LayerRunner, RunningStep
-from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Flag, qkv_flag
 from services.channel.turns import Turn, TurnChannel, Turns
 from services.common.attention.learned import Learned

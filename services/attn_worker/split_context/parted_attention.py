@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from services.attn_worker.cache.step_metadata import StepMetadata
 from services.attn_worker.layers import BackendSetup
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
-from services.attn_worker.runner.step_metadata import StepMetadata
 from services.attn_worker.split_context.part_rows import PartRows, RowsOfParts
 from services.channel.log_sums import log_sums_of
 from services.common.attention.rope import UnboundedRotaryEmbedding

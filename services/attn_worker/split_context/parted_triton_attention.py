@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from services.attn_worker.cache.step_metadata import StepMetadata, build_step_metadata
 from services.attn_worker.layers import DECODE_ONLY, BackendSetup, StepShape
 from services.attn_worker.layers.mha.rope_angles import fill_angles
 from services.attn_worker.layers.mha.triton_cache_layout import TABLE_SLACK
@@ -28,7 +29,6 @@ from services.attn_worker.layers.mha.work_items import (
 )
 from services.attn_worker.layers.step_upload import StepUpload
 from services.attn_worker.layers.triton_attention import TritonAttention
-from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.attn_worker.split_context.part_rows import PartRows, RowsOfParts
 from services.channel.log_sums import log_sums_of
 from services.common.attention.rope import UnboundedRotaryEmbedding

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.cache.step_metadata import build_step_metadata
 from services.attn_worker.layers import BackendSetup
-from services.attn_worker.runner.step_metadata import build_step_metadata
 from services.common.attention.learned import Learned
 from services.common.model_config import ModelConfig
 from tests.gpu.attention_pair import MAX_MODEL_LEN, NUM_BLOCKS, Kernels

@@ -11,8 +11,8 @@ import torch
 from services.attn_worker.cache.build_cache import SourceSlots
 from services.attn_worker.cache.source_group import StepSources
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.cache.step_metadata import build_step_metadata
 from services.attn_worker.layers.cross.torch_cross_attention import TorchCrossAttention
-from services.attn_worker.runner.step_metadata import build_step_metadata
 from services.common.families.shape import LayerHeads
 
 NUM_SLOTS, MAX_SOURCE_LEN, MAX_NUM_TOKENS = 4, 300, 64

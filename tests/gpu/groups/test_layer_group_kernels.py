@@ -11,9 +11,9 @@ import torch
 from services.attn_worker.cache.build_cache import build_cache
 from services.attn_worker.cache.cached_sequence import PlannedStep
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.cache.step_metadata import build_step_metadata
 from services.attn_worker.layers import BackendSetup
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
-from services.attn_worker.runner.step_metadata import build_step_metadata
 from services.channel import rows_of_layer
 from services.common.attention.learned import Learned
 from services.common.kv_cache.scales import KVScales

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.attn_worker.runner.step_metadata import build_step_metadata
+from services.attn_worker.cache.step_metadata import build_step_metadata
 from services.common.model_config import AttentionOptions, ModelConfig, RopeConfig
 from services.dense_worker.kernels.norm.norm import RmsNorm
 from services.dense_worker.model.torch_operations import TorchOperations

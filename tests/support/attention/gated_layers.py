@@ -8,7 +8,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn,
 
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.cache.state_group import StateWave, StepStates
-from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
+from services.attn_worker.cache.step_metadata import StepMetadata, build_step_metadata
 from services.common.attention.learned import RecurrenceWeights
 from services.common.families.shape import GatedDelta
 from services.common.model_config import LayerHeads

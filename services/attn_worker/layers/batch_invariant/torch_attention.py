@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from services.attn_worker.cache.step_metadata import StepMetadata
 from services.attn_worker.layers.mha.torch_attention import TorchAttention
-from services.attn_worker.runner.step_metadata import StepMetadata
 
 _ROWS = 16  # queries of a product; heads of a group and tokens, padded
 _KEYS = 64  # at least, of a piece, which consists of whole blocks

@@ -15,6 +15,7 @@ import torch
 import triton
 
 from services.attn_worker.cache.block_storage import BlockStorage
+from services.attn_worker.cache.step_metadata import StepMetadata, build_step_metadata
 from services.attn_worker.layers import DECODE_ONLY, BackendSetup, StepShape
 from services.attn_worker.layers.batch_invariant.piece_items import TextRows, fill_items
 from services.attn_worker.layers.batch_invariant.triton_attend import (
@@ -31,7 +32,6 @@ from services.attn_worker.layers.mha.triton_scores import ScoreOptions
 from services.attn_worker.layers.mha.work_items import NUM_FIELDS
 from services.attn_worker.layers.step_upload import StepUpload
 from services.attn_worker.layers.triton_attention import num_sms_of, pairs_of, write_block_tables
-from services.attn_worker.runner.step_metadata import StepMetadata, build_step_metadata
 from services.channel import rows_of_layer
 from services.common.attention.learned import Learned
 from services.common.errors import CapacityError

@@ -10,7 +10,7 @@ import torch
 
 from services.attn_worker.cache.source_group import StepSources
 from services.attn_worker.cache.spec import KVCacheSpec
-from services.attn_worker.runner.step_metadata import StepMetadata
+from services.attn_worker.cache.step_metadata import StepMetadata
 from services.channel import Channel, Flag, qkv_flag, rows_of_layer
 from services.common.encoders.source_pieces import SourcePiece, source_pieces
 from services.common.errors import CapacityError

@@ -8,8 +8,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from services.attn_worker.cache.source_group import StepSources
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.cache.step_metadata import StepMetadata
 from services.attn_worker.layers.cross.source_storage import SourceStorage
-from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Channel, rows_of_layer
 from services.common.attention.learned import Learned
 

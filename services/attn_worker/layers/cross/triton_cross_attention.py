@@ -11,9 +11,9 @@ import triton.language as tl
 
 from services.attn_worker.cache.source_group import StepSources
 from services.attn_worker.cache.spec import KVCacheSpec
+from services.attn_worker.cache.step_metadata import StepMetadata
 from services.attn_worker.layers.cross.source_storage import SourceStorage
 from services.attn_worker.layers.step_upload import StepUpload
-from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Channel, rows_of_layer
 from services.common.attention.learned import Learned
 from services.common.errors import CapacityError

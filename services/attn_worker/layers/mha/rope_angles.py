@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from services.attn_worker.cache.step_metadata import StepMetadata
 from services.attn_worker.layers.step_upload import StepUpload
-from services.attn_worker.runner.step_metadata import StepMetadata
 from services.common.attention.rope import RotaryEmbedding, UnboundedRotaryEmbedding, length_dependent_beyond
 from services.common.model_config import ModelConfig, RopeConfig
 

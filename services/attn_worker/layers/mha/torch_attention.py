@@ -15,9 +15,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.attn_worker.cache.block_storage import BlockStorage
+from services.attn_worker.cache.step_metadata import StepMetadata
 from services.attn_worker.layers import BackendSetup
 from services.attn_worker.layers.mha.padded_groups import PaddedGroup, build_padded_groups
-from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import rows_of_layer
 from services.common.attention.learned import Learned
 from services.common.attention.relative_bias import causal_buckets

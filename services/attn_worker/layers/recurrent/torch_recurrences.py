@@ -9,10 +9,10 @@ from torch.nn.functional import softplus
 
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.cache.state_group import StateWave, StepStates
+from services.attn_worker.cache.step_metadata import StepMetadata
 from services.attn_worker.layers.recurrent.gated_delta import convolve, rule_inputs, run_chunks, run_token
 from services.attn_worker.layers.recurrent.state_space import run_state_space
 from services.attn_worker.layers.recurrent.state_storage import StateStorage
-from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Channel, rows_of_layer
 from services.common.attention.learned import Learned
 from services.common.families.shape import GatedDelta, SelectiveScan, ShortConvolution, StateSpace

@@ -14,6 +14,7 @@ import torch
 
 from services.attn_worker.cache.spec import KVCacheSpec
 from services.attn_worker.cache.state_group import StateWave, StepStates, null_slot, zero_slot
+from services.attn_worker.cache.step_metadata import StepMetadata
 from services.attn_worker.layers.recurrent.gated_delta import CHUNK_SIZE
 from services.attn_worker.layers.recurrent.state_storage import StateStorage
 from services.attn_worker.layers.recurrent.triton_gated_delta import run_parts
@@ -31,7 +32,6 @@ from services.attn_worker.layers.recurrent.triton_state_space import (
     run_state_space_parts,
 )
 from services.attn_worker.layers.step_upload import StepUpload
-from services.attn_worker.runner.step_metadata import StepMetadata
 from services.channel import Channel, rows_of_layer
 from services.common.attention.learned import Learned
 from services.common.errors import CapacityError

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.attn_worker.cache.build_cache import build_cache
-from services.attn_worker.runner.step_metadata import StepMetadata
+from services.attn_worker.cache.step_metadata import StepMetadata
 from services.common.errors import RequestAborted
 from tests.support.attention.open_now import open_sequence
 from tests.support.examples import examples

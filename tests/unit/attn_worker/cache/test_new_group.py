@@ -12,7 +12,7 @@ from services.attn_worker.cache.block_pool import BlockPool
 from services.attn_worker.cache.cached_sequence import CachedSequence, PlannedStep, SequenceRows
 from services.attn_worker.cache.group import Batch
 from services.attn_worker.cache.kv_cache import KVCache
-from services.attn_worker.runner.step_metadata import StepMetadata
+from services.attn_worker.cache.step_metadata import StepMetadata
 from services.common.errors import CapacityError, RequestAborted
 from services.common.kv_cache.sliding_window import SlidingWindow
 from tests.support.attention.open_now import open_sequence
