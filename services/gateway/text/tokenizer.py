@@ -130,6 +130,11 @@ class Tokenizer:
         """
         self._template.compile(source)
 
+    @property
+    def picture_marker(self) -> str | None:
+        """What stands for a picture in a text beside which there are some; None: the model sees none."""
+        return None if self._picture_text is None else self._picture_text.marker
+
     async def encode_prompt(self, text: str, num_pictures: int) -> list[int]:
         """Token ids of a prompt of text beside which there are pictures: without a place for any, they are in front."""
         pictures = self._picture_text

@@ -9,6 +9,7 @@ from services.common.errors import InvalidRequest
 from services.common.sampling_params import MAX_LOGIT_BIAS
 from services.gateway.apis.llama_cpp.adapters import named_adapter
 from services.gateway.apis.llama_cpp.schema import ALL, InfillBody, LlamaCppBody
+from services.gateway.apis.shared.prompts import MEDIA_MARKER, MediaPrompt
 from services.gateway.apis.shared.to_message import add_structured_output, messages_of, sampling_message
 from services.gateway.request.mixed_prompt import without_texts_between
 from services.gateway.request.model_limits import ModelLimits
@@ -26,7 +27,9 @@ async def llama_cpp_messages(
     if body.lora is not None and body.model in names.adapters and body.model != adapter:
         raise InvalidRequest(f"lora does not name the adapter {body.model!r}, which model names", "lora")
     model, most, adds = limits.model, limits.max_prompt_len, body.add_special_tokens
-    prompts = [await without_texts_between(each, model, most, "prompt", adds) for each in body.prompts_given]
+    given = body.prompts_given
+    texts = [_marked(each, model.tokenizer) if isinstance(each, MediaPrompt) else each for each in given]
+    prompts = [await without_texts_between(each, model, most, "prompt", adds) for each in texts]
     common = _common_message(body.resolved, limits)
     if adapter is not None:
         common.model = adapter
@@ -34,7 +37,10 @@ async def llama_cpp_messages(
     bias, banned = await _read_biases(body, model.tokenizer, limits.vocab_size)
     if body.ignore_eos:  # as there, it is never sampled
         banned |= set(model.eos_token_ids)
-    for message in messages:
+    for prompt, message in zip(given, messages, strict=True):
+        if isinstance(prompt, MediaPrompt):
+            for data in prompt.multimodal_data:
+                message.pictures.add(url=f"data:;base64,{data}")
         if isinstance(body, InfillBody):
             message.suffix, message.middle, message.echo = body.input_suffix, body.prompt or "", False
             for each in body.input_extra or ():
@@ -48,6 +54,11 @@ async def llama_cpp_messages(
             sampling.sampled_logprobs = True
         sampling.bad_words.extend(sampling_pb2.TokenSequence(token_ids=[token_id]) for token_id in banned)
     return messages
+
+
+def _marked(prompt: MediaPrompt, tokenizer: Tokenizer) -> str:
+    """The text with the model's own mark of a picture in place of llama.cpp's."""
+    return prompt.prompt_string.replace(MEDIA_MARKER, tokenizer.picture_marker or MEDIA_MARKER)
 
 
 def _common_message(used: LlamaCppBody, limits: ModelLimits) -> gateway_pb2.GenerateRequest:

@@ -39,6 +39,7 @@ class LlamaCppFormat(Format):
         names = {
             "bad_words": "logit_bias",
             "logprobs": "n_probs" if body.n_probs is not None else "logprobs",
+            "messages": "prompt",
             "max_tokens": "n_predict" if body.max_tokens is None else "max_tokens",
             "n": "n_cmpl" if body.n_cmpl is not None else "n",
             "prompt_token_ids": "prompt",

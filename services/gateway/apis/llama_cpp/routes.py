@@ -16,7 +16,7 @@ from services.gateway.apis.llama_cpp.format import LlamaCppFormat
 from services.gateway.apis.llama_cpp.schema import InfillBody, LlamaCppBody, LlamaCppObject, Props, Slot
 from services.gateway.apis.llama_cpp.server_objects import server_props, server_slots
 from services.gateway.apis.shared.answer import Answer
-from services.gateway.apis.shared.prompts import check_prompts
+from services.gateway.apis.shared.prompts import MediaPrompt, check_prompts
 from services.gateway.apis.shared.routes import json_router, streamed
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.field_names import client_field_names
@@ -55,6 +55,8 @@ def llama_cpp_routes(service: RequestService) -> APIRouter:
             limits = service.limits
             check_prompts(body.prompts_given, limits, are_cut=body.truncate_prompt_tokens is not None)
             names = service.names_for(request.state.caller)
+            given = body.prompts_given
+            service.check_pictures(sum(len(each.multimodal_data) for each in given if isinstance(each, MediaPrompt)))
             messages = await llama_cpp_messages(body, request_id, limits, names)
         return Answer(service, messages, answer_format, is_stream=bool(body.stream))
 

@@ -20,7 +20,7 @@ from services.gateway.apis.shared.generation_fields import (
     Suffix,
 )
 from services.gateway.apis.shared.other_servers import OF_CHATS, UNSUPPORTED
-from services.gateway.apis.shared.prompts import MAX_TEXTS, prompt_list, prompts_of
+from services.gateway.apis.shared.prompts import MAX_TEXTS, MediaPrompt, prompt_list, prompts_with_media
 from services.gateway.apis.shared.request_model import (
     CountOrAll,
     Int32,
@@ -88,9 +88,9 @@ class LlamaCppBody(SamplingFields, AnswerFields, StructuredOutputFields):
         "use_beam_search": (False,),
     }
 
-    prompt: prompts_of(MAX_PROMPTS) = Field(  # type: ignore[valid-type]
-        description="A text, token ids, texts between token ids, or a list of such prompts. A list of texts is several "
-        "prompts"
+    prompt: prompts_with_media(MAX_PROMPTS) = Field(  # type: ignore[valid-type]
+        description="A text, token ids, texts between token ids, a text with pictures, or a list of such prompts. A "
+        "list of texts is several prompts"
     )
     n_predict: CountOrAll | None = Field(
         None, description="Longest answer in tokens; -1, the default: to the end of the context. 0: compute the prompt"
@@ -192,7 +192,7 @@ class LlamaCppBody(SamplingFields, AnswerFields, StructuredOutputFields):
         return None if given == ALL else given
 
     @property
-    def prompts_given(self) -> list[str | list[str | int]]:
+    def prompts_given(self) -> list[str | list[str | int] | MediaPrompt]:
         """All prompts, one element each."""
         return prompt_list(self.prompt) or [[]]
 
@@ -233,7 +233,7 @@ class LlamaCppBody(SamplingFields, AnswerFields, StructuredOutputFields):
 class InfillExtra(pydantic.BaseModel):
     """A part of another file."""
 
-    text: str = ""
+    text: str
     filename: str = "tmp"
 
 
@@ -253,7 +253,7 @@ class InfillBody(LlamaCppBody):
     )
 
     @property
-    def prompts_given(self) -> list[str | list[str | int]]:
+    def prompts_given(self) -> list[str | list[str | int] | MediaPrompt]:
         return [self.input_prefix]
 
 
@@ -311,6 +311,7 @@ class Props(TypedDict):
     total_slots: int  # sequences that run at once
     model_alias: str
     model_path: str
+    media_marker: str  # in `prompt_string`, for each picture of `multimodal_data`
     modalities: dict[str, bool]
     chat_template: str  # empty: the model has none
     chat_template_tool_use: NotRequired[str]  # of a model that has one of its own for chats with tools

@@ -9,6 +9,7 @@ from __future__ import annotations
 from services.gateway import __version__
 from services.gateway.apis.llama_cpp.format import generation_settings
 from services.gateway.apis.llama_cpp.schema import LlamaCppBody, Props, Slot
+from services.gateway.apis.shared.prompts import MEDIA_MARKER
 from services.gateway.core.request_service import RequestService
 from services.gateway.link.journal_entry import JournalEntry
 
@@ -27,6 +28,7 @@ def server_props(service: RequestService) -> Props:
         "total_slots": model.max_num_seqs,
         "model_alias": service.names.first,
         "model_path": service.names.root,
+        "media_marker": MEDIA_MARKER,
         "modalities": {"vision": service.pictures is not None, "audio": False},
         "chat_template": templates.get("default", ""),
         "bos_token": hf.bos_token or "",

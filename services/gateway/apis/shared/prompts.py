@@ -11,11 +11,19 @@ from pydantic_core import PydanticCustomError
 
 from services.common.config import MAX_PROMPTS
 from services.common.errors import InvalidRequest
-from services.gateway.apis.shared.request_model import MAX_INT64, MIN_INT64, Int64, TokenIdList, at_most
+from services.gateway.apis.shared.request_model import (
+    MAX_INT64,
+    MIN_INT64,
+    Int64,
+    RequestModel,
+    TokenIdList,
+    at_most,
+)
 from services.gateway.request.context_length import too_long
 from services.gateway.request.model_limits import ModelLimits
 
 MAX_TEXTS = 64  # that one prompt has between token ids: each takes half a millisecond
+MEDIA_MARKER = "<__media__>"  # llama.cpp's, where a picture stands in a text
 
 def _kind_of_strict(value: Any) -> str:
     """Decides by the first element, so that a long list is not tried as each kind in turn."""
@@ -47,6 +55,40 @@ def _kind_of_prompt(value: Any) -> str:
     if not isinstance(value, list):
         return "<text>"
     return "<pieces>" if str in map(type, value) else "<token_ids>"
+
+
+class MediaPrompt(RequestModel):
+    """A text with pictures, as llama.cpp has it: `MEDIA_MARKER` stands for each."""
+
+    prompt_string: str
+    multimodal_data: Annotated[list[str], Field(min_length=1), at_most(MAX_TEXTS)] = Field(
+        description="Files of pictures in base64"
+    )
+
+    def __len__(self) -> int:
+        return len(self.prompt_string)
+
+    @pydantic.model_validator(mode="after")
+    def _check_markers(self) -> MediaPrompt:
+        if (count := self.prompt_string.count(MEDIA_MARKER)) != len(self.multimodal_data):
+            context = {"count": len(self.multimodal_data), "marker": MEDIA_MARKER, "markers": count}
+            raise PydanticCustomError("media", "has {count} files for {markers} of {marker} in prompt_string", context)
+        return self
+
+
+def _kind_with_media(value: Any) -> str:
+    return "<media>" if isinstance(value, dict) else _kind_of_prompt(value)
+
+
+def _kind_of_prompts_with_media(value: Any) -> str:
+    return "<media>" if isinstance(value, dict) else kind_of_prompts(value)
+
+
+def _without_plain_objects(value: Any) -> Any:
+    """The same as `without_objects`, but for objects with pictures."""
+    if isinstance(value, list):
+        return [_without_plain_objects(each) for each in value] if dict in map(type, value) else value
+    return value if isinstance(value, dict) and value.get("multimodal_data") else _text_of(value)
 
 
 def without_objects(value: Any) -> Any:
@@ -105,9 +147,31 @@ def prompts_of(most: int, kind: Callable[[Any], str] = kind_of_prompts) -> Any:
     ]
 
 
+def prompts_with_media(most: int) -> Any:
+    """The same, which may also be texts with pictures."""
+    one = Annotated[
+        Annotated[str, Tag("<text>")]
+        | Annotated[TokenIdList, Tag("<token_ids>")]
+        | Annotated[Pieces, Tag("<pieces>")]
+        | Annotated[MediaPrompt, Tag("<media>")],
+        Discriminator(_kind_with_media),
+    ]
+    return Annotated[
+        Annotated[str, Tag("<text>")]
+        | Annotated[TokenIdList, Tag("<token_ids>")]
+        | Annotated[Pieces, Tag("<pieces>")]
+        | Annotated[MediaPrompt, Tag("<media>")]
+        | Annotated[list[one], Field(fail_fast=True), at_most(most), Tag("<prompts>")],
+        Discriminator(_kind_of_prompts_with_media),
+        pydantic.BeforeValidator(_without_plain_objects),
+    ]
+
+
 def prompt_list(given: str | list[Any]) -> list[Any]:
     """All prompts of such a field, one element each; none of an empty list."""
-    return given if given == [] or kind_of_prompts(given) == "<prompts>" else [given]  # type: ignore[return-value]
+    if isinstance(given, list) and (not given or {list, dict, MediaPrompt} & set(map(type, given))):
+        return given
+    return given if kind_of_prompts(given) == "<prompts>" else [given]  # type: ignore[return-value]
 
 
 def check_prompts(

@@ -91,6 +91,32 @@ def test_chats_are_those_of_the_processor(form: str, start: str, tmp_path: Path)
     with_client(tmp_path, FakeDense(lambda submit: ids(" a")), test, model=path)
 
 
+def test_pictures_in_prompts_of_llama_cpp_stand_where_their_markers_do(tmp_path: Path) -> None:
+    """The tokens are those that the processor makes of a text with its own markers."""
+    save_model(path := tmp_path / "model", "chat_template.jinja")
+    truth, pictures = LlavaProcessor.from_pretrained(path), [noise(30, 43, 1), noise(20, 20, 2)]
+    files = [data_url(each).partition(",")[2] for each in pictures]
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        marker = (await client.get("/props")).json()["media_marker"]
+        one = {"prompt_string": f"What is {marker}?", "multimodal_data": files[:1]}
+        two = {"prompt_string": f"{marker}A{marker}", "multimodal_data": files}
+        answer = await client.post("/completion", json={"prompt": [one, two, "plain"], "n_predict": 1})
+        assert answer.status_code == 200, answer.text
+        texts = ("What is <image>?", pictures[:1]), ("<image>A<image>", pictures), ("plain", None)
+        for submit, (text, shown) in zip(dense.submits, texts, strict=True):
+            assert list(submit.spec.prompt_token_ids) == truth(images=shown, text=text)["input_ids"][0]
+        alone = await client.post("/completion", json={"prompt": one, "n_predict": 1})
+        first, *_, last = dense.submits
+        assert alone.status_code == 200 and last.spec.prompt_token_ids == first.spec.prompt_token_ids
+        for data, what in (("malformed", "base64"), ("", "no bytes"), ("AAAA", "picture")):
+            wrong = await client.post("/completion", json={"prompt": {**one, "multimodal_data": [data]}})
+            assert wrong.status_code == 400 and what in wrong.json()["error"]["message"], wrong.text
+
+    dense = FakeDense(lambda submit: ids(" a"))
+    with_client(tmp_path, dense, test, model=path)
+
+
 def test_the_template_of_the_configuration_comes_first(tmp_path: Path) -> None:
     save_model(tmp_path, "chat_template.json")
     file = tmp_path / "own.jinja"

@@ -137,7 +137,7 @@ def test_completions_stand_between_prompt_and_suffix(tmp_path: Path) -> None:
     assert (cut[0], cut[-len(gap) :], len(cut)) == (bos, gap, 2048 - 50)
 
 
-@pytest.mark.parametrize("extra", [[{"filename": "a" * 20_000}], [{"text": ""}] * 256])
+@pytest.mark.parametrize("extra", [[{"filename": "a" * 20_000, "text": ""}], [{"text": ""}] * 256])
 def test_long_names_and_many_excerpts_are_encoded_in_a_thread(
     extra: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +153,9 @@ def test_long_names_and_many_excerpts_are_encoded_in_a_thread(
             body = {"input_prefix": "a", "input_suffix": "b", "n_predict": 1, "input_extra": extras}
             assert (await client.post("/infill", json=body)).status_code == 200
             assert (threads.pop() is threading.current_thread()) is is_inline
+        for wrong in ({}, {"filename": "ok"}, {"filename": 1, "text": "a"}, {"text": 1}):
+            refused = await client.post("/infill", json=body | {"input_extra": [wrong]})
+            assert refused.status_code == 400 and "input_extra[0]" in refused.json()["error"]["message"]
 
     with_coder(tmp_path, FakeDense(lambda submit: [5]), test)
 
