@@ -22,7 +22,6 @@ class HermesParser(MarkedParser):
 
     end_marker = END
     _state = _State.CONTENT
-    _call: JsonCall | None = None
 
     def _step(self) -> bool:
         if self._state is _State.CONTENT:
@@ -37,8 +36,7 @@ class HermesParser(MarkedParser):
         if END.startswith(text):  # also if there is none
             return False
         if text.startswith("{"):
-            self._text = text
-            self._begin_call()
+            self._text, self._state = text, _State.CALL
         else:
             self._reset()
         return True
@@ -50,25 +48,18 @@ class HermesParser(MarkedParser):
         if marker is None:
             return False
         self._take(len(BEGIN))
-        self._begin_call()
+        self._state = _State.CALL
         return True
-
-    def _begin_call(self) -> None:
-        self._state, self._call = _State.CALL, None
 
     def _read_call(self) -> bool:
         if self._call is None:
             if not self._skip_space():
                 return False
             self._call = JsonCall(self._writer)
-        if not self._feed(self._call):
+        if not self._feed_call():
             return False
-        self._end_call()
         self._state = _State.AFTER_CALL
         return True
 
     def _reset(self) -> None:
         self._state = _State.CONTENT
-
-    def _write_rest(self) -> bool:
-        return self._state is _State.CALL and self._call is not None and self._cut(self._call)

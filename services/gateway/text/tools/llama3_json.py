@@ -30,16 +30,13 @@ class Llama3JsonParser(MarkedParser):
         super().__init__(new_id)
         self._names = names
         self._state = _State.CONTENT
-        self._call: JsonCall | None = None
 
     def _step(self) -> bool:
         if self._state is _State.CONTENT:
             return self._find_call()
         if self._state is _State.CALL:
-            assert self._call is not None
-            if not self._feed(self._call):
+            if not self._feed_call():
                 return False
-            self._end_call()
             self._state = _State.AFTER_CALL
             return True
         if not self._skip_space():
@@ -68,9 +65,6 @@ class Llama3JsonParser(MarkedParser):
 
     def _begin_call(self) -> None:
         self._state, self._call = _State.CALL, JsonCall(self._writer, self._names)
-
-    def _write_rest(self) -> bool:
-        return self._state is _State.CALL and self._call is not None and self._cut(self._call)
 
     def _reset(self) -> None:
         self._state, self._is_line_blank = _State.CONTENT, False

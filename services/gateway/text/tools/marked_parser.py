@@ -25,6 +25,7 @@ class MarkedParser(ABC):
         self._writer = CallWriter(new_id)
         self._text = ""  # arrived and not taken yet
         self._raw: list[str] = []  # the text of the block of calls that is open, from its marker on
+        self._call: JsonCall | JsonArguments | None = None  # the open one, in formats whose calls are JSON
         self._has_begun = False  # whether deltas of the open call have been written
         self._is_line_blank = True  # whether what `_show` has shown is only white space since the last line break
 
@@ -52,12 +53,18 @@ class MarkedParser(ABC):
     def _reset(self) -> None:
         """Goes back to looking for a call."""
 
-    @abstractmethod
     def _write_rest(self) -> bool:
         """Writes what is known of the open call, whose end is missing. Returns whether it has begun.
 
         `_text` is what was not taken. Raises `MalformedCall`.
         """
+        if self._call is None:
+            return False
+        try:
+            self._call.cut()
+        finally:
+            self._has_begun = self._call.has_begun
+        return self._has_begun
 
     def _end_unfinished(self, is_cut: bool) -> None:
         """Ends the block that is open where the answer ends."""
@@ -98,8 +105,10 @@ class MarkedParser(ABC):
         else:
             self._text = self._text[num_characters:]
 
-    def _feed(self, call: JsonCall | JsonArguments) -> bool:
-        """Gives `_text` to an open call. Returns whether the call is complete then. Raises `MalformedCall`."""
+    def _feed_call(self) -> bool:
+        """Gives `_text` to `_call`, and ends it if it is complete. Returns whether it is. Raises `MalformedCall`."""
+        call = self._call
+        assert call is not None, "it has begun"
         try:
             index = call.feed(self._text)
         except MalformedCall as error:
@@ -108,20 +117,14 @@ class MarkedParser(ABC):
         finally:
             self._has_begun = call.has_begun
         self._take(index)
+        if call.is_complete:
+            self._end_call()
         return call.is_complete
-
-    def _cut(self, call: JsonCall | JsonArguments) -> bool:
-        """Writes what an open call has held back. Returns whether it has begun. Raises `MalformedCall`."""
-        try:
-            call.cut()
-        finally:
-            self._has_begun = call.has_begun
-        return call.has_begun
 
     def _end_call(self) -> None:
         """The open call is complete. What follows in its block is a new call or content."""
         self._writer.end()
-        self._raw, self._has_begun = [], False
+        self._raw, self._call, self._has_begun = [], None, False
 
     def _run(self) -> None:
         while True:
@@ -137,5 +140,5 @@ class MarkedParser(ABC):
             self._writer.end(malformed=raw)
         else:
             self._writer.content(raw)
-        self._raw, self._has_begun = [], False
+        self._raw, self._call, self._has_begun = [], None, False
         self._reset()

@@ -34,7 +34,6 @@ class MistralParser(MarkedParser):
         self._state = _State.CONTENT
         self._name = ""
         self._is_list = False
-        self._call: JsonCall | JsonArguments | None = None
 
     def _step(self) -> bool:
         state = self._state
@@ -46,10 +45,8 @@ class MistralParser(MarkedParser):
             return self._read_id()
         if state is _State.LIST:
             return self._read_list()
-        assert self._call is not None
-        if not self._feed(self._call):
+        if not self._feed_call():
             return False
-        self._end_call()
         self._state = _State.LIST if self._is_list else _State.CONTENT
         return True
 
@@ -116,12 +113,6 @@ class MistralParser(MarkedParser):
         else:
             raise MalformedCall("a call is not an object")
         return True
-
-    def _write_rest(self) -> bool:
-        if self._state not in (_State.ARGUMENTS, _State.CALL, _State.CALL_ID):
-            return False
-        assert self._call is not None
-        return self._cut(self._call)
 
     def _reset(self) -> None:
         self._state = _State.CONTENT
