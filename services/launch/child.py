@@ -127,11 +127,16 @@ class Child:
         while not self._is_stopping:
             self._error_file.unlink(missing_ok=True)
             self._kill_reason = ""
-            self._start()
-            return_code = await self._wait(None)
+            try:
+                self._start()
+            except OSError as error:  # no memory, or too many processes or open files, perhaps for a moment
+                end, return_code = f"it cannot be started: {error}", None
+            else:
+                return_code = await self._wait(None)
+                end = self._describe_end(return_code)
             if self._is_stopping:
                 return
-            self.last_end, self.last_return_code = self._describe_end(return_code), return_code
+            self.last_end, self.last_return_code = end, return_code
             delay_s = self._back_off(return_code)
             if self._succeed(self):
                 return
@@ -285,7 +290,7 @@ class Child:
         except OSError:
             return end  # it had no time to log an error
 
-    def _back_off(self, return_code: int) -> float:
+    def _back_off(self, return_code: int | None) -> float:
         was_stopped = return_code in STOPPED and not self._kill_reason and self.options.standby is None
         if not self.may_restart and (self._exits or not was_stopped):
             raise PeerError(f"{self.role} ended before the cluster could serve: {self.last_end}")

@@ -116,7 +116,11 @@ class DenseReplacer:
             )
             async with self._standby.suspended(is_taken=not overrides and not keeps_caches) as new:
                 if new is None:
-                    new = self._make_child(f"{DENSE_ROLE}-{self._num_started}", DENSE_ROLE, config, options)
+                    try:
+                        new = self._make_child(f"{DENSE_ROLE}-{self._num_started}", DENSE_ROLE, config, options)
+                    except OSError as error:  # its file of configuration cannot be written: the disk is full
+                        reason = f"the new dense worker cannot be started: {error}"
+                        raise RolledBack(f"{reason}; nothing was changed") from error
                     new.start()
                 return await self._replace(old, new, accepts_others=accepts_others, wait_s=wait_s)
         finally:
@@ -172,7 +176,7 @@ class DenseReplacer:
             await new.end()
             reason = _describe(error)
             log.error("the dense worker was not replaced", reason=reason, pid=old.pid)
-            if isinstance(error, TwostrokeError | grpc.aio.AioRpcError):
+            if isinstance(error, TwostrokeError | grpc.aio.AioRpcError | OSError):
                 raise RolledBack(f"{reason}; the present dense worker, process {old.pid}, goes on") from error
             raise
         new.leave_standby(old)
@@ -191,9 +195,9 @@ class DenseReplacer:
         new_stub: dense_pb2_grpc.DenseWorkerStub,
     ) -> tuple[float, str]:
         """Switches the workers; returns the pause in milliseconds and the new backend. A failure is undone."""
-        old.retire()  # if it restarted now, it would replace the new one
         # Done before the streams end, so that gateways reconnect to the new worker.
         self._dense_address.point_to(new.config.dense.address)
+        old.retire()  # if it restarted now, it would replace the new one
         begin = time.monotonic()
         try:
             timeout_s = old.config.channel.wait_timeout_s + old.config.peers.rpc_timeout_s  # a step and an answer

@@ -119,7 +119,12 @@ class Standby:
             await self._wait_serving()
             if not self._is_wanted.is_set():
                 continue
-            spare = self._start()
+            try:
+                spare = self._start()
+            except OSError as error:  # its file of configuration cannot be written: the disk is full
+                self._num_never_ready += 1
+                await self._handle_failure(f"it cannot be started: {error}")
+                continue
             await self._wait_end(spare)
             if spare.is_successor:
                 await self._tell(spare)
@@ -129,7 +134,8 @@ class Standby:
                 # Its error says what the child knows.
                 await asyncio.gather(spare.child.watching, return_exceptions=True)
                 self._num_never_ready = 0 if spare.is_ready else self._num_never_ready + 1
-                await self._handle_failure(spare.child)
+                child = spare.child
+                await self._handle_failure(child.last_end, has_reported=child.last_return_code == OWN_ERROR)
         if self._mode != "off":
             log.warning("there is no standby", role=self._name, reason=self._off_reason)
         await asyncio.Event().wait()
@@ -139,6 +145,11 @@ class Standby:
         spare = self._spare
         if old not in self._children or spare is None or not spare.is_ready or not spare.child.is_running:
             return False
+        try:
+            self._address.point_to(spare.child.address)
+        except OSError as error:  # no room for a symbolic link: the worker is started again at its own address
+            log.error("the standby cannot take over", role=self._name, reason=str(error))
+            return False
         pid, reason = spare.child.pid, old.last_end
         log.warning("the standby takes over", role=self._name, pid=pid, old_pid=old.pid, reason=reason)
         spare.is_successor = True
@@ -147,7 +158,6 @@ class Standby:
         new.num_restarts += 1
         self.num_take_overs += 1
         self._children.replace(old, new)
-        self._address.point_to(new.address)
         return True
 
     @contextlib.asynccontextmanager
@@ -251,10 +261,9 @@ class Standby:
             log.error("the standby does not take over", role=self._name, pid=child.pid, reason=reason)
             await child.kill_hanging(f"it does not take over: {reason}")
 
-    async def _handle_failure(self, child: Child) -> None:
+    async def _handle_failure(self, reason: str, *, has_reported: bool = False) -> None:
         """Waits before the next spare is started, or gives it up. Raises `PeerError` if the first one reports why."""
-        reason, now_s = child.last_end, time.monotonic()
-        has_reported = child.last_return_code == OWN_ERROR
+        now_s = time.monotonic()
         if has_reported and self._mode != "auto" and not self._has_been_ready:
             raise PeerError(f"{self._key} is {self._mode!r}, and the standby ended: {reason}")
         window_s, most = self._section.restart_window_s, self._section.max_restarts
@@ -270,7 +279,7 @@ class Standby:
             )
         else:
             delay_s = RETRY_S * 2 ** (num_in_window - 1)
-            log.warning("the standby has ended", role=self._name, pid=child.pid, reason=reason, delay_s=delay_s)
+            log.warning("the standby has ended", role=self._name, reason=reason, delay_s=delay_s)
             await asyncio.sleep(delay_s)
 
 

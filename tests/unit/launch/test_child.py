@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
+import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
+import services.launch.child
 from services.common.child_options import ChildOptions, Standby
 from services.common.config import Config, LaunchSection
 from services.common.errors import PeerError
@@ -69,6 +73,39 @@ def test_a_process_that_is_killed_before_the_cluster_serves_is_restarted_once_un
         assert len(killed) == 1 + num_restarts
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_failures", [2, 3])
+def test_a_process_that_cannot_be_started_counts_as_one_that_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_failures: int
+) -> None:
+    num_calls, is_over = 0, asyncio.Event()
+
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls <= num_failures:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        is_over.set()
+        return subprocess.Popen(["sleep", "100"])
+
+    async def run() -> None:
+        child = make_child(tmp_path, "gateway", Config(launch=LaunchSection(restart_delay_s=0.01, max_restarts=2)))
+        child.may_restart = True
+        monkeypatch.setattr(services.launch.child, "start_process", start)
+        child.start()
+        async with asyncio.timeout(TIMEOUT_S):
+            if num_failures == 3:
+                await child.watching
+            await is_over.wait()
+            assert child.is_running and child.num_restarts == num_failures
+            await child.end()
+
+    if num_failures == 3:
+        with pytest.raises(PeerError, match="limit is 2 restarts; the last time: it cannot be started: "):
+            asyncio.run(run())
+    else:
+        asyncio.run(run())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

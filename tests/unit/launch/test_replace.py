@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -143,6 +145,33 @@ def test_if_the_new_worker_fails_late_the_old_one_continues(tmp_path: Path, call
     # The new worker stops before the old one attaches again; otherwise they would replace each other.
     assert world.calls.index("old leave") < world.calls.index("new stop") < world.calls.index("old take over")
     assert world.serves == "old" and world.members == ["old"]
+
+
+def test_nothing_changes_if_the_new_worker_cannot_be_started(tmp_path: Path) -> None:
+    def prepare(world: World) -> None:
+        def fill(child: FakeChild) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        world.change_new = fill
+
+    world, result = run(tmp_path, prepare)
+    assert isinstance(result, RolledBack) and "No space left" in str(result)
+    assert world.serves == "old" and world.members == ["old"] and "old leave" not in world.calls
+
+
+def test_an_old_worker_continues_if_its_address_cannot_be_switched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare(world: World) -> None:
+        def fill(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(Path, "symlink_to", fill)
+
+    world, result = run(tmp_path, prepare)
+    assert isinstance(result, RolledBack) and "No space left" in str(result)
+    assert world.serves == "old" and world.members == ["old"] and "old leave" not in world.calls
+    assert not world.old._is_stopping, "it is restarted when it dies"
 
 
 def test_an_old_worker_that_cannot_leave_continues(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import gc
 import os
 import signal
@@ -159,6 +160,42 @@ def test_a_spare_that_dies_is_replaced_a_bounded_number_of_times(tmp_path: Path)
             assert "3 times within 60 s, the limit is 2 restarts" in it.standby.status().reason
             assert "none, it ended 3 times" in describe_standby(it.standby.status())
             assert not await it.die(it.first)
+
+    run(main)
+
+
+@pytest.mark.parametrize("num_failures", [2, 3])
+def test_a_spare_that_cannot_be_started_counts_as_one_that_has_died(tmp_path: Path, num_failures: int) -> None:
+    def fill(child: FakeChild) -> None:
+        if len(it.spares) <= num_failures:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def main() -> None:
+        nonlocal it
+        async with world(tmp_path, change=fill) as it:
+            await it.until(lambda: it.state != launch_pb2.StandbyStatus.STARTING)
+            assert len(it.spares) == 3, "launch.max_restarts is 2"
+            assert it.state == (launch_pb2.StandbyStatus.OFF if num_failures == 3 else launch_pb2.StandbyStatus.READY)
+            assert ("No space left" in it.standby.status().reason) == (num_failures == 3)
+
+    it: World
+    run(main)
+
+
+def test_a_worker_whose_address_cannot_be_switched_is_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def main() -> None:
+        async with world(tmp_path) as it:
+            spare = await it.until_ready()
+            with monkeypatch.context() as patched:
+                patched.setattr(Path, "symlink_to", fill)
+                assert not await it.die(it.first)
+            assert it.link.resolve() == path_of(it.first) and list(it.children) == [it.first]
+            assert it.standby.succeed(it.first) and it.link.resolve() == path_of(spare), "there is room again"
 
     run(main)
 
