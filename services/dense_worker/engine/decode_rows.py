@@ -73,6 +73,11 @@ class Decodes(NamedTuple):
     has_grown: np.ndarray  # bool [num_rows]: whether a block was taken for the token
 
 
+_NO_SLOTS = np.zeros(0, np.int64)
+_NO_ROWS = PlannedRows(0, _NO_SLOTS, _NO_SLOTS, np.zeros(0, np.uint64), np.zeros(0, object), _NO_SLOTS, (), _NO_SLOTS)
+NO_DECODES = Decodes(_NO_ROWS, _NO_SLOTS, np.zeros(0, np.bool_))
+
+
 class DecodeRows:
     """Owned by the session. Columns are arrays by slot; they are replaced when slots are added.
 
@@ -95,7 +100,6 @@ class DecodeRows:
         self.seq_ids, self.sequences, self._outputs = np.zeros(0, np.uint64), *np.empty((2, 0), object)
         self._add_slots(_INITIAL_NUM_SLOTS)
         self._planned = self._look_up(self._order)  # all rows, as of the version that it names
-        self.none = Decodes(self._planned, self._order, np.zeros(0, np.bool_))  # a step without rows
 
     def __len__(self) -> int:
         return len(self._in_order)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from services.dense_worker.engine.decode_rows import Decodes
+from services.dense_worker.engine.decode_rows import NO_DECODES
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.features.row_policy import PlannedRow
 from services.step import Fork, PlanEntries, PlanEntry
@@ -25,11 +25,10 @@ class PlannedEntry(NamedTuple):
 class PlanBuilder:
     """The decode rows and the entries so far, with their forks and forced tokens, and the rest of the step's budget."""
 
-    def __init__(self, num_tokens: int, num_logits: int, decodes: Decodes) -> None:
-        """`decodes`: no rows"""
+    def __init__(self, num_tokens: int, num_logits: int) -> None:
         self.num_tokens = num_tokens  # the budget's remaining tokens; less than 0 behind many extra rows
         self.num_logits = num_logits  # the budget's remaining rows
-        self.decodes = decodes  # the step's first entries
+        self.decodes = NO_DECODES  # the step's first entries
         self.entries: list[PlanEntry] = []  # after these
         self.planned: list[PlannedEntry] = []  # aligned with the entries
         self.seq_ids: set[int] = set()  # of the entries' sequences, and of others that have to stay open

@@ -280,8 +280,8 @@ class Scheduler:
         session, suspect = self.session, self._suspects.active()
         if suspect is not None and any([step.plan.lane != lane for step in session.in_flight]):
             return None  # no step of another lane runs beside its own
-        planned = self._planners[lane].plan_step(suspect)
-        return None if planned is None else session.schedule(planned, lane)
+        builder = self._planners[lane].plan_step(suspect)
+        return None if builder is None else session.schedule(builder, lane)
 
     def plan_openings(self) -> StepPlan | None:
         """The openings of the next step alone, which are sent ahead of it; None: there are none that have an answer."""

@@ -392,29 +392,29 @@ class Session:
 
     # Steps, from their plans to their ends
 
-    def schedule(self, planned: PlanBuilder, lane: int) -> ScheduledStep | None:
+    def schedule(self, builder: PlanBuilder, lane: int) -> ScheduledStep | None:
         """A step as planned, with all that the session has for the next one of a lane; None: there is nothing.
 
         It is in flight until it is completed.
         """
         of_lane = self.lanes[lane]
-        if not (planned.has_entries or of_lane.to_close or of_lane.dead_rows):
+        if not (builder.has_entries or of_lane.to_close or of_lane.dead_rows):
             return None
         self.last_step_id += 1
         plan = StepPlan(
             self.last_step_id,
-            planned.all_entries(),
+            builder.all_entries(),
             (*of_lane.to_close, *of_lane.dead_rows),
             self._take_sampled(),
-            tuple(planned.forks),
+            tuple(builder.forks),
             self.take_openings(),
-            tuple(planned.forced),
+            tuple(builder.forced),
             lane,
-            evicts_blocks=planned.evicts_blocks,
-            extra_rows=tuple(planned.extra_rows),
+            evicts_blocks=builder.evicts_blocks,
+            extra_rows=tuple(builder.extra_rows),
         )
         frees_blocks = plan.evicts_blocks or bool(of_lane.to_close)
-        step = ScheduledStep(plan, planned.decodes, tuple(planned.planned), bool(of_lane.dead_rows), frees_blocks)
+        step = ScheduledStep(plan, builder.decodes, tuple(builder.planned), bool(of_lane.dead_rows), frees_blocks)
         self.in_flight += (step,)
         self.unanswered[plan.step_id] = step
         self.num_freeing_plans += step.frees_blocks

@@ -6,6 +6,7 @@ from collections import deque
 
 import numpy as np
 
+from services.dense_worker.engine.decode_rows import NO_DECODES
 from services.dense_worker.engine.fairness.step_shares import (
     Prefill,
     count_rows,
@@ -69,12 +70,12 @@ class StepPlanner:
         """
         session = self._session
         session.lanes[self._lane].short_caches.clear()
-        step = PlanBuilder(self._limits.max_num_batched_tokens, self._limits.max_num_seqs, session.rows.none)
+        step = PlanBuilder(self._limits.max_num_batched_tokens, self._limits.max_num_seqs)
         slow = [each for each, feature in session.rows.forced_by.items() if feature.host_s > SLOW_S]
         if slow and sum(map(_host_s, [*slow, *session.others])) > MAX_HOST_S:  # they take turns
             for sequence in slow:
                 session.leave_row(sequence)
-        rows = session.rows.unfinished() if suspect is None else session.rows.none.positions
+        rows = session.rows.unfinished() if suspect is None else NO_DECODES.positions
         rows = session.rows.of_lane(rows, self._lane, len(session.lanes))
         decodes, prefills = self._find_others(suspect)
         if decodes or prefills:

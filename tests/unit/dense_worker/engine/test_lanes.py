@@ -11,7 +11,7 @@ import pytest
 
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine.attachment import AttachedCache, Attachment
-from services.dense_worker.engine.decode_rows import DecodeRows
+from services.dense_worker.engine.decode_rows import NO_DECODES
 from services.dense_worker.engine.engine import Engine, progress_of
 from services.dense_worker.engine.observer import EngineCounts
 from services.dense_worker.engine.scheduler import Scheduler
@@ -133,8 +133,7 @@ def test_progress_comes_from_the_channel_of_the_oldest_steps_lane() -> None:
 
     def progress(*lanes: int) -> Progress | None:
         plans = [plan_of(30 + lane, PlanEntry(5, 0, 1, 1), PlanEntry(0xAB, 0, 1, 1), lane=lane) for lane in lanes]
-        none = DecodeRows().none
-        session.in_flight = tuple(ScheduledStep(plan, none, ()) for plan in plans)
+        session.in_flight = tuple(ScheduledStep(plan, NO_DECODES, ()) for plan in plans)
         return progress_of(session, counts, NUM_LAYERS)
 
     assert progress(1, 0) == Progress(
