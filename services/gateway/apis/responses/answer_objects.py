@@ -6,6 +6,7 @@ from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
+from services.gateway.apis.responses.raw_messages import RawMessage
 from services.gateway.apis.shared.timings import TimingsObject
 
 
@@ -86,3 +87,5 @@ class ResponseObject(TypedDict):
     usage: ResponseUsage | None
     user: str | None
     timings: NotRequired[TimingsObject]
+    input_messages: NotRequired[list[RawMessage]]  # with enable_response_messages
+    output_messages: NotRequired[list[RawMessage]]

@@ -9,6 +9,7 @@ from typing import Any
 from services.gateway.apis.responses.answer_objects import ResponseError, ResponseObject, ResponseUsage
 from services.gateway.apis.responses.event_log import EventLog
 from services.gateway.apis.responses.output_items import Event, OutputItems
+from services.gateway.apis.responses.raw_messages import RawMessages
 from services.gateway.apis.responses.response_store import StoredResponse
 from services.gateway.apis.responses.schema import ResponsesRequest
 from services.gateway.apis.responses.stored_record import ResponseRecord
@@ -51,6 +52,7 @@ class ResponsesFormat(Format):
         self.param_names: Mapping[str, str] = PARAM_NAMES | paths | {"request_id": body.source_of(request_id)}
         self._has_logprobs = body.has_logprobs
         self._timings = TimingsSoFar() if body.timings_per_token else None
+        self._raw = RawMessages(service.tokenizer) if body.enable_response_messages else None
         self._items = OutputItems(request_id, tools, service.tokenizer)
         self._finish: Finish | None = None
         self._error: ResponseError | None = None
@@ -66,6 +68,8 @@ class ResponsesFormat(Format):
     async def begin(self, prompts: Sequence[list[int]]) -> None:
         if self._timings is not None:
             self._timings.begin(prompts)
+        if self._raw is not None:
+            await self._raw.begin(prompts[0])
 
     def opening(self) -> Sequence[Event]:
         response = self.response("in_progress")
@@ -112,6 +116,8 @@ class ResponsesFormat(Format):
         return "incomplete" if self._finish.reason is FinishReason.LENGTH else "completed"
 
     def _add(self, deltas: Iterable[Delta], answer: Chunk | Completion) -> list[Event]:
+        if self._raw is not None:
+            self._raw.add(answer.token_ids, is_last=answer.finish is not None)
         if self._has_logprobs and answer.logprobs:
             return self._items.add(deltas, answer.token_ids, answer.logprobs)
         return self._items.add(deltas)
@@ -167,6 +173,8 @@ class ResponsesFormat(Format):
         }
         if self._timings is not None and self._finish is not None:
             rest["timings"] = timings(self._finish)
+        if self._raw is not None:
+            rest |= self._raw.lists(is_open=is_open)
         return rest
 
 

@@ -112,6 +112,11 @@ class ResponsesRequest(NamedFields, IgnoredFields):
     return_progress: bool | None = Field(
         None, description="Send further events response.in_progress with llama.cpp's prompt_progress"
     )
+    enable_response_messages: bool | None = Field(
+        None,
+        description="Give vLLM's input_messages and output_messages: the prompt and the answer with their special "
+        "tokens, as text and as token ids",
+    )
     tools: ToolObjects = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: an answer ends after its first call")

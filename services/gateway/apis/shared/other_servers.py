@@ -61,7 +61,6 @@ VLLM_MESSAGES: Mapping[str, tuple[Any, ...]] = {
 }
 VLLM_RESPONSES: Mapping[str, tuple[Any, ...]] = {
     **VLLM_MESSAGES,
-    "enable_response_messages": (False,),
     "include_stop_str_in_output": (False,),
     "mm_processor_kwargs": ({},),
     "previous_input_messages": ([],),

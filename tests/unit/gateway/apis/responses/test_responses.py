@@ -10,7 +10,7 @@ import httpx2
 import openai
 import pytest
 
-from tests.support.clients.gateway_calls import EOS, ids, text_of
+from tests.support.clients.gateway_calls import EOS, REFERENCE, ids, text_of
 from tests.support.clients.http_clients import async_client, named_events
 from tests.support.clients.http_gateway import MODEL, say
 from tests.support.running_gateway import RunningGateway, run, running_gateway
@@ -292,3 +292,24 @@ def test_the_body_may_name_the_response(name: str, tmp_path: Path) -> None:
         assert raw.parse().id == "resp_x"
 
     with_api(tmp_path, FakeDense(lambda submit: [70, EOS]), test)
+
+
+def test_raw_messages_are_what_the_model_was_given_and_wrote(tmp_path: Path) -> None:
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        asked: dict[str, Any] = {"model": MODEL, "input": "Hi", "extra_body": {"enable_response_messages": True}}
+        whole = await api.responses.create(**asked)
+        events = [each async for each in await api.responses.create(**asked, stream=True)]
+        prompt_ids = list(dense.submits[0].spec.prompt_token_ids)
+        assert prompt_ids == prompt_of([{"role": "user", "content": "Hi"}])
+        kind = {"type": "raw_message_tokens"}
+        prompt = {**kind, "message": REFERENCE.decode(prompt_ids), "tokens": prompt_ids}
+        token_ids = [*ids(TEXT), EOS]
+        answer = {**kind, "message": f"{TEXT}{REFERENCE.decode([EOS])}", "tokens": token_ids}
+        for response, shown in ((whole, [answer]), (events[0].response, []), (events[-1].response, [answer])):
+            assert response.to_dict()["input_messages"] == [prompt]
+            assert response.to_dict()["output_messages"] == shown
+        plain = await api.responses.create(model=MODEL, input="Hi")
+        assert not {"input_messages", "output_messages"} & plain.to_dict().keys()
+
+    dense = FakeDense(lambda submit: [*ids(TEXT), EOS])
+    with_api(tmp_path, dense, test)
