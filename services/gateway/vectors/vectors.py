@@ -120,9 +120,15 @@ class Vectors:
     @property
     def embeds(self) -> PoolingConfig:
         """How the model makes embeddings, one of each input. Raises `InvalidRequest` if it makes no such vectors."""
-        if self.pooling.is_classifier:
-            raise InvalidRequest("this model makes no embeddings: it is a classifier", "model")
+        self.check_makes_embeddings()
         return self.one_each
+
+    def check_makes_embeddings(self) -> None:
+        """Raises `InvalidRequest` if the model is a classifier or makes no vectors at all."""
+        if self.pooling.is_classifier:
+            raise InvalidRequest(
+                "this model makes no embeddings: it is a classifier, ask /classify, /score or /rerank", "model"
+            )
 
     @property
     def classes(self) -> PoolingConfig:

@@ -188,8 +188,7 @@ def tei_routes(vectors: Vectors) -> APIRouter:
     @router.post("/embed_all", responses={200: {"model": list[list[list[float]]]}})
     async def create_token_embeddings(body: TextsRequest, request: Request) -> Response:
         """The vector of each token of each input, special ones included, as they are."""
-        if vectors.is_classifier:
-            raise InvalidRequest("this model makes no embeddings: it is a classifier", "model")
+        vectors.check_makes_embeddings()
         inputs = body.vector_inputs(vectors.pooling.prompts)
 
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:

@@ -11,7 +11,7 @@ import torch
 from services.common.errors import InvalidRequest
 from services.common.pooling.pooling_config import ClassifierHead, PoolingConfig, PoolingMethod
 from services.gateway.vectors.scores import probabilities, score_pairs
-from services.gateway.vectors.vectors import PooledInput
+from services.gateway.vectors.vectors import PooledInput, Vectors
 
 VALUES = np.array([-90.0, 0.5, 88.0, 3.0], np.float32)
 LABELS = ("a", "b", "c", "d")
@@ -40,6 +40,12 @@ def test_a_score_may_be_the_value_before_the_sigmoid() -> None:
 def test_a_classifier_with_several_labels_scores_nothing() -> None:
     with pytest.raises(InvalidRequest, match="4 labels"):
         score_pairs([("a", "b")], [("query", "documents[0]")], CLASSIFIER)
+
+
+def test_a_classifier_that_is_asked_for_embeddings_names_the_routes_that_it_has() -> None:
+    vectors = Vectors(None, CLASSIFIER, 8)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=r"no embeddings.*/classify, /score or /rerank"):
+        vectors.embeds  # noqa: B018
 
 
 def test_embeddings_of_equal_texts_are_computed_once() -> None:
