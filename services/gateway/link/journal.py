@@ -59,7 +59,8 @@ class Journal:
                 f"Duplicate request ID: request_id {request.spec.request_id!r} is in use by a running request",
                 "request_id",
             )
-        new_entry, updates = JournalEntry, UpdateQueue(self.turns)
+        new_entry: type[JournalEntry] = JournalEntry
+        updates: UpdateQueue[JournalEntry] = UpdateQueue(self.turns)
         if request.is_stepwise:
             new_entry, updates = StepwiseEntry, TurnQueue(request.num_sequences)
         entries = []
