@@ -13,6 +13,7 @@ from services.gateway.apis.responses.answer_objects import ResponseObject
 from services.gateway.apis.responses.background import BackgroundResponses
 from services.gateway.apis.responses.event_log import LoggedEvents
 from services.gateway.apis.responses.response_store import ResponseStore, StoredResponse
+from services.gateway.apis.responses.schema import LOGPROBS
 from services.gateway.apis.responses.stored_answer import StoredAnswer
 from services.gateway.apis.responses.stored_record import owner_of, read_conversation
 from services.gateway.core.request_service import RequestService
@@ -33,6 +34,8 @@ def stored_response_routes(
         response_id: str, request: Request, stream: bool = False, starting_after: int | None = None
     ) -> Response:
         """A stored response, or its events behind the one with the `sequence_number` `starting_after`."""
+        if LOGPROBS in (*request.query_params.getlist("include"), *request.query_params.getlist("include[]")):
+            raise InvalidRequest(f"include has {LOGPROBS}, which are not stored", "include")
         if not stream:
             if starting_after is not None:
                 raise InvalidRequest("starting_after is for streams: stream is not true", "starting_after")

@@ -301,6 +301,11 @@ def test_a_wrong_position_or_a_response_without_events_is_refused(tmp_path: Path
             (response_id, "stream=true&starting_after=-1", "starting_after", "-1"),
             (response_id, "starting_after=1", "starting_after", "stream is not true"),
         ]
+        asked: Any = ["reasoning.encrypted_content", "message.output_text.logprobs"]
+        with pytest.raises(openai.BadRequestError, match="which are not stored") as error:
+            await api.responses.retrieve(plain.id, include=asked)
+        assert error.value.param == "include"
+        await api.responses.retrieve(plain.id, include=asked[:1])
         async with async_client(gateway.http_address) as client:
             for each, query, param, words in refused:
                 response = await client.get(f"/v1/responses/{each}?{query}")
