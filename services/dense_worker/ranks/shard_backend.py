@@ -12,13 +12,15 @@ from services.common.rank import Rank, seam_config
 from services.common.resolve import ResolvedModel
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.backends.torch_backend import TorchBackend
+from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.model.model_weights import ModelWeights
+from services.dense_worker.model.operations import Residual
+from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.ranks.leading_backend import LeadingBackend, ShardOperations
 from services.dense_worker.ranks.leading_stage import LeadingStage
 from services.dense_worker.ranks.shard_runner import ShardRunner
 from services.dense_worker.ranks.sharded_operations import ShardedOperations
 from services.dense_worker.ranks.stage_links import StageLinks
-from services.dense_worker.ranks.stage_operations import StageOperations
 from services.dense_worker.ranks.stage_weights import linked_weights
 
 
@@ -83,3 +85,24 @@ def shard_sizes(config: ModelConfig, rank: Rank) -> ModelConfig:
         return seam
     size = len(rank.share(experts.intermediate_size))
     return replace(seam, parts=replace(seam.parts, experts=replace(experts, intermediate_size=size)))
+
+
+class StageOperations(TorchOperations):
+    """The operations of a stage in torch. All but the last stage compute all rows, which `links` pass on."""
+
+    def __init__(self, links: StageLinks, lora: LoraStore | None, *, is_last: bool) -> None:
+        super().__init__(lora)
+        self.links = links
+        self._is_last = is_last
+
+    def enter(self, num_rows: int) -> None:
+        """Nothing: the first operation of a step prepares no other."""
+
+    def select_rows(
+        self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, Residual]:
+        """Copies of the rows in the last stage; all rows themselves in others."""
+        self.links.num_sampled = len(rows)
+        if self._is_last:
+            return super().select_rows(attn_out, residual, rows)
+        return attn_out, Residual(residual)
