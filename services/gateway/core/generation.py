@@ -191,6 +191,8 @@ class Generation:
             entry.num_cached_tokens,
             num_output_tokens,
             entry.timings(num_output_tokens),
+            entry.request.n,
+            entry.request.max_tokens,
         )
         self._metrics.on_end(ended)
         if entry.error is not None and not entry.output_token_ids:

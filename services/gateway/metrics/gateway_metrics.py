@@ -39,6 +39,8 @@ class EndedAnswer:
     num_cached_tokens: int
     num_output_tokens: int
     timings: Timings
+    n: int  # answers that its request asked for
+    max_tokens: int  # that it could have had
 
 
 class GatewayMetrics:

@@ -121,6 +121,8 @@ class _RequestHistograms:
 
         self._prompt_tokens = histogram("prompt_tokens", "Prompt tokens of a finished answer.", TOKEN_BUCKETS)
         self._output_tokens = histogram("generation_tokens", "Output tokens of a finished answer.", TOKEN_BUCKETS)
+        self._n = histogram("params_n", "Answers that the request of a finished answer asked for.", TOKEN_BUCKETS)
+        self._max_tokens = histogram("params_max_tokens", "Tokens that a finished answer could have.", TOKEN_BUCKETS)
         self._queue = histogram("queue_time_seconds", "From a sequence's arrival until its first step began.")
         self._prefill = histogram("prefill_time_seconds", "From then until the answer's first token was here.")
         self._decode = histogram("decode_time_seconds", "From an answer's first token until its last.")
@@ -132,6 +134,8 @@ class _RequestHistograms:
             return
         self._prompt_tokens.observe(answer.num_prompt_tokens)
         self._output_tokens.observe(answer.num_output_tokens)
+        self._n.observe(answer.n)
+        self._max_tokens.observe(answer.max_tokens)
         times = answer.timings
         if times.queue_s is None or times.first_token_s is None:
             return

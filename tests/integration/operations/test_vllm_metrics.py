@@ -50,6 +50,8 @@ VLLM_TYPES = {
         "e2e_request_latency_seconds",
         "request_prompt_tokens",
         "request_generation_tokens",
+        "request_params_n",
+        "request_params_max_tokens",
         "request_queue_time_seconds",
         "request_prefill_time_seconds",
         "request_decode_time_seconds",
@@ -166,6 +168,8 @@ def test_values_are_what_the_clients_counted(server: Server) -> None:
         assert delta(f"{name}_count") == delta(f"{name}_bucket", le="+Inf") == 5
     assert delta("request_prompt_tokens_sum") == num_prompt and delta("request_prompt_tokens_count") == 5
     assert delta("request_generation_tokens_sum") == num_output
+    assert delta("request_params_n_sum") == delta("request_params_n_count") == 5
+    assert delta("request_params_max_tokens_sum") == 10 + 11 + 12 + 13 + 20
     inference_s = delta("request_inference_time_seconds_sum")
     parts_s = delta("request_prefill_time_seconds_sum") + delta("request_decode_time_seconds_sum")
     assert inference_s == pytest.approx(parts_s)
