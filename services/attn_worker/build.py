@@ -63,6 +63,7 @@ class AttentionSetup:
     section: AttentionSection
     model: ResolvedModel  # the part of this worker's rank
     is_deterministic: bool = False  # attention has one order of additions
+    takes_turns: bool = False  # the host tier is for sequences that leave the cache and come back
     pinned_tier: PinnedFile | None = None  # what `prepare_device` has returned
     kv_events: KVEvents | None = None  # what becomes of blocks is recorded there; None: nowhere
     peers: Peers | None = None  # None: no sequence may come from other attention workers
@@ -78,7 +79,8 @@ def build_engine(setup: AttentionSetup, limits: StepLimits, metrics: AttentionMe
     cache = _build_cache(setup, limits, spec)
     runner, storage = _build_runner(setup, limits, spec, cache.max_model_len, metrics)
     if section.host_kv_bytes:
-        cache.use_tier(_open_host_tier(setup, storage, cache.pools["blocks"]))
+        tier = _open_host_tier(setup, storage, cache.pools["blocks"])
+        cache.use_tier(tier, copies_full_blocks=not setup.takes_turns)
     moved_blocks = rehearsal = None
     can_copy = model.device.type == "cpu" and section.enable_prefix_cache and cache.can_load_blocks
     if peers is not None and can_copy:
@@ -212,7 +214,7 @@ def _open_host_tier(setup: AttentionSetup, storage: BlockStorage, findable: Bloc
     except BaseException:
         region.close()  # its lock would keep the next attempt from the file
         raise
-    tier = HostTier(region, copier, findable)
+    tier = HostTier(region, copier, findable, keeps_loaded=not setup.takes_turns)
     tier.start()
     log.info(
         "host tier",

@@ -73,7 +73,8 @@ class AttentionWorker(Service):
         has_streams = options.standby is not None or options.is_restarted
         if has_streams and config.scheduler.num_lanes > 1:  # they would wait for all graphs
             section = section.model_copy(update={"captures_lazily": True})
-        setup = AttentionSetup(section, model, config.dense.deterministic)
+        takes_turns = config.scheduler.policy == "take_turns"
+        setup = AttentionSetup(section, model, config.dense.deterministic, takes_turns)
         limits = StepLimits(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
         loading = None
         if options.standby is not None:

@@ -143,6 +143,7 @@ class AttentionServicer(attn_pb2_grpc.AttentionWorkerServicer):
             is_empty=cache.is_empty,
             plan_link="" if attachment.offer is None else attachment.offer.name,
             prefix_generation=cache.prefix_generation,
+            num_host_blocks=cache.tier.counts.num_slots,
         )
 
     def _offer_link(self, attachment: Attachment) -> LinkOffer | None:

@@ -255,8 +255,10 @@ class SchedulerSection(Section):
     num_lanes: Annotated[int, Field(ge=1, le=MAX_LANES)] = 1
     # guaranteed_no_evict: a sequence starts when there are blocks for all tokens that it may get, or for those that it
     # keeps at a time if all layers have windows. max_utilization: a sequence starts when there are blocks for the
-    # tokens it has; when blocks run out, the last sequence gives up its blocks and is computed again later
-    policy: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict"
+    # tokens it has; when blocks run out, the last sequence gives up its blocks and is computed again later. take_turns:
+    # a sequence starts when the KV cache and attention.host_kv_bytes together hold all tokens that it may get; those
+    # that wait have their blocks in host memory, and take turns with those that run
+    policy: Literal["guaranteed_no_evict", "max_utilization", "take_turns"] = "guaranteed_no_evict"
     max_num_waiting: Count = 10_000  # maximum number of waiting sequences that never ran, of all gateways together
     max_num_waiting_tokens: Count = 10_000_000  # the same limit in prompt tokens
     priority_ageing_s: Annotated[float, Field(ge=0)] = 1.0  # seconds of waiting that make up for one priority
@@ -468,6 +470,8 @@ class Config(Section):
                 f"scheduler.max_num_seqs is {scheduler.max_num_seqs}, more than scheduler.max_num_batched_tokens "
                 f"{scheduler.max_num_batched_tokens}: a step could not give every sequence a token"
             )
+        if scheduler.policy == "take_turns":
+            _check_turns(self.attention)
         _check_lookup_lengths(scheduler.prompt_lookup_min, scheduler.prompt_lookup_max)
         _check_speculation_model(scheduler.speculation, scheduler.speculation_model, self.dense.backend)
         _check_draft_model(scheduler.speculation, scheduler.draft_model)
@@ -498,6 +502,14 @@ class Config(Section):
         if len(set(chosen)) != len(chosen):
             raise ValueError(f"gateway, HTTP, dense and attention addresses must differ: {', '.join(addresses)}")
         return self
+
+
+def _check_turns(attention: AttentionSection) -> None:
+    """Raises ValueError unless sequences can take turns in the KV cache."""
+    if not attention.host_kv_bytes:
+        raise ValueError("scheduler.policy is take_turns, but attention.host_kv_bytes is 0: blocks that wait need room")
+    if attention.workers > 1 or attention.elastic or attention.addresses:
+        raise ValueError("scheduler.policy is take_turns, which is for one attention worker: choose another policy")
 
 
 def _check_lookup_lengths(shortest: int, longest: int) -> None:

@@ -381,7 +381,8 @@ OTHER_FLAGS = {
     "--trust-remote-code": "leave it out: this server runs no code of a checkpoint",
     "--enforce-eager": "leave it out: no flag switches CUDA graphs off; --set dense.captures_lazily=true and "
     "--set attention.captures_lazily=true capture each when a step first needs it",
-    "--swap-space": "--set attention.host_kv_bytes=BYTES keeps blocks of the KV cache in host memory",
+    "--swap-space": "--set attention.host_kv_bytes=BYTES keeps blocks of the KV cache in host memory, and with "
+    "--set scheduler.policy=take_turns those of sequences that wait for others",
     "--cpu-offload-gb": "weights are not offloaded: --quantization fp8 makes them smaller",
     "--device": "--set dense.device=DEVICE and --set attention.device=DEVICE do the same: auto, cpu, cuda, cuda:N",
     "--disable-log-requests": "leave it out: requests are not logged, and answers only with --access-log",

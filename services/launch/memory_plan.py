@@ -46,7 +46,7 @@ PROCESS_BYTES = 190 * 2**20  # of each worker and gateway with the embedded mode
 CONTEXT_BYTES = 256 * 2**20  # of each worker on a GPU: its context and the libraries' kernels
 LEAST_CACHE_BYTES = 16 * 2**20  # a smaller KV cache is not worth a proposal
 LEAST_CACHE_FRACTION = 0.01  # nor a smaller part of a GPU
-COPY_BYTES = 64 * 2**20  # of a GPU, with a host tier
+COPY_BYTES = 256 * 2**20  # of a GPU, with a host tier
 # Of one layer in one CUDA graph, each kernel's arguments and the driver's records: an H200 needed 49 and 10 KiB
 GRAPH_LAYER_BYTES = {"dense": 40 * 2**10, "attention": 8 * 2**10}
 DRAFT_BLOCK_SIZE = 64  # tokens of a block of the KV cache of drafts

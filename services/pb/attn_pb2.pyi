@@ -73,7 +73,7 @@ class LaneHandle(_message.Message):
     def __init__(self, lane: _Optional[int] = ..., kind: _Optional[str] = ..., handle: _Optional[bytes] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("epoch", "attachment_id", "lanes", "block_size", "num_blocks", "num_free_blocks", "open_seq_ids", "open_num_blocks", "window", "num_sink_tokens", "max_model_len", "layer_window", "max_num_sequences", "shared_memory", "is_empty", "plan_link", "prefix_generation")
+    __slots__ = ("epoch", "attachment_id", "lanes", "block_size", "num_blocks", "num_free_blocks", "open_seq_ids", "open_num_blocks", "window", "num_sink_tokens", "max_model_len", "layer_window", "max_num_sequences", "shared_memory", "is_empty", "plan_link", "prefix_generation", "num_host_blocks")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ATTACHMENT_ID_FIELD_NUMBER: _ClassVar[int]
     LANES_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,7 @@ class AttachReply(_message.Message):
     IS_EMPTY_FIELD_NUMBER: _ClassVar[int]
     PLAN_LINK_FIELD_NUMBER: _ClassVar[int]
     PREFIX_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     attachment_id: int
     lanes: _containers.RepeatedCompositeFieldContainer[LaneHandle]
@@ -108,7 +109,8 @@ class AttachReply(_message.Message):
     is_empty: bool
     plan_link: str
     prefix_generation: int
-    def __init__(self, epoch: _Optional[int] = ..., attachment_id: _Optional[int] = ..., lanes: _Optional[_Iterable[_Union[LaneHandle, _Mapping]]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., open_seq_ids: _Optional[_Iterable[int]] = ..., open_num_blocks: _Optional[_Iterable[int]] = ..., window: _Optional[int] = ..., num_sink_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., layer_window: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., shared_memory: _Optional[str] = ..., is_empty: _Optional[bool] = ..., plan_link: _Optional[str] = ..., prefix_generation: _Optional[int] = ...) -> None: ...
+    num_host_blocks: int
+    def __init__(self, epoch: _Optional[int] = ..., attachment_id: _Optional[int] = ..., lanes: _Optional[_Iterable[_Union[LaneHandle, _Mapping]]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., open_seq_ids: _Optional[_Iterable[int]] = ..., open_num_blocks: _Optional[_Iterable[int]] = ..., window: _Optional[int] = ..., num_sink_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., layer_window: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., shared_memory: _Optional[str] = ..., is_empty: _Optional[bool] = ..., plan_link: _Optional[str] = ..., prefix_generation: _Optional[int] = ..., num_host_blocks: _Optional[int] = ...) -> None: ...
 
 class SequenceOpened(_message.Message):
     __slots__ = ("seq_id", "num_cached_tokens", "num_pinned_blocks", "num_held_blocks", "num_freed_blocks", "error", "has_extra_rows", "num_recovered_tokens")

@@ -42,7 +42,7 @@ class NewSequence(_message.Message):
     def __init__(self, seq_id: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., prefix_key: _Optional[bytes] = ..., ignores_prefix_cache: _Optional[bool] = ..., max_cached_tokens: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[_prompt_span_pb2.PromptSpan, _Mapping]]] = ..., traceparent: _Optional[str] = ..., num_extra_rows: _Optional[int] = ..., leaves_address: _Optional[str] = ..., first_token: _Optional[int] = ..., end_token: _Optional[int] = ..., starts_empty: _Optional[bool] = ..., prefix_generation: _Optional[int] = ...) -> None: ...
 
 class StepPlan(_message.Message):
-    __slots__ = ("step_id", "lane", "new_sequences", "seq_ids", "positions", "num_tokens", "num_logits", "num_drafts", "draft_token_ids", "close_seq_ids", "sampled_seq_ids", "sampled_token_ids", "fork_parents", "fork_children", "fork_positions", "evicts_blocks", "forced_seq_ids", "forced_token_ids", "extra_rows_seq_ids", "num_extra_rows")
+    __slots__ = ("step_id", "lane", "new_sequences", "seq_ids", "positions", "num_tokens", "num_logits", "num_drafts", "draft_token_ids", "close_seq_ids", "kept_seq_ids", "sampled_seq_ids", "sampled_token_ids", "fork_parents", "fork_children", "fork_positions", "evicts_blocks", "forced_seq_ids", "forced_token_ids", "extra_rows_seq_ids", "num_extra_rows")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
     NEW_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class StepPlan(_message.Message):
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CLOSE_SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FORK_PARENTS_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +74,7 @@ class StepPlan(_message.Message):
     num_drafts: _containers.RepeatedScalarFieldContainer[int]
     draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
     close_seq_ids: _containers.RepeatedScalarFieldContainer[int]
+    kept_seq_ids: _containers.RepeatedScalarFieldContainer[int]
     sampled_seq_ids: bytes
     sampled_token_ids: bytes
     fork_parents: _containers.RepeatedScalarFieldContainer[int]
@@ -83,4 +85,4 @@ class StepPlan(_message.Message):
     forced_token_ids: _containers.RepeatedScalarFieldContainer[int]
     extra_rows_seq_ids: _containers.RepeatedScalarFieldContainer[int]
     num_extra_rows: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step_id: _Optional[int] = ..., lane: _Optional[int] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., seq_ids: _Optional[bytes] = ..., positions: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., num_logits: _Optional[bytes] = ..., num_drafts: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., close_seq_ids: _Optional[_Iterable[int]] = ..., sampled_seq_ids: _Optional[bytes] = ..., sampled_token_ids: _Optional[bytes] = ..., fork_parents: _Optional[_Iterable[int]] = ..., fork_children: _Optional[_Iterable[int]] = ..., fork_positions: _Optional[_Iterable[int]] = ..., evicts_blocks: _Optional[bool] = ..., forced_seq_ids: _Optional[_Iterable[int]] = ..., forced_token_ids: _Optional[_Iterable[int]] = ..., extra_rows_seq_ids: _Optional[_Iterable[int]] = ..., num_extra_rows: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, step_id: _Optional[int] = ..., lane: _Optional[int] = ..., new_sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., seq_ids: _Optional[bytes] = ..., positions: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., num_logits: _Optional[bytes] = ..., num_drafts: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ..., close_seq_ids: _Optional[_Iterable[int]] = ..., kept_seq_ids: _Optional[_Iterable[int]] = ..., sampled_seq_ids: _Optional[bytes] = ..., sampled_token_ids: _Optional[bytes] = ..., fork_parents: _Optional[_Iterable[int]] = ..., fork_children: _Optional[_Iterable[int]] = ..., fork_positions: _Optional[_Iterable[int]] = ..., evicts_blocks: _Optional[bool] = ..., forced_seq_ids: _Optional[_Iterable[int]] = ..., forced_token_ids: _Optional[_Iterable[int]] = ..., extra_rows_seq_ids: _Optional[_Iterable[int]] = ..., num_extra_rows: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -155,6 +155,7 @@ class StepPlan:
     # (seq_id, number of rows): before the layers run, a feature of these sequences hands over their extra rows, and the
     # attention worker stores them.
     extra_rows: tuple[tuple[int, int], ...] = ()
+    kept_seq_ids: tuple[int, ...] = ()  # closed now or soon, and opened again: a host tier shall have their blocks
 
     @property
     def num_tokens(self) -> int:

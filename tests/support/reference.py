@@ -41,9 +41,12 @@ def reference_model(path: Path, device: str = "cpu", dtype: torch.dtype = torch.
     return load_true_model(path, dtype).to(device)
 
 
-def reference_tokens(path: Path, prompt: list[int], max_tokens: int, device: str = "cpu") -> list[int]:
+def reference_tokens(
+    path: Path, prompt: list[int], max_tokens: int, device: str = "cpu", *, ignore_eos: bool = False
+) -> list[int]:
     """The tokens that Hugging Face generates greedily in float32 for this single prompt."""
     model = reference_model(path, device)
+    options = {"eos_token_id": model.config.vocab_size} if ignore_eos else {}  # which is no token
     with torch.inference_mode():
         output = model.generate(
             torch.tensor([prompt], device=device),
@@ -51,6 +54,7 @@ def reference_tokens(path: Path, prompt: list[int], max_tokens: int, device: str
             max_new_tokens=max_tokens,
             do_sample=False,
             use_cache=True,
+            **options,
         )
     return output[0, len(prompt) :].tolist()
 

@@ -67,13 +67,14 @@ class KVCache:
         self._prefixes = make_prefix_cache(self._rows, self._groups, self.block_size)
         self._add_rows()
 
-    def use_tier(self, tier: Tier) -> None:
+    def use_tier(self, tier: Tier, *, copies_full_blocks: bool = True) -> None:
         """Has blocks copied to a tier, and continues prefixes by what is there. Called once, before any sequence.
 
-        There must be one group only, without a window.
+        There must be one group only, without a window. `copies_full_blocks`: all of them, as soon as they are full;
+        otherwise those of sequences that leave and come back.
         """
         assert self.can_load_blocks, "a tier has blocks of such a group alone"
-        self._prefixes.use_tier(tier)
+        self._prefixes.use_tier(tier, copies_full_blocks=copies_full_blocks)
 
     @property
     def can_load_blocks(self) -> bool:
@@ -230,6 +231,9 @@ class KVCache:
                 " possible"
             )
         self._add_tokens(plan.sampled)
+        for seq_id in plan.kept_seq_ids:
+            if (kept := self._sequences.get(seq_id)) is not None:
+                self.tier.offer(kept.digests)
         num_freed = self.close_sequences(plan.close_seq_ids)
         for group in self._groups:
             group.evict(self._rows)

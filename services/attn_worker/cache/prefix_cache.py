@@ -40,6 +40,7 @@ class PrefixCache:
         self._weights_hash = b""
         self.generation = 0  # of prefixes: the highest so far
         self.tier: Tier = NoTier()  # another one only if there is one group, without a window
+        self._copies_full_blocks = True
 
     def use_weights(self, weights_hash: bytes) -> None:
         """Sets the weights that keys and values of all later sequences are computed with."""
@@ -51,10 +52,10 @@ class PrefixCache:
             self.generation = generation
             self.tier.keep_generation(generation)
 
-    def use_tier(self, tier: Tier) -> None:
-        """Called once, before any sequence."""
+    def use_tier(self, tier: Tier, *, copies_full_blocks: bool) -> None:
+        """Called once, before any sequence. `copies_full_blocks`: whether all that can be found shall be there, too."""
         self.use_generation(tier.generation)
-        self.tier = tier
+        self.tier, self._copies_full_blocks = tier, copies_full_blocks
 
     def root(self, num_prompt_tokens: int, prefix_key: bytes, generation: int) -> bytes:
         """The parent digest of the first block of a sequence of this generation."""
@@ -83,7 +84,8 @@ class PrefixCache:
         rows.num_computed[row] = rows.num_committed[row] = len(digests) * self._block_size
         pairs = zip(self._groups, num_offered, strict=True)
         num_pinned, *_ = [group.adopt(row, digests, offered, num_tokens) for group, offered in pairs]
-        self.tier.offer(digests)
+        if self._copies_full_blocks:
+            self.tier.offer(digests)
         return num_pinned
 
     def extend_from(
@@ -120,7 +122,8 @@ class PrefixCache:
             sequence.digests.append(self.digest(sequence, index))
         for group in self._groups:
             group.register(row, sequence.digests, first)
-        self.tier.offer(sequence.digests[first:])
+        if self._copies_full_blocks:
+            self.tier.offer(sequence.digests[first:])
         self._rows.num_hashed_blocks[row] = len(sequence.digests)
 
     def digest(self, sequence: CachedSequence, index: int) -> bytes:

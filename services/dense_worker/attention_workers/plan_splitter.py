@@ -37,6 +37,7 @@ class PlanSplitter:
         cache_of = self._cache_of
         self._keep_sampled(plan.sampled)
         closes = defaultdict[int, list[int]](list)
+        kept_in = {seq_id: cache_of.get(seq_id) for seq_id in plan.kept_seq_ids}
         for seq_id in plan.close_seq_ids:  # first, for the id of a beam that has ended may be that of a new one
             for cache_id in self._take_caches_of(seq_id):
                 closes[cache_id].append(seq_id)
@@ -66,6 +67,7 @@ class PlanSplitter:
                 tuple(each for each in plan.forced if cache_of.get(each[0]) == cache_id),
                 plan.lane,
                 evicts_blocks=plan.evicts_blocks and len(entries) > 0,
+                kept_seq_ids=tuple(each for each in plan.kept_seq_ids if kept_in[each] == cache_id),
             )
         has_rows = plan.num_tokens > len(of_entries)  # more than one for some entry
         rows = {

@@ -24,6 +24,7 @@ class AttachedCache:
     orphaned_blocks: dict[int, int]  # number of blocks, by seq_id of sequences that an earlier dense worker left open
     is_empty: bool = False  # no block of a sequence can be found in it, since none was there before
     prefix_generation: int = 0  # the highest that it has seen, see `NewSequence`
+    num_host_blocks: int = 0  # for which its host tier has room
 
 
 @dataclass(frozen=True, slots=True)

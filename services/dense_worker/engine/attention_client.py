@@ -339,6 +339,7 @@ def describe_cache(reply: attn_pb2.AttachReply, cache_id: int = 0) -> AttachedCa
         dict(zip(reply.open_seq_ids, reply.open_num_blocks, strict=True)),
         reply.is_empty,
         reply.prefix_generation,
+        reply.num_host_blocks,
     )
 
 

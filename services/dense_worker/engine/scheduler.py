@@ -24,6 +24,7 @@ from services.dense_worker.engine.sequence import FinishReason, Sequence, Sequen
 from services.dense_worker.engine.session import NO_ATTACHMENT, Opening, ScheduledStep, Session
 from services.dense_worker.engine.step_planner import StepPlanner
 from services.dense_worker.engine.step_report import NO_DECODED, DecodedTokens, StepOutputs
+from services.dense_worker.engine.turns import Turns
 from services.dense_worker.engine.waiting_queue import WaitingQueue
 from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.feature import Event, Feature
@@ -40,7 +41,7 @@ class Scheduler:
     `guaranteed_no_evict` admits a sequence only if the cache can hold all tokens that it may get. `max_utilization`
     admits it if the cache can hold its present tokens; when blocks run out, the last sequence in order is preempted: it
     is closed and computed again later. Running and waiting sequences share one order that never changes, so the very
-    first sequence is never preempted and always advances.
+    first sequence is never preempted and always advances. With `take_turns` they share the cache, see `Turns`.
 
     Each plan passes through `schedule`, `accepted` and `update`; the next plan may be scheduled before. Other methods
     may be called at any time.
@@ -156,8 +157,12 @@ class Scheduler:
                     self._admission.forget(sequence)
         if self._suspects.active() is not None:
             return chosen
+        if self._turns is not None:
+            self._turns.go_on(self._admission.most_blocks, self._admission.blocks_to_reserve)
         while (sequence := self._admission.next_to_open(self._next_suspect())) is not None:
             self._waiting.choose(sequence)
+            if self._turns is not None:
+                self._turns.begin(sequence, self._admission.most_blocks(sequence))
             for feature in sequence.features:
                 feature.enter()
             is_forked = self._forks.takes(sequence, session)
@@ -541,7 +546,8 @@ class Scheduler:
     def _begin_parts(self) -> None:
         """Makes the parts that work for one session."""
         session, limits = self.session, self.limits
-        self._admission = Admission(session, limits, self._forks, self._placement)
+        self._turns = Turns(session, limits.turn_tokens) if limits.policy == "take_turns" else None
+        self._admission = Admission(session, limits, self._forks, self._placement, self._turns)
         self._moves = Moves(session, self._admission)
         parts = (session, limits, self.drafting, self._forks)
         self._planners = [StepPlanner(*parts, lane) for lane in range(len(session.lanes))]
@@ -583,6 +589,8 @@ class Scheduler:
         self.drafting.finish(sequence)
         self._waiting.forget(sequence)
         self._admission.forget(sequence)
+        if self._turns is not None:
+            self._turns.forget(sequence)
 
 
 class _Suspects:

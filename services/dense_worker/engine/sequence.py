@@ -61,7 +61,7 @@ class Sequence:
     policy: RowPolicy | None = None  # None: it is one row, whose tokens are sampled
 
     status: SequenceStatus = SequenceStatus.WAITING
-    order: tuple[float, int] = (0.0, 0)  # set by the scheduler; smaller goes first; preemption does not change it
+    order: tuple[float, int] = (0.0, 0)  # set by the scheduler; smaller goes first; only the end of a turn changes it
     flow: Flow | None = None  # its client's, while it is live; set by the waiting queue
     num_paid_outputs: int = 0  # output tokens that its flow has been charged for; 0 while it waits
     num_cached_tokens: int | None = None  # tokens found in the KV cache when it was opened, see `note_found`

@@ -90,9 +90,17 @@ class Lane:
 
     def __init__(self) -> None:
         self.to_close: list[int] = []  # seq_ids that the next plan closes, without dead rows
+        self.to_close_later: list[int] = []  # that the plan after it closes: then a host tier can have all their blocks
+        self.to_keep: set[int] = set()  # seq_ids of those that leave and come back: a host tier shall have their blocks
         self.dead_rows: list[int] = []  # seq_ids of rows that the next plan closes; their sequence goes on
         self.short_caches: set[int] = set()  # where a running sequence could not grow: admit nobody
         self.last_end_s = 0.0  # end of the last completed step, on the monotonic clock
+
+    def close_later(self) -> None:
+        """What was to be closed later is closed by the next plan."""
+        self.to_close += self.to_close_later
+        self.to_keep.update(self.to_close_later)
+        self.to_close_later = []
 
 
 # The attachment of a worker that has not attached yet. It has no blocks, so that nothing runs.
@@ -283,9 +291,27 @@ class Session:
         """A running sequence gives up its blocks, and waits again."""
         for step in self.in_flight:
             step.left.setdefault(victim, victim.cache_ids)
+        self.keep_copies(victim)
         self.leave(victim)
         self.wait(victim)
         self.num_preemptions += 1
+
+    def end_turn(self, sequence: Sequence, order: tuple[float, int]) -> None:
+        """A running sequence whose blocks are full gives them up, and waits again, from now on in this order.
+
+        The step that fills the last block is under way. So it is closed one plan later, when that block can be copied.
+        """
+        lane = self.lanes[sequence.lane]
+        to_close, lane.to_close = lane.to_close, lane.to_close_later
+        self.leave(sequence)
+        lane.to_close_later, lane.to_close = lane.to_close, to_close
+        sequence.order = order
+        self.wait(sequence)
+        self.num_preemptions += 1
+
+    def keep_copies(self, sequence: Sequence) -> None:
+        """A running sequence leaves soon, and comes back: a host tier shall have its blocks."""
+        self.lanes[sequence.lane].to_keep.add(sequence.seq_id)
 
     def close(self, sequence: Sequence) -> None:
         """A sequence that no step runs any more leaves the cache with the next plan of its lane, with all its rows."""
@@ -375,6 +401,14 @@ class Session:
         sequence.num_evicted_blocks = num_dropped
         return True
 
+    def reserve(self, sequence: Sequence, num_blocks: int) -> None:
+        """Promises a running sequence more blocks, at most those that are available."""
+        self.ledger_of(sequence).reserve(num_blocks)
+        if sequence.slot is None:
+            sequence.num_reserved_blocks += num_blocks
+        else:
+            self.rows.num_reserved[sequence.slot] += num_blocks
+
     def release_reservation(self, sequence: Sequence) -> None:
         """Takes back what is reserved for a sequence."""
         self.ledger_of(sequence).unreserve(sequence.num_reserved_blocks)
@@ -383,7 +417,7 @@ class Session:
     @property
     def awaits_blocks(self) -> bool:
         """Whether blocks are about to come back, so that nobody has to give up any before that."""
-        return bool(self.num_freeing_plans or any([lane.to_close for lane in self.lanes]))
+        return bool(self.num_freeing_plans or any([lane.to_close or lane.to_close_later for lane in self.lanes]))
 
     @property
     def awaits_dead_rows(self) -> bool:
@@ -398,6 +432,8 @@ class Session:
         It is in flight until it is completed.
         """
         of_lane = self.lanes[lane]
+        if not builder.has_entries:
+            of_lane.close_later()
         if not (builder.has_entries or of_lane.to_close or of_lane.dead_rows):
             return None
         self.last_step_id += 1
@@ -412,6 +448,7 @@ class Session:
             lane,
             evicts_blocks=builder.evicts_blocks,
             extra_rows=tuple(builder.extra_rows),
+            kept_seq_ids=tuple(of_lane.to_keep),
         )
         frees_blocks = plan.evicts_blocks or bool(of_lane.to_close)
         step = ScheduledStep(plan, builder.decodes, tuple(builder.planned), bool(of_lane.dead_rows), frees_blocks)
@@ -419,7 +456,8 @@ class Session:
         self.unanswered[plan.step_id] = step
         self.num_freeing_plans += step.frees_blocks
         self.num_burying_plans += step.closes_rows
-        of_lane.to_close, of_lane.dead_rows = [], []
+        of_lane.to_close, of_lane.to_keep, of_lane.dead_rows = [], set(), []
+        of_lane.close_later()
         return step
 
     def take_openings(self) -> tuple[NewSequence, ...]:

@@ -28,6 +28,7 @@ from services.dense_worker.engine.fairness.flows import Flow, FlowGroup
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
 from services.dense_worker.features.sequence_feature import ResourceKey
 
+TURN_S_PER_TOKEN = 0.05  # by which a sequence that took a turn in the KV cache falls behind: about what a token takes
 EXPECTED_OUTPUT_TOKENS = 256  # of a sequence that may get more; the real number is charged when it ends
 _MOST_PASSED_BY = 64  # which wait for more than is there; the waiting clients share this number evenly
 CHECK_INTERVAL_S = 0.25  # checking 10,000 sequences takes about 1 ms
@@ -61,6 +62,10 @@ class WaitingQueue:
         """All of them, in no particular order."""
         return itertools.chain(self._sequences, self._parked)
 
+    def in_order(self) -> Iterator[Sequence]:
+        """Those whose resources are in memory, in their order. Nothing may change meanwhile."""
+        return iter(self._sequences)
+
     @property
     def has_parked(self) -> bool:
         return bool(self._parked)
@@ -91,6 +96,11 @@ class WaitingQueue:
         tenants = self._tenants.setdefault(self.class_of(sequence), FlowGroup())
         sequence.flow = tenants.enter_client(sequence.spec.tenant, sequence.spec.client)
         self._num_live[sequence.spec.client_id] += 1
+
+    def order_after_turn(self, sequence: Sequence) -> tuple[float, int]:
+        """The order of a sequence that has had turns: behind those that came as early and have fewer tokens."""
+        begin_s = sequence.arrival_s + sequence.spec.priority * self._priority_ageing_s
+        return begin_s + TURN_S_PER_TOKEN * len(sequence.output_token_ids), sequence.order[1]
 
     def _check_share(self, sequence: Sequence) -> None:
         """Raises `CapacityError` if a new sequence's client would take the room that is kept for others."""

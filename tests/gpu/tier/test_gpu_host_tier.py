@@ -36,7 +36,7 @@ NUM_TOKENS = 600
 
 
 def on_gpu(storage: BlockStorage, spec: object) -> BlockStorage:
-    copy = BlockStorage(spec, spec.token_major_block, torch.device(DEVICE))
+    copy = BlockStorage(spec, spec.token_major_block, torch.device(DEVICE, 0))
     for target, source in zip(tensors_of(copy), tensors_of(storage), strict=True):
         target.copy_(source)
     return copy
@@ -56,7 +56,7 @@ def test_blocks_and_checksums_are_those_of_a_cpu(name: str, can_pin: bool) -> No
     on_cpu = torch.zeros(2, storage.block_words, dtype=torch.int64)
     checksums = CpuBlockCopier(storage, on_cpu).read([3, 1], [0, 1])
     gpu_storage, rows = on_gpu(storage, SPECS[name]), memory_for(storage, 600)
-    copier = CudaBlockCopier(gpu_storage, rows, torch.device(DEVICE))
+    copier = CudaBlockCopier(gpu_storage, rows, torch.device(DEVICE, 0))
     copier._pins._can_pin = can_pin
     copier.load_kernels()
     assert copier.read([3, 1], [599, 7]) == checksums
@@ -76,7 +76,7 @@ def test_a_standby_pins_the_file_of_the_worker_that_serves(tmp_path: Path) -> No
         path = Path(file.name)
         assert PinnedFile.open(tmp_path / "none") is None and PinnedFile.open(path) is None
         region = TierRegion.open(path, 2**20, block_bytes, {})
-        copier = CudaBlockCopier(storage, region.rows(), torch.device(DEVICE), are_pinned=region.is_pinned)
+        copier = CudaBlockCopier(storage, region.rows(), torch.device(DEVICE, 0), are_pinned=region.is_pinned)
         pinned = PinnedFile.open(path)
         assert pinned is not None and not region.is_pinned
         checksums = copier.read([3, 1], [500, 7])
@@ -84,7 +84,7 @@ def test_a_standby_pins_the_file_of_the_worker_that_serves(tmp_path: Path) -> No
         region.close()
         region = TierRegion.open(path, 2**20, block_bytes, {}, pinned=pinned)
         assert region.is_pinned
-        copier = CudaBlockCopier(storage, region.rows(), torch.device(DEVICE), are_pinned=True)
+        copier = CudaBlockCopier(storage, region.rows(), torch.device(DEVICE, 0), are_pinned=True)
         assert copier.finish([copier.write([5, 0], [500, 7])]) == checksums
         assert not copier._pins._pieces
         copier.close()
@@ -95,7 +95,7 @@ def test_a_standby_pins_the_file_of_the_worker_that_serves(tmp_path: Path) -> No
 
 def test_a_load_begins_after_the_steps_that_were_launched_before() -> None:
     storage = on_gpu(random_storage(PLAIN), PLAIN)
-    copier = CudaBlockCopier(storage, memory_for(storage, 1), torch.device(DEVICE))
+    copier = CudaBlockCopier(storage, memory_for(storage, 1), torch.device(DEVICE, 0))
     copier.read([1], [0])
     keys_and_values = tensors_of(storage)[0]  # as bytes: random ones are NaN in places, which equals nothing
     before, expected = keys_and_values[2].clone(), keys_and_values[1].clone()

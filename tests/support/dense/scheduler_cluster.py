@@ -55,9 +55,16 @@ def make_sequence(seq_id: int, prompt_len: int, max_tokens: int, *, can_stop: bo
     )
 
 
-def new_attachment(cache: KVCache, *, is_empty: bool = False) -> Attachment:
+def new_attachment(cache: KVCache, *, is_empty: bool = False, num_host_blocks: int = 0) -> Attachment:
     """A new attachment to this cache, which says whether it is empty."""
-    attached = AttachedCache(0, cache.num_blocks, cache.num_free_blocks, cache.orphaned_blocks, is_empty=is_empty)
+    attached = AttachedCache(
+        0,
+        cache.num_blocks,
+        cache.num_free_blocks,
+        cache.orphaned_blocks,
+        is_empty=is_empty,
+        num_host_blocks=num_host_blocks,
+    )
     kept = cache.sliding_window.window, cache.sliding_window.num_sink_tokens, cache.uncounted_window
     return Attachment(1, 1, {}, cache.block_size, (attached,), cache.max_model_len, *kept)
 
@@ -91,7 +98,8 @@ class Cluster:
         enable_prefix_cache: bool = True,
         layer_window: int | None = None,
         forks: ForkPolicy | None = None,
-        **limits: float,
+        num_host_blocks: int = 0,
+        **limits: Any,
     ) -> None:
         kept = {"window": window, "num_sink_tokens": num_sink_tokens, "enable_prefix_cache": enable_prefix_cache}
         group = make_window_group(layer_window, BLOCK_SIZE, max_num_seqs, max_num_batched_tokens)
@@ -99,8 +107,9 @@ class Cluster:
         self.limits = SchedulerLimits(
             max_num_seqs, max_num_batched_tokens, max_model_len, max_num_waiting, policy, **limits
         )
+        self.num_host_blocks = num_host_blocks
         self.scheduler = Scheduler(self.limits, drafting, forks=forks)
-        self.scheduler.begin(new_attachment(self.cache))
+        self.scheduler.begin(new_attachment(self.cache, num_host_blocks=self.num_host_blocks))
         self.in_flight: ScheduledStep | None = None
         self.follow_up: FollowUp | None = None  # what the plan in flight was asked for
         self.plans: list[StepPlan] = []
@@ -132,7 +141,7 @@ class Cluster:
         """The stream broke: the plan in flight is lost, and the attention worker keeps its sequences."""
         self.in_flight = None
         self._opening.clear()
-        self.scheduler.begin(new_attachment(self.cache))
+        self.scheduler.begin(new_attachment(self.cache, num_host_blocks=self.num_host_blocks))
         self.scheduler.close_orphans()  # sequences whose closing was lost with the plan
 
     def answer_opens(self) -> None:

@@ -64,6 +64,7 @@ def test_several_services_may_listen_at_any_free_port() -> None:
         ("gateway.max_message_bytes=2147483648", ["gateway.max_message_bytes", "less than or equal to 2147483647"]),
         ("peers.max_message_bytes=0", ["peers.max_message_bytes", "greater than or equal to 1"]),
         ("scheduler.policy=never", ["scheduler.policy", "guaranteed_no_evict", "max_utilization"]),
+        ("scheduler.policy=take_turns", ["scheduler.policy is take_turns", "attention.host_kv_bytes is 0"]),
         ("scheduler.max_num_seqs=513", ["513", "512"]),
         ("model.path=/does/not/exist", ["/does/not/exist", "not a directory"]),
         ("dense.address=127.0.0.1:50051", ["must differ", "127.0.0.1:50051"]),
@@ -80,6 +81,12 @@ def test_a_mistake_is_named(override: str, words: list[str]) -> None:
         load_config(None, [override])
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize("several", ["attention.workers=2", "attention.elastic=true", 'attention.addresses=["h:1"]'])
+def test_turns_are_for_one_attention_worker(several: str) -> None:
+    with pytest.raises(ConfigError, match="take_turns, which is for one attention worker"):
+        load_config(None, ["scheduler.policy=take_turns", "attention.host_kv_bytes=1000000", several])
 
 
 @pytest.mark.parametrize(

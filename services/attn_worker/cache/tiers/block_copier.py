@@ -14,16 +14,21 @@ import torch
 from services.attn_worker.cache.block_storage import BlockStorage
 
 STAGING_BYTES = 32 * 2**20
+_MAX_READ_ON_CPU = 32  # blocks; between two such copies the thread may rest, so that steps have the processor
 
 
 class BlockCopier(Protocol):
     """For one thread; `max_blocks` at a time. Rows are named by their index in the memory given at the beginning."""
 
     max_blocks: int
+    max_read: int  # how many blocks `read` should copy at a time
     rest_factor: float  # how much longer than a copy of blocks in use its thread should rest
 
     def load_kernels(self) -> None:
         """Makes ready for the first copy."""
+
+    def pin_ahead(self) -> bool:
+        """Makes a part of the rows ready for copies, in a few milliseconds; False: there is none left."""
 
     def read(self, block_ids: Sequence[int], rows: Sequence[int]) -> list[int]:
         """Copies blocks of the device to rows and waits for that. Returns the checksum of each."""
@@ -52,6 +57,7 @@ class CpuBlockCopier:
     def __init__(self, storage: BlockStorage, rows: torch.Tensor, staging_bytes: int = STAGING_BYTES) -> None:
         """rows: int64 [num_rows, block_words], in host memory."""
         self.max_blocks = max_blocks(storage, staging_bytes)
+        self.max_read = min(_MAX_READ_ON_CPU, self.max_blocks)
         self._storage = storage
         self._rows = rows
         self._words = torch.zeros(self.max_blocks, storage.block_words, dtype=torch.int64)
@@ -59,6 +65,9 @@ class CpuBlockCopier:
 
     def load_kernels(self) -> None:
         pass
+
+    def pin_ahead(self) -> bool:
+        return False
 
     @torch.inference_mode()
     def read(self, block_ids: Sequence[int], rows: Sequence[int]) -> list[int]:

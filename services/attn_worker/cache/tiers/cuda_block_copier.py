@@ -3,7 +3,7 @@
 The engine thread launches steps meanwhile. A copy from or to memory that is not pinned makes the driver keep a lock
 until all copies before it have ended, and launches of other threads wait for that. So every copy here is of pinned
 memory, also those of block ids and of checksums. And small copies of steps wait until a copy before them has ended, so
-each row is one of its own.
+no copy is of many rows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import structlog
 import torch
@@ -30,7 +30,9 @@ from services.attn_worker.cache.tiers.triton_copies import copy_blocks
 log = structlog.get_logger()
 
 _NUM_STAGINGS = 2  # the host writes into one while the device works on the other
-_PIECE_BYTES = 16 * 2**20  # pinned at a time, in about half a millisecond: launches may wait for that
+_GPU_STAGING_BYTES = 4 * STAGING_BYTES  # what a copy costs besides its bytes is Python and waits for its lock
+_PIECE_BYTES = 16 * 2**20  # pinned at a time, in 0.5 to 8 ms: launches may wait for that
+_COPY_BYTES = 8 * 2**20  # copied at a time, in 0.15 ms: small copies of steps may wait for that
 
 
 class CudaBlockCopier:
@@ -47,12 +49,12 @@ class CudaBlockCopier:
         are_pinned: bool = False,
     ) -> None:
         """rows: int64 [num_rows, block_words], as `RowPins` wants them; `are_pinned`: all of them, already."""
-        self.max_blocks = max_blocks(storage, STAGING_BYTES)
+        self.max_blocks = self.max_read = max_blocks(storage, _GPU_STAGING_BYTES)
         self._storage = storage
         self._device = device
         self._rows = rows
         self._pins = RowPins(rows, are_pinned=are_pinned)
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device, priority=-1)  # else its short kernels wait behind those of steps
         stagings = [_Staging(self.max_blocks, storage.block_words, device) for _ in range(_NUM_STAGINGS)]
         self._stagings = itertools.cycle(stagings)
         self._weights = checksum_weights(storage.block_words).to(device)
@@ -66,36 +68,37 @@ class CudaBlockCopier:
             for to_rows in (True, False):
                 self._copy_blocks(null_block, staging.on_device[:1], to_rows=to_rows)
 
+    def pin_ahead(self) -> bool:
+        return self._pins.pin_ahead()
+
     @torch.inference_mode()
     def read(self, block_ids: Sequence[int], rows: Sequence[int]) -> list[int]:
         staging, num_blocks = self._take_staging(), len(block_ids)
-        is_pinned = [self._pins.pin(row) for row in rows]
+        copies = list(self._copies(rows))
         with torch.cuda.stream(self._stream):
             sums = self._copy_blocks(staging.put_ids(block_ids), staging.on_device[:num_blocks], to_rows=True)
-            for index, row in enumerate(rows):
-                place = self._rows[row] if is_pinned[index] else staging.on_host[index]
-                place.copy_(staging.on_device[index], non_blocking=True)
+            for at, own, is_pinned in copies:
+                place = self._rows[own] if is_pinned else staging.on_host[at]
+                place.copy_(staging.on_device[at], non_blocking=True)
             staging.sums_on_host[:num_blocks].copy_(sums, non_blocking=True)
             staging.is_done.record()
         staging.is_done.synchronize()
-        for index, row in enumerate(rows):
-            if not is_pinned[index]:
-                copy_row(self._rows[row], staging.on_host[index])
+        for at, own, is_pinned in copies:
+            if not is_pinned:
+                copy_row(self._rows[own], staging.on_host[at])
         return staging.sums_on_host[:num_blocks].tolist()
 
     @torch.inference_mode()
     def write(self, block_ids: Sequence[int], rows: Sequence[int]) -> torch.Tensor:
         staging, num_blocks = self._take_staging(), len(block_ids)
-        places = list[torch.Tensor]()
-        for index, row in enumerate(rows):
-            if self._pins.pin(row):
-                places.append(self._rows[row])
-            else:
-                copy_row(staging.on_host[index], self._rows[row])
-                places.append(staging.on_host[index])
+        places = list[tuple[slice, torch.Tensor]]()
+        for at, own, is_pinned in self._copies(rows):
+            if not is_pinned:
+                copy_row(staging.on_host[at], self._rows[own])
+            places.append((at, self._rows[own] if is_pinned else staging.on_host[at]))
         with torch.cuda.stream(self._stream):
-            for index, place in enumerate(places):
-                staging.on_device[index].copy_(place, non_blocking=True)
+            for at, place in places:
+                staging.on_device[at].copy_(place, non_blocking=True)
             sums = self._copy_blocks(staging.put_ids(block_ids), staging.on_device[:num_blocks], to_rows=False)
             staging.is_done.record()
         return sums
@@ -120,6 +123,20 @@ class CudaBlockCopier:
         finally:
             self._pins.close()
             del self._rows
+
+    def _copies(self, rows: Sequence[int]) -> Iterator[tuple[slice, slice, bool]]:
+        """What is copied at a time, of a staging and of the rows, and whether these are pinned.
+
+        Rows that lie behind each other are one copy, up to a size that copies of steps can wait for.
+        """
+        first, most = 0, max(1, _COPY_BYTES // (8 * self._rows.shape[1])) if self._rows.is_contiguous() else 1
+        for index, row in enumerate(rows):
+            end, following = index + 1, row + 1
+            if end < min(len(rows), first + most) and rows[end] == following and self._pins.share_piece(row, following):
+                continue
+            own = slice(rows[first], following)
+            yield slice(first, end), own, self._pins.pin(row)
+            first = end
 
     def _take_staging(self) -> _Staging:
         staging = next(self._stagings)
@@ -179,7 +196,12 @@ class RowPins:
         rows_of_pages = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, self._row_bytes)
         self._piece_rows = rows_of_pages * max(1, _PIECE_BYTES // (rows_of_pages * self._row_bytes))
         self._pieces = set[int]()  # that are pinned
+        self._num_ahead = 0  # the first ones, which have been tried
         self._can_pin = True
+
+    def share_piece(self, row: int, other: int) -> bool:
+        """Whether two rows can be copied at once."""
+        return self._are_pinned or row // self._piece_rows == other // self._piece_rows
 
     def pin(self, row: int) -> bool:
         """Whether a row is pinned now. After one that cannot be, as in a file on a disk, no other is tried."""
@@ -197,6 +219,16 @@ class RowPins:
             log.warning("the host tier's memory cannot be pinned, so copies take longer", error=error.name)
             return False
         self._pieces.add(piece)
+        return True
+
+    def pin_ahead(self) -> bool:
+        """Pins the next piece that is not; False: all are pinned, or none can be."""
+        first = self._num_ahead * self._piece_rows
+        if self._are_pinned or not self._can_pin or first >= self._num_rows:
+            return False
+        self._num_ahead += 1
+        if self.pin(first) and self._num_ahead * self._piece_rows >= self._num_rows:
+            log.info("the host tier's memory is pinned", bytes=self._num_rows * self._row_bytes)
         return True
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """`HostTier`: copies of blocks in a `TierRegion`, written and read by a thread of its own.
 
 The engine thread asks what is here, offers blocks, and has blocks loaded; it never waits for a copy. The other thread
-reads before it writes, and writes a few blocks at a time. It looks for offered blocks only when their turn comes: those
+loads for one sequence, writes a few blocks, and so on. It looks for offered blocks only when their turn comes: those
 that were evicted meanwhile are skipped, and a copy counts only if its block has not changed since.
 """
 
@@ -26,7 +26,6 @@ from services.common.errors import DeviceError
 log = structlog.get_logger()
 
 MAX_OFFERED = 16384  # blocks that may wait to be written
-_MAX_WRITTEN_AT_ONCE = 32  # blocks; between two such copies the thread may rest, so that steps have the processor
 _CANCEL_TIMEOUT_S = 10.0
 
 
@@ -40,8 +39,14 @@ class _Load:
 class HostTier:
     """A `Tier`. When its region is full, the least recently used block is overwritten first."""
 
-    def __init__(self, region: TierRegion, copier: BlockCopier, findable: BlockPool) -> None:
-        """Owns region and copier from now on. Of `findable` it calls what may be called from any thread."""
+    def __init__(
+        self, region: TierRegion, copier: BlockCopier, findable: BlockPool, *, keeps_loaded: bool = True
+    ) -> None:
+        """Owns region and copier from now on. Of `findable` it calls what may be called from any thread.
+
+        `keeps_loaded`: a load is a use; otherwise what has been loaded is overwritten first.
+        """
+        self._keeps_loaded = keeps_loaded
         self.counts = TierCounts(region.num_bytes, region.num_slots)
         self._region = region
         self._copier = copier
@@ -124,6 +129,8 @@ class HostTier:
         try:
             self._copier.load_kernels()
             while self._end_s is None:
+                while not self._has_work.is_set() and self._copier.pin_ahead():
+                    pass
                 self._has_work.wait()
                 self._has_work.clear()
                 self._work()
@@ -140,18 +147,20 @@ class HostTier:
     def _work(self) -> None:
         while True:
             self._has_load.clear()
-            while self._loads:
+            if self._loads:
                 self._load_next()
-            if not self._offered or (self._end_s is not None and time.monotonic() > self._end_s):
+            is_over = self._end_s is not None and time.monotonic() > self._end_s
+            if self._offered and not is_over:  # after each load, or blocks of sequences that leave would be gone
+                start_s = time.monotonic()
+                self._write(self._take_offered())
+                if self._end_s is None and not self._loads:
+                    self._has_load.wait((time.monotonic() - start_s) * self._copier.rest_factor)
+            elif not self._loads:
                 return
-            start_s = time.monotonic()
-            self._write(self._take_offered())
-            if self._end_s is None:
-                self._has_load.wait((time.monotonic() - start_s) * self._copier.rest_factor)
 
     def _take_offered(self) -> list[bytes]:
         """The next offered blocks that are not here yet."""
-        most = min(_MAX_WRITTEN_AT_ONCE, self._copier.max_blocks, self._region.num_slots)
+        most = min(self._copier.max_read, self._region.num_slots)
         taken = list[bytes]()
         while self._offered and len(taken) < most:
             digest = self._offered.popleft()
@@ -204,7 +213,7 @@ class HostTier:
             if not self._is_cancelled:
                 load.on_loaded(len(loaded))
             for entry in loaded:  # their last use, also for the next process
-                self._slots.move_to_end(entry.digest)
+                self._slots.move_to_end(entry.digest, last=self._keeps_loaded)
                 self._region.publish(self._slots[entry.digest], entry)
 
     def _load(self, load: _Load) -> list[Entry]:

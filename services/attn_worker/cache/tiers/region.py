@@ -74,6 +74,8 @@ class TierRegion:
         self.num_bytes = self._data_at + num_slots * self.slot_bytes
         self.is_pinned = pinned is not None
         self.memory = pinned or mmap.mmap(file, self.num_bytes)
+        with contextlib.suppress(OSError):  # where the kernel gives shared memory huge pages, they are pinned sooner
+            self.memory.madvise(mmap.MADV_HUGEPAGE)
         self._num_uses = 0
 
     @classmethod

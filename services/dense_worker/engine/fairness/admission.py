@@ -11,6 +11,7 @@ from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.placement import Placement
 from services.dense_worker.engine.sequence import Sequence
 from services.dense_worker.engine.session import Session
+from services.dense_worker.engine.turns import Turns
 from services.dense_worker.features.fork_policy import ForkPolicy
 
 
@@ -24,12 +25,21 @@ class Lack(NamedTuple):
 class Admission:
     """Of one attachment."""
 
-    def __init__(self, session: Session, limits: SchedulerLimits, forks: ForkPolicy, placement: Placement) -> None:
+    def __init__(
+        self,
+        session: Session,
+        limits: SchedulerLimits,
+        forks: ForkPolicy,
+        placement: Placement,
+        turns: Turns | None = None,
+    ) -> None:
+        """`turns`: None: what runs stays"""
         self._session = session
         self._waiting = session.waiting
         self._limits = limits
         self._forks = forks
         self._placement = placement
+        self._turns = turns
         self._is_guaranteed = limits.policy == "guaranteed_no_evict"  # a sequence needs all blocks at once
         self._entitled: Sequence | None = None  # goes next, because others give up blocks for it
         self._tried: set[int] = set()  # seq_ids of heads that have found nobody to take room from
@@ -58,6 +68,8 @@ class Admission:
             self._entitled = None  # it waits for a KV cache to come back, and nobody waits behind it
         sequence = suspect or self._entitled or next(self._ready_heads(), None)
         self._session.awaits_caches = sequence is None and self._lacks_caches()
+        if sequence is not None and not self._may_begin(sequence):
+            sequence = self._next_begun()
         if sequence is not None and not self._has_room(sequence):
             sequence = None if sequence is suspect else self._make_room()
         if sequence is not None:
@@ -131,13 +143,27 @@ class Admission:
                     sequence.num_reserved_blocks += num_blocks
 
     def _num_tokens(self, sequence: Sequence) -> int:
+        """The tokens for which it needs blocks when it is opened."""
+        if self._turns is not None:
+            return min(sequence.num_tokens + self._limits.turn_tokens, sequence.max_num_cached_tokens)
         return sequence.max_num_cached_tokens if self._is_guaranteed else sequence.num_tokens
+
+    def _may_begin(self, sequence: Sequence) -> bool:
+        """Whether it has begun, or cache and host memory together have room for it."""
+        return self._turns is None or self._turns.may_begin(sequence, self.most_blocks(sequence))
+
+    def _next_begun(self) -> Sequence | None:
+        """The next sequence that comes back for its turn, while new ones must wait."""
+        waiting = [] if self._turns is None else self._turns.waiting()
+        return next(filter(self.has_left, waiting), None)
 
     @property
     def _num_places(self) -> int:
         """Free places. Each row takes one."""
-        num_opening = sum(each.sequence.num_rows for each in self._session.openings.values())
-        return self._limits.max_num_seqs - self._session.num_running_rows - num_opening
+        session = self._session
+        num_taken = sum(each.sequence.num_rows for each in session.openings.values())
+        num_taken += sum([len(lane.to_close_later) for lane in session.lanes])
+        return self._limits.max_num_seqs - session.num_running_rows - num_taken
 
     def _has_room(self, sequence: Sequence) -> bool:
         """Whether it has room now; then it names the KV cache in which it is to be opened."""
