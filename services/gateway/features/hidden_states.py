@@ -23,7 +23,7 @@ from services.step.sequence_spec import SequenceSpec
 
 BYTES_PER_VALUE = 56  # twice as a 32-bit float and twice as JSON, at most 24 bytes
 OF_ANSWER = b"answer"  # asks the dense worker for those of the answer's tokens alone; b"": all
-NUM_LAST_ROWS = 64  # of which one is the last that counts: the others may be of tokens that were drafted in vain
+NUM_LAST_ROWS = 65  # of which one is the last that counts: the others may be of 64 tokens that were drafted in vain
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,9 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from annotated_types import Le
 
+from services.common.config import SchedulerSection
 from services.common.sampling_params import SamplingParams
 from services.gateway.apis.shared.json_pieces import json_at_once, json_pieces
 from services.gateway.features.feature import RequestSize
@@ -75,6 +77,15 @@ def test_the_last_row_is_that_of_the_last_token_but_one(may_be_cut: bool) -> Non
         assert last_of(found) == [298.0] * WIDTH
 
 
+def test_the_row_that_counts_stays_behind_as_many_as_can_be_drafted_in_vain() -> None:
+    limits = SchedulerSection.model_fields["num_speculative_tokens"].metadata
+    most_drafts = max(each.le for each in limits if isinstance(each, Le))
+    of_answer = record()
+    keep(of_answer, 0, *range(10))
+    keep(of_answer, 10, 10, *[-1.0] * most_drafts)
+    assert last_of(take(of_answer, 12, is_last=True)) == [10.0] * WIDTH
+
+
 def test_an_answer_that_is_cut_has_the_row_of_its_own_last_token_but_one() -> None:
     of_answer = record(may_be_cut=True)
     keep(of_answer, 0, *range(200))
@@ -99,9 +110,9 @@ def test_an_answer_holds_memory_for_what_it_keeps() -> None:
 
     of_answer = {"hidden_states": OF_ANSWER}
     assert num_held({"hidden_states": b""}) == 8 * 14_000 * 4096 * 56
-    assert num_held(of_answer) == 8 * 4096 * (56 + 64 * 4)
+    assert num_held(of_answer) == 8 * 4096 * (56 + 65 * 4)
     assert num_held(of_answer, may_be_cut=True) == 8 * 4096 * (56 + 10_000 * 4)
     long = record()
     for index in range(10_000):
         keep(long, index, index)
-    assert len(long._values) <= 64 * WIDTH * 4
+    assert len(long._values) <= 65 * WIDTH * 4
