@@ -238,9 +238,8 @@ class Admission:
             return None
         if self._entitled is not None and self._session.awaits_blocks:
             return None
-        self._entitled, victims = choose_victims(
-            self._session, self._ready_heads(), self._need_of, self._num_places, self._tried
-        )
+        heads = filter(self._may_begin, self._ready_heads())  # room is of no use to those that may not begin
+        self._entitled, victims = choose_victims(self._session, heads, self._need_of, self._num_places, self._tried)
         for victim in victims:
             self._session.preempt(victim)
         return self._entitled if self._entitled is not None and self._has_room(self._entitled) else None

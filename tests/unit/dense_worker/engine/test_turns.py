@@ -14,6 +14,7 @@ from tests.support.dense.scheduler_cluster import (
     requests,
     run_arrivals,
 )
+from tests.support.dense.sequences import ask
 from tests.support.examples import examples
 
 
@@ -24,6 +25,10 @@ class TurnsCluster(Cluster):
         limits = {"num_host_blocks": num_host_blocks, "turn_tokens": turn_tokens, **limits}
         super().__init__("take_turns", num_blocks, **limits)
         self.begun: dict[int, Sequence] = {}
+
+    def attach_again(self) -> None:
+        super().attach_again()
+        self.begun.clear()
 
     def step(self, *, answer_opens: bool = True) -> None:
         super().step(answer_opens=answer_opens)
@@ -43,6 +48,8 @@ class TurnsCluster(Cluster):
     st.integers(6, 40),
     st.integers(1, 3),
     st.booleans(),
+    st.integers(1, 3),
+    st.sets(st.integers(1, 60), max_size=3),
 )
 def test_every_sequence_gets_its_tokens_and_every_block_is_freed(
     arrivals: list[tuple[int, int, bool, int, int | None]],
@@ -53,6 +60,8 @@ def test_every_sequence_gets_its_tokens_and_every_block_is_freed(
     budget: int,
     answer_every: int,
     enable_prefix_cache: bool,
+    num_clients: int,
+    resets: set[int],
 ) -> None:
     cluster = TurnsCluster(
         num_blocks,
@@ -62,7 +71,11 @@ def test_every_sequence_gets_its_tokens_and_every_block_is_freed(
         max_num_batched_tokens=budget,
         enable_prefix_cache=enable_prefix_cache,
     )
-    check_outputs(*run_arrivals(cluster, arrivals, answer_every))
+
+    def prepare(sequence: Sequence) -> None:
+        ask(sequence, client=sequence.seq_id % num_clients)
+
+    check_outputs(*run_arrivals(cluster, arrivals, answer_every, resets=resets, prepare=prepare))
 
 
 def _ended_at(cluster: Cluster, num_sequences: int, prompt_len: int, max_tokens: int) -> list[int]:
@@ -130,6 +143,21 @@ def test_a_new_sequence_that_has_no_room_keeps_nobody_from_coming_back() -> None
         cluster.step()
     ended = [each.seq_id for each in cluster.begun.values() if each.status is SequenceStatus.FINISHED]
     assert ended, "it begins when one that has begun has ended, which others did not prevent"
+    cluster.run_until_idle()
+
+
+def test_nobody_gives_way_to_another_client_that_may_not_begin() -> None:
+    cluster = TurnsCluster(24, 45, 4, max_num_seqs=8, max_num_batched_tokens=64)  # 69 blocks: four sequences of 15
+    for seq_id in range(1, 5):
+        cluster.scheduler.add(make_sequence(seq_id, 8, 50))
+    while len(cluster.begun) < 4:
+        cluster.step()
+    late = make_sequence(5, 8, 50)
+    ask(late, client=1)
+    cluster.scheduler.add(late)
+    while late.seq_id not in cluster.begun:
+        cluster.step()
+    assert any(each.status is SequenceStatus.FINISHED for each in cluster.begun.values())
     cluster.run_until_idle()
 
 
