@@ -135,7 +135,8 @@ class Standby:
                 await asyncio.gather(spare.child.watching, return_exceptions=True)
                 self._num_never_ready = 0 if spare.is_ready else self._num_never_ready + 1
                 child = spare.child
-                await self._handle_failure(child.last_end, has_reported=child.last_return_code == OWN_ERROR)
+                has_reported = child.last_return_code == OWN_ERROR
+                await self._handle_failure(child.last_end, child.pid, has_reported=has_reported)
         if self._mode != "off":
             log.warning("there is no standby", role=self._name, reason=self._off_reason)
         await asyncio.Event().wait()
@@ -261,8 +262,11 @@ class Standby:
             log.error("the standby does not take over", role=self._name, pid=child.pid, reason=reason)
             await child.kill_hanging(f"it does not take over: {reason}")
 
-    async def _handle_failure(self, reason: str, *, has_reported: bool = False) -> None:
-        """Waits before the next spare is started, or gives it up. Raises `PeerError` if the first one reports why."""
+    async def _handle_failure(self, reason: str, pid: int | None = None, *, has_reported: bool = False) -> None:
+        """Waits before the next spare is started, or gives it up. Raises `PeerError` if the first one reports why.
+
+        pid: None: it could not be started
+        """
         now_s = time.monotonic()
         if has_reported and self._mode != "auto" and not self._has_been_ready:
             raise PeerError(f"{self._key} is {self._mode!r}, and the standby ended: {reason}")
@@ -279,7 +283,7 @@ class Standby:
             )
         else:
             delay_s = RETRY_S * 2 ** (num_in_window - 1)
-            log.warning("the standby has ended", role=self._name, reason=reason, delay_s=delay_s)
+            log.warning("the standby has ended", role=self._name, pid=pid, reason=reason, delay_s=delay_s)
             await asyncio.sleep(delay_s)
 
 

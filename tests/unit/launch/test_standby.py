@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from services.common.child_options import ChildOptions
 from services.common.config import Config, load_config
@@ -196,6 +197,19 @@ def test_a_worker_whose_address_cannot_be_switched_is_restarted(
                 assert not await it.die(it.first)
             assert it.link.resolve() == path_of(it.first) and list(it.children) == [it.first]
             assert it.standby.succeed(it.first) and it.link.resolve() == path_of(spare), "there is room again"
+
+    run(main)
+
+
+def test_the_end_of_a_spare_is_logged_with_its_process(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world(tmp_path) as it:
+            spare = await it.until_ready()
+            with capture_logs() as entries:
+                await spare.die()
+                await it.until(lambda: len(it.spares) == 2)
+            [end] = [each for each in entries if each["event"] == "the standby has ended"]
+            assert end["pid"] == spare.pid and isinstance(spare.pid, int)
 
     run(main)
 
