@@ -27,6 +27,7 @@ log = structlog.get_logger()
 
 MAX_OFFERED = 16384  # blocks that may wait to be written
 _CANCEL_TIMEOUT_S = 10.0
+_IDLE_CHECK_S = 0.1  # between two looks whether anybody has blocks, until all memory is pinned
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +130,10 @@ class HostTier:
         try:
             self._copier.load_kernels()
             while self._end_s is None:
-                while not self._has_work.is_set() and self._copier.pin_ahead():
-                    pass
-                self._has_work.wait()
-                self._has_work.clear()
-                self._work()
+                has_pinned = self._pin_while_idle()
+                if self._has_work.wait(None if has_pinned else _IDLE_CHECK_S):
+                    self._has_work.clear()
+                    self._work()
         except Exception:  # a bug, or a failed device: the worker goes on without the tier
             self._has_failed = True
             log.exception("the host tier has failed: blocks are computed again from now on", path=self._region.where)
@@ -143,6 +143,13 @@ class HostTier:
         with contextlib.suppress(IndexError):
             while True:
                 self._loads.popleft().on_loaded(0)
+
+    def _pin_while_idle(self) -> bool:
+        """Makes memory ready for copies while no sequence has blocks and there is nothing to copy; False: not all."""
+        while not self._has_work.is_set() and self._findable.num_used_blocks == 0:
+            if not self._copier.pin_ahead():
+                return True
+        return False
 
     def _work(self) -> None:
         while True:

@@ -554,3 +554,41 @@ def test_the_schedulers_count_of_free_blocks_stays_right(
             assert worker.cache.num_free_blocks == num_free
     worker.openings.cancel_all()
     worker.end()
+
+
+def test_memory_is_pinned_while_nobody_has_blocks(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, pinned, most = Worker(path), list[int](), 5
+
+    def pin_ahead() -> bool:
+        if len(pinned) < most:
+            pinned.append(worker.cache.num_used_blocks)
+            return True
+        return False
+
+    monkeypatch.setattr(worker.copier, "pin_ahead", pin_ahead)
+    seq_id, num_cached = worker.open(prompt(1, 18))
+    worker.compute(seq_id, prompt(1, 18), num_cached)
+    worker.start()
+    worker.make_calls(lambda: worker.tier.counts.num_written_blocks == 4)  # its thread runs, and waits for nothing else
+    assert not pinned
+    worker.cache.close_sequences([seq_id])
+    worker.make_calls(lambda: len(pinned) == most)
+    assert pinned == [0] * most
+    worker.end()
+    assert worker.tier.counts.num_corrupt_blocks == 0
+
+
+@pytest.mark.parametrize(("keeps_loaded", "found"), [(True, 16), (False, 0)])
+def test_what_was_loaded_is_overwritten_last_or_first(path: Path, found: int, *, keeps_loaded: bool) -> None:
+    worker = Worker(path, num_blocks=5, num_slots=8)
+    worker.tier._keeps_loaded = keeps_loaded
+    worker.start()
+    for number in (1, 2):  # of four blocks each, which fill the tier; each evicts the other from the device
+        worker.run(prompt(number, 17))
+        worker.settle()
+    assert worker.run(prompt(1, 17)) == 16, "loaded"
+    worker.run(prompt(3, 17))  # four others are written
+    worker.settle()
+    worker.run([*prompt(4, 3), *prompt(3, 17)])  # all blocks of the device have other content now
+    assert worker.run(prompt(1, 17)) == found
+    worker.end()
