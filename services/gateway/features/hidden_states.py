@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from pydantic import Field
 from pydantic_core import to_json
 
@@ -26,32 +26,36 @@ OF_ANSWER = b"answer"  # asks the dense worker for those of the answer's tokens 
 NUM_LAST_ROWS = 65  # of which one is the last that counts: the others may be of 64 tokens that were drafted in vain
 
 
-@dataclass(frozen=True, slots=True)
 class HiddenStatesList(JsonPieces):
-    """SGLang's list: a list of the rows of the prompt, then one row for each token of the answer but the last one."""
+    """SGLang's list: a list of the rows of the prompt, then one row for each token of the answer but the last one.
 
-    rows: TokenRows
-    num_prompt_tokens: int
+    None stands in place of a value that is no number, as JSON has none for it.
+    """
+
+    def __init__(self, rows: TokenRows, num_prompt_tokens: int) -> None:
+        self._rows, self._num_prompt_tokens = rows, num_prompt_tokens
 
     def __iter__(self) -> Iterator[Any]:
-        rows = self.rows.array().tolist()
-        yield rows[: self.num_prompt_tokens]
-        yield from rows[self.num_prompt_tokens :]
+        rows = [_finite(row) for row in self._rows.array()]
+        yield rows[: self._num_prompt_tokens]
+        yield from rows[self._num_prompt_tokens :]
 
     @property
     def last(self) -> list[float | None]:
-        """The last row; empty if there is none. None in place of a value that is no number: JSON has none for it."""
-        if not self.rows.num_rows:
-            return []
-        return [value if math.isfinite(value) else None for value in self.rows.array()[-1].tolist()]
+        """The last row; empty if there is none."""
+        return _finite(self._rows.array()[-1]) if self._rows.num_rows else []
 
     def json_pieces(self) -> Iterator[bytes]:
-        for index, row in enumerate(self.rows.array()):
+        for index, row in enumerate(self._rows.array()):
             yield b"[[" if index == 0 else b","
             yield to_json(row.tolist(), inf_nan_mode="null")
-            if index == self.num_prompt_tokens - 1:
+            if index == self._num_prompt_tokens - 1:
                 yield b"]"
         yield b"]"
+
+
+def _finite(row: np.ndarray) -> list[float | None]:
+    return [value if math.isfinite(value) else None for value in row.tolist()]
 
 
 class _Record(RowRecord):

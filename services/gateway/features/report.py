@@ -25,7 +25,10 @@ class ReportPart(Protocol):
 
 
 class JsonPieces:
-    """A list that may be large: then it becomes JSON piece by piece. Iterated over, it gives its elements."""
+    """A list that may be large: then it becomes JSON piece by piece. Iterated over, it gives its elements.
+
+    No dataclass: encoded at once, that would be an object with its fields.
+    """
 
     def __iter__(self) -> Iterator[Any]:
         raise NotImplementedError

@@ -31,7 +31,8 @@ def test_what_is_no_number_is_null() -> None:
     rows = np.array([[1.0, 2.0], [0.5, np.nan], [np.inf, -1.5]], "<f4")
     states = HiddenStatesList(TokenRows(3, rows.tobytes()), num_prompt_tokens=1)
     assert strict(json_at_once({"hidden_states": states.last})) == {"hidden_states": [None, -1.5]}
-    assert strict(b"".join(json_pieces(states))) == [[[1.0, 2.0]], [0.5, None], [None, -1.5]]
+    for encoded in (b"".join(json_pieces(states)), json_at_once(states)):  # of a long prompt, and of a short one
+        assert strict(encoded) == [[[1.0, 2.0]], [0.5, None], [None, -1.5]]
 
 
 def test_without_a_token_of_the_answer_there_is_no_last_row() -> None:
