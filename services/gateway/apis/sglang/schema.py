@@ -193,6 +193,8 @@ class GenerateBody(FeatureFields):
                 context = {"count": len(given), "prompts": num_prompts, "field": field}
                 if field == "token_ids_logprob" and num_prompts == 1:
                     raise PydanticCustomError("each", "must be a flat list of integers", context)
+                if not self.is_batch:
+                    raise PydanticCustomError("each", "is a list, which is for a list of prompts", context)
                 raise PydanticCustomError("each", "has {count} elements for {prompts} prompts", context)
 
     def _check_options(self) -> None:

@@ -607,7 +607,7 @@ WRONG: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"text": ["a", "b"], "sampling_params": [{}, {"n": 2}]}, "sampling_params", ["n must be the same"]),
     ({"text": ["a", "b"], "sampling_params": [{}, {"top_p": "x"}]}, "sampling_params[1].top_p", ["'x'"]),
     ({"text": ["a", "b"], "rid": ["x"]}, "rid", ["has 1 elements for 2 prompts"]),
-    ({"text": "a", "lora_path": ["x"]}, "lora_path", ["has 1 elements for 1 prompts"]),
+    ({"text": "a", "lora_path": ["x"]}, "lora_path", ["is a list, which is for a list of prompts"]),
     ({"text": "a", "return_logprob": True, "top_logprobs_num": 10**6}, "top_logprobs_num", ["1000000"]),
     ({"text": "a", "image_data": ["x"]}, "image_data", ["not supported"]),
 ]
