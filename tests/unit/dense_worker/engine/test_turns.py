@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
+from services.step import StepPlan
 from tests.support.dense.scheduler_cluster import (
     BLOCK_SIZE,
     Cluster,
@@ -29,6 +30,11 @@ class TurnsCluster(Cluster):
     def attach_again(self) -> None:
         super().attach_again()
         self.begun.clear()
+
+    def check(self, plan: StepPlan) -> None:
+        """Not the order of entries: where prompts of several clients share a step, any may be cut to one token."""
+        assert plan.num_tokens <= self.limits.max_num_batched_tokens
+        assert len(plan.entries) <= self.limits.max_num_seqs
 
     def step(self, *, answer_opens: bool = True) -> None:
         super().step(answer_opens=answer_opens)
