@@ -36,6 +36,7 @@ class Turns:
 
     def begin(self, sequence: Sequence, most_blocks: int) -> None:
         """A sequence is opened, for the first time or again."""
+        self._leaving.discard(sequence)  # it was preempted before the end of its turn
         if sequence not in self._promised:
             self._promised[sequence] = most_blocks
             self._num_unpromised -= most_blocks

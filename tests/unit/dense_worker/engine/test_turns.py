@@ -187,3 +187,19 @@ def test_nothing_is_copied_while_nobody_waits() -> None:
     cluster.scheduler.add(make_sequence(1, 20, 40))
     cluster.run_until_idle()
     assert not any(plan.kept_seq_ids for plan in cluster.plans)
+
+
+def test_who_was_to_leave_and_has_left_for_another_reason_stays_when_it_comes_back() -> None:
+    cluster = TurnsCluster(32, 64, 8, max_num_seqs=4, max_num_batched_tokens=64)
+    sequences = {seq_id: make_sequence(seq_id, 20, 40) for seq_id in range(1, 4)}
+    for each in sequences.values():
+        cluster.scheduler.add(each)
+    while not (cluster.plans and cluster.plans[-1].kept_seq_ids):
+        cluster.step()
+    leaving, *_ = cluster.plans[-1].kept_seq_ids
+    cluster.scheduler.session.preempt(sequences.pop(leaving))
+    for seq_id in sequences:
+        cluster.scheduler.cancel(seq_id)
+    num_before = cluster.scheduler.num_preemptions
+    cluster.run_until_idle()
+    assert cluster.scheduler.num_preemptions == num_before
