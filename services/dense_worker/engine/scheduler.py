@@ -155,6 +155,9 @@ class Scheduler:
             for feature in self.features:
                 for sequence in feature.provide(self._waiting, oldest_step_id):
                     self._admission.forget(sequence)
+            if self._turns is not None:  # who lacks something keeps no blocks from those for whom it had to go
+                for sequence in self._waiting.parked():
+                    self._turns.forget(sequence)
         if self._suspects.active() is not None:
             return chosen
         if self._turns is not None:

@@ -42,7 +42,7 @@ class Turns:
             self._num_unpromised -= most_blocks
 
     def forget(self, sequence: Sequence) -> None:
-        """A sequence has ended, perhaps before it has begun."""
+        """A sequence has ended, perhaps before it has begun; or it is parked, and will begin again."""
         self._num_unpromised += self._promised.pop(sequence, 0)
         self._leaving.discard(sequence)
         self._left.pop(sequence, None)

@@ -66,6 +66,10 @@ class WaitingQueue:
         """Those whose resources are in memory, in their order. Nothing may change meanwhile."""
         return iter(self._sequences)
 
+    def parked(self) -> Iterator[Sequence]:
+        """Those whose resources are not in memory, in no particular order."""
+        return iter(self._parked)
+
     @property
     def has_parked(self) -> bool:
         return bool(self._parked)

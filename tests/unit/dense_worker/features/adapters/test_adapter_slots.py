@@ -43,7 +43,7 @@ class AdapterCluster(Cluster):
         self.feature = AdapterFeature(num_slots, self)
         self.feature.start(lambda event: self.outputs.extend(self.scheduler.handle(event)))
         self.scheduler = Scheduler(self.limits, features=[self.feature])
-        self.scheduler.begin(new_attachment(self.cache))
+        self.scheduler.begin(new_attachment(self.cache, num_host_blocks=self.num_host_blocks))
         self.sequences: dict[int, Sequence] = {}
 
     def add(self, seq_id: int, adapter: Adapter | None, prompt_len: int = 3, max_tokens: int = 4) -> Sequence:
@@ -122,7 +122,7 @@ class AdapterCluster(Cluster):
         min_size=1,
         max_size=14,
     ),
-    st.sampled_from(["guaranteed_no_evict", "max_utilization"]),
+    st.sampled_from(["guaranteed_no_evict", "max_utilization", "take_turns"]),
     st.integers(1, 3),
     st.integers(0, 4),
     st.integers(1, 4),
@@ -136,7 +136,8 @@ def test_every_sequence_gets_its_tokens_with_its_adapter(
     max_num_seqs: int,
     attaches_again: str,
 ) -> None:
-    cluster = AdapterCluster(num_slots, load_steps, policy=policy, num_blocks=16, max_num_seqs=max_num_seqs)
+    limits = {"max_num_seqs": max_num_seqs, "num_host_blocks": 16, "turn_tokens": 4}
+    cluster = AdapterCluster(num_slots, load_steps, policy=policy, num_blocks=16, **limits)
     cancels: list[list[int]] = []
     for seq_id, (adapter, prompt_len, max_tokens, gap, cancel_after) in enumerate(arrivals, start=1):
         cluster.add(seq_id, adapter, prompt_len, max_tokens)
@@ -215,6 +216,21 @@ def test_an_adapter_in_constant_use_does_not_starve_another() -> None:
     assert ends[:2] == [1, 2]
     cluster.run_until_idle()
     assert cluster.loads == ["a", "b", "a"]
+
+
+def test_a_sequence_whose_adapter_is_taken_between_its_turns_keeps_no_blocks_from_the_next_one() -> None:
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "turn_tokens": 4}
+    cluster = AdapterCluster(1, policy="take_turns", num_blocks=16, num_host_blocks=12, **limits)
+    first = cluster.add(1, ADAPTERS[0], prompt_len=20, max_tokens=30)  # 13 blocks
+    cluster.add(2, None, prompt_len=20, max_tokens=30)
+    while not first.output_token_ids:
+        cluster.step()
+    cluster.add(3, ADAPTERS[1], prompt_len=20, max_tokens=44)  # 16 blocks: all of the KV cache
+    cluster.run_until_idle(max_steps=1000)
+    assert sorted(cluster.order_of_ends()) == [1, 2, 3]
+    assert cluster.loads == ["a", "b", "a"], "another one had the slot between its turns"
+    for sequence in cluster.sequences.values():
+        assert sequence.output_token_ids == expected_output(sequence)
 
 
 def test_an_adapter_that_cannot_be_loaded_ends_only_its_sequences() -> None:
