@@ -45,14 +45,18 @@ class SwitchedAddress:
         return f"{UNIX}{self._sockets[-1]}"
 
     def point_to(self, address: str) -> None:
-        """Makes those that connect from now on find the worker at this address, made by `new_address`."""
+        """Makes those that connect from now on find the worker at this address, made by `new_address`.
+
+        Raises `OSError` if there is no room for a symbolic link: then nothing has changed.
+        """
         if self._link is None:
             return
-        self._target = Path(address.removeprefix(UNIX)).name
+        target = Path(address.removeprefix(UNIX)).name
         beside = self._link.with_name(f"{self._link.name}.new")
         beside.unlink(missing_ok=True)
-        beside.symlink_to(self._target)
+        beside.symlink_to(target)
         beside.replace(self._link)
+        self._target = target
 
     def remove(self) -> None:
         """Removes the sockets, and the link if it is still this one. All workers have ended."""

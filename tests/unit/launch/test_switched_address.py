@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from pathlib import Path
 
@@ -41,6 +42,25 @@ def test_a_connection_goes_to_the_worker_last_pointed_to(tmp_path: Path) -> None
         assert who_answers(path, listeners) == number
     for listener in listeners:
         listener.close()  # as a killed worker does, which leaves the file
+    link.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_room_for_a_link_all_stays_and_is_removed_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "dense.sock"
+    link = SwitchedAddress(f"unix:{path}")
+    addresses = [link.new_address(), link.new_address()]
+    link.point_to(addresses[0])
+
+    def is_full(self: Path, target: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "symlink_to", is_full)
+    with pytest.raises(OSError, match="No space left"):
+        link.point_to(addresses[1])
+    assert f"unix:{path.with_name(str(path.readlink()))}" == addresses[0]
     link.remove()
     assert not list(tmp_path.iterdir())
 
