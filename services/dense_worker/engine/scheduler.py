@@ -161,7 +161,8 @@ class Scheduler:
         if self._suspects.active() is not None:
             return chosen
         if self._turns is not None:
-            self._turns.go_on(self._admission.most_blocks, self._admission.blocks_to_reserve)
+            admission = self._admission
+            self._turns.go_on(admission.most_blocks, admission.blocks_to_reserve, admission.num_places)
         while (sequence := self._admission.next_to_open(self._next_suspect())) is not None:
             self._waiting.choose(sequence)
             if self._turns is not None:

@@ -51,17 +51,20 @@ class Turns:
         """The sequences that have begun and wait, in order."""
         return sorted((each for each in self._promised if each.status is SequenceStatus.WAITING), key=_order)
 
-    def go_on(self, most_blocks: Callable[[Sequence], int], num_needed: Callable[[Sequence], int]) -> None:
+    def go_on(
+        self, most_blocks: Callable[[Sequence], int], num_needed: Callable[[Sequence], int], num_places: int
+    ) -> None:
         """Decides for sequences in the last block of their turn, and ends the turns that are over.
 
-        `most_blocks`: that a sequence may hold; `num_needed`: those that a waiting one must have to be opened
+        `most_blocks`: that a sequence may hold; `num_needed`: those that a waiting one must have to be opened;
+        `num_places`: that are free
         """
         if not (last := self._in_last_block()):
             return
         session, order_of = self._session, self._waiting.order_after_turn
         ledger = session.ledger
         undecided = sorted(set(last).difference(self._leaving), key=order_of, reverse=True)
-        self._decide(undecided, most_blocks, num_needed)
+        self._decide(undecided, most_blocks, num_needed, num_places)
         for sequence in last:
             is_full = sequence.num_computed_tokens >= sequence.num_blocks * ledger.block_size
             if is_full and not sequence.num_reserved_blocks:
@@ -74,17 +77,22 @@ class Turns:
         sequences: list[Sequence],
         most_blocks: Callable[[Sequence], int],
         num_needed: Callable[[Sequence], int],
+        num_places: int,
     ) -> None:
         """Gives sequences, those that are farthest first, blocks for another turn, or has them leave."""
         session, ledger = self._session, self._session.ledger
         self._left = {each: num for each, num in self._left.items() if each.seq_id in session.closing}
         num_left = ledger.num_available_blocks + sum(self._left.values())
         num_left += sum(each.num_blocks for each in self._leaving)
+        num_places += len(self._leaving) + sum(len(lane.to_close_later) for lane in session.lanes)
         candidates = heapq.merge(self.waiting(), self._newcomers(most_blocks), key=_order)
         candidate = next(candidates, None)
         for sequence in sequences:
-            while candidate is not None and (needed := num_needed(candidate)) <= num_left:
+            while candidate is not None and candidate.num_rows <= num_places:
+                if (needed := num_needed(candidate)) > num_left:
+                    break
                 num_left -= needed  # it gets what is there, or will be
+                num_places -= candidate.num_rows
                 candidate = next(candidates, None)
             order_s, _ = self._waiting.order_after_turn(sequence)
             gives_way = candidate is not None and candidate.order[0] + self._margin_s < order_s
@@ -93,6 +101,7 @@ class Turns:
                 self._leaving.add(sequence)
                 session.keep_copies(sequence)
                 num_left += sequence.num_blocks
+                num_places += 1
             elif num_more <= ledger.num_available_blocks:  # otherwise the blocks are on their way
                 session.reserve(sequence, num_more)
                 num_left -= num_more

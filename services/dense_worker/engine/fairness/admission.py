@@ -62,7 +62,7 @@ class Admission:
         Otherwise it is the first sequence of the client whose turn it is. Nobody overtakes it only because it is small,
         which would starve large sequences; but clients that hold much less may, and may take room from others.
         """
-        if not self._waiting or not (self._num_places > 0 or self._waiting.has_several_clients):
+        if not self._waiting or not (self.num_places > 0 or self._waiting.has_several_clients):
             return None
         if self._entitled is not None and not self.may_have_room(self._entitled):
             self._entitled = None  # it waits for a KV cache to come back, and nobody waits behind it
@@ -86,6 +86,14 @@ class Admission:
         if not self._outgrows_each(sequence):
             return True
         return self.lack_of(sequence, self._session.open_ledgers) is None
+
+    @property
+    def num_places(self) -> int:
+        """Free places. Each row takes one."""
+        session = self._session
+        num_taken = sum(each.sequence.num_rows for each in session.openings.values())
+        num_taken += sum([len(lane.to_close_later) for lane in session.lanes])
+        return self._limits.max_num_seqs - session.num_running_rows - num_taken
 
     def forget(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""
@@ -157,17 +165,9 @@ class Admission:
         waiting = [] if self._turns is None else self._turns.waiting()
         return next(filter(self.has_left, waiting), None)
 
-    @property
-    def _num_places(self) -> int:
-        """Free places. Each row takes one."""
-        session = self._session
-        num_taken = sum(each.sequence.num_rows for each in session.openings.values())
-        num_taken += sum([len(lane.to_close_later) for lane in session.lanes])
-        return self._limits.max_num_seqs - session.num_running_rows - num_taken
-
     def _has_room(self, sequence: Sequence) -> bool:
         """Whether it has room now; then it names the KV cache in which it is to be opened."""
-        if sequence.num_rows > self._num_places or not self._session.has_room_for_sequence:
+        if sequence.num_rows > self.num_places or not self._session.has_room_for_sequence:
             return False
         if self._outgrows_each(sequence):
             return self._divide(sequence, self.most_blocks(sequence))
@@ -239,7 +239,7 @@ class Admission:
         if self._entitled is not None and self._session.awaits_blocks:
             return None
         heads = filter(self._may_begin, self._ready_heads())  # room is of no use to those that may not begin
-        self._entitled, victims = choose_victims(self._session, heads, self._need_of, self._num_places, self._tried)
+        self._entitled, victims = choose_victims(self._session, heads, self._need_of, self.num_places, self._tried)
         for victim in victims:
             self._session.preempt(victim)
         return self._entitled if self._entitled is not None and self._has_room(self._entitled) else None

@@ -203,3 +203,14 @@ def test_who_was_to_leave_and_has_left_for_another_reason_stays_when_it_comes_ba
     num_before = cluster.scheduler.num_preemptions
     cluster.run_until_idle()
     assert cluster.scheduler.num_preemptions == num_before
+
+
+def test_nobody_leaves_for_blocks_of_others_that_have_no_place() -> None:
+    cluster = TurnsCluster(32, 200, 8, max_num_seqs=1, max_num_batched_tokens=64)
+    sequences = [make_sequence(seq_id, 20, 40) for seq_id in range(1, 7)]
+    for each in sequences:
+        each.arrival_s = 100.0 * each.seq_id  # nobody comes before one that has begun
+        cluster.scheduler.add(each)
+    cluster.run_until_idle()
+    ended = [each.sequence.seq_id for each in cluster.outputs if each.finish_reason is not None]
+    assert (ended, cluster.scheduler.num_preemptions) == ([1, 2, 3, 4, 5, 6], 0)
