@@ -65,10 +65,13 @@ class PipedProcesses:
         """What `exchange` makes of a process's answer. It runs on a thread, and ends when the process does.
 
         It may raise `InvalidRequest`, and `KilledError`; the process is used again if it is alive. Raises
-        `CapacityError` if it takes too long; `what`: says what then has not been done.
+        `CapacityError` if it takes too long, or no process can be started; `what`: says what then has not been done.
         """
         for _ in range(MAX_KILLS):
-            process = self._take()
+            try:
+                process = self._take()
+            except OSError as error:  # no memory, or too many processes or open files, perhaps for a moment
+                raise CapacityError(f"the process that {self._task} cannot be started: {error}") from error
             self._busy.add(process)
             if self._has_spare and not self.idle and len(self._busy) < self._count:
                 try:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from services.common.errors import InvalidRequest
+from services.common.errors import CapacityError, InvalidRequest
 from services.common.memory_file import MemoryFile, can_read
 from services.common.vision.qwen_vl import QwenLayout
 from services.gateway.images import decoder
@@ -74,6 +74,20 @@ def check(found: Picture, picture: Image.Image) -> None:
     assert found.shape == shape
     expected = picture.convert("RGB").resize((shape.width, shape.height), Image.Resampling.BICUBIC)
     assert found.pixels[:] == np.asarray(expected).tobytes()
+
+
+def test_while_no_process_can_be_started_a_picture_is_refused_as_too_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    runner = Runner()
+    monkeypatch.setattr(piped_processes.subprocess, "Popen", refuse)
+    with pytest.raises(CapacityError, match=r"decodes pictures cannot be started: .*unavailable"):
+        runner.decode(encode(noise(40, 40, 1)))
+    runner.loop.run_until_complete(runner.decoder.close())
+    runner.loop.close()
 
 
 def test_without_memory_files_pixels_come_through_a_pipe(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
