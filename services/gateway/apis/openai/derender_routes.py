@@ -135,7 +135,7 @@ def derender_routes(service: RequestService) -> APIRouter:
         await form.begin([[] if asked is None else asked.spec.prompt_token_ids])
         whole: dict[str, Any] = {**form.whole([(completions, None)])}
         for choice, written in zip(given.choices, whole["choices"], strict=True):
-            if (rows := rows_of(choice, "generate_response")) is not None:
+            if (rows := await rows_of(choice, "generate_response")) is not None:
                 written["logprobs"] = chat_logprobs(tokenizer, *rows, has_ids=False)
         whole["id"] = given.request_id or whole["id"]
         whole["usage"] = usage_of(num_prompt_tokens, given.choices)
@@ -152,7 +152,7 @@ def derender_routes(service: RequestService) -> APIRouter:
         fields = [f"generate_responses[{i}]" for i in range(len(given))]
         texts = iter(await texts_of(given, fields, request))
         choices = [
-            completion_choice(choice, index, next(texts), field)
+            await completion_choice(choice, index, next(texts), field)
             for index, (field, choice) in enumerate(
                 (field, choice) for field, each in zip(fields, given, strict=True) for choice in each.choices
             )
@@ -209,30 +209,32 @@ def derender_routes(service: RequestService) -> APIRouter:
         parts.finish()
         return replace(given, text=parts.text(), parts=parts, finish=finish)
 
-    def completion_choice(choice: GivenChoice, index: int, text: str, field: str) -> dict[str, Any]:
-        rows, logprobs = rows_of(choice, field), None
+    async def completion_choice(choice: GivenChoice, index: int, text: str, field: str) -> dict[str, Any]:
+        rows, logprobs = await rows_of(choice, field), None
         if rows is not None:
             builder = LegacyLogprobsBuilder(tokenizer, skip_special_tokens=True, is_echo=False)
             logprobs = builder.append(*rows)
         reason = choice.finish_reason or "stop"
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, "stop_reason": None}
 
-    def rows_of(choice: GivenChoice, field: str) -> tuple[list[int], list[TokenLogprobs]] | None:
+    async def rows_of(choice: GivenChoice, field: str) -> tuple[list[int], list[TokenLogprobs]] | None:
         """The ids of the tokens that have log-probabilities, and these. None if there are none."""
         if choice.logprobs is None or choice.logprobs.content is None:
             return None
+        await service.heavy_work.turn()
         token_ids, rows = [], []
         for each in choice.logprobs.content:
             token_ids.append(id_of(each.token, field))
             top = tuple((id_of(likely.token, field), likely.logprob) for likely in each.top_logprobs or ())
             rows.append(TokenLogprobs(each.logprob, top))
+        all_ids = [*token_ids, *(token_id for row in rows for token_id, _ in row.top)]
+        check_token_ids(f"{field}.choices.logprobs", all_ids, service.limits.vocab_size)
         return token_ids, rows
 
     def id_of(name: str, field: str) -> int:
         digits = name.removeprefix(NAME_OF_ID)
         if digits == name or not (digits.isascii() and digits.isdigit()) or len(digits) > 10:
             raise InvalidRequest(f"{field} has a token {name[:80]!r}, must be token_id:ID", f"{field}.choices.logprobs")
-        check_token_ids(f"{field}.choices.logprobs", [int(digits)], service.limits.vocab_size)
         return int(digits)
 
     def answer(whole: dict[str, Any], model: str | None, given: GivenAnswer) -> Response:

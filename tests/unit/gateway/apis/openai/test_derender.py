@@ -9,6 +9,7 @@ import httpx2
 import openai
 import pytest
 
+from services.gateway.resources.heavy_work import HeavyWork
 from tests.support.chats.chat_models import with_chat_model
 from tests.support.clients.gateway_calls import EOS, ids
 from tests.support.clients.http_clients import async_client
@@ -93,6 +94,33 @@ def test_what_is_not_read_is_repeated(tmp_path: Path) -> None:
             answer = (await client.post(f"{path}/derender", json=body)).json()
             assert (answer["prompt_logprobs"], answer["kv_transfer_params"]) == ([None], {"a": 1})
             assert (answer["usage"]["prompt_tokens"], answer["choices"][0]["finish_reason"]) == (0, "stop")
+
+    with_client(tmp_path, FakeDense(lambda submit: [EOS]), test)
+
+
+def test_log_probabilities_are_read_in_a_turn_for_each_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body may have 16,000 of them, which take milliseconds."""
+    turn, num_turns = HeavyWork.turn, 0
+
+    async def counted(work: HeavyWork) -> None:
+        nonlocal num_turns
+        num_turns += 1
+        await turn(work)
+
+    monkeypatch.setattr(HeavyWork, "turn", counted)
+
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        nonlocal num_turns
+        content = [{"token": "token_id:70", "logprob": -1.0}]
+        plain = {"token_ids": [70]}
+        for path, name, is_list in ((CHATS, "generate_response", False), (COMPLETIONS, "generate_responses", True)):
+            found = []
+            for choice in (plain, {**plain, "logprobs": {"content": content}}):
+                given, num_turns = {"choices": [choice] * 3}, 0
+                response = await client.post(f"{path}/derender", json={name: [given] if is_list else given})
+                assert response.status_code == 200, response.text
+                found.append(num_turns)
+            assert found[1] >= found[0] + 3
 
     with_client(tmp_path, FakeDense(lambda submit: [EOS]), test)
 
