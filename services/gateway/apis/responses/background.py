@@ -53,7 +53,7 @@ class BackgroundResponses:
         held = HeldMemory(of_connection.budget, of_connection.client)
         stored, started = form.running(), asyncio.Event()
         if is_stream:
-            stored = dataclasses.replace(stored, events=EventLog(held))
+            stored = dataclasses.replace(stored, events=EventLog(HeldMemory(held.budget, held.client)))
         task = self._tasks[key] = asyncio.create_task(self._run(key, message, form, caller, held, stored, started))
         task.add_done_callback(lambda ended: self._forget(key, ended))
         starting = asyncio.create_task(started.wait())

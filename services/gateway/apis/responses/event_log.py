@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.common.errors import InvalidRequest, NotResumable, TwostrokeError
+from services.common.errors import CapacityError, InvalidRequest, NotResumable, TwostrokeError
 from services.gateway.apis.shared.answer import STREAM_HEADERS, events
 from services.gateway.http.connection import while_connected
 from services.gateway.http.errors import describe
@@ -25,9 +26,10 @@ class EventLog:
     """
 
     def __init__(self, held: HeldMemory) -> None:
-        """`held`: counts the events until the response has ended."""
+        """`held`: of the events alone, until the response has ended, and while somebody reads them."""
         self.num_bytes = 0
         self._held = held
+        self._num_readers = 0
         self._events: list[bytes] = []
         self._is_ended = False
         self._lost: str | None = None  # why there are no events any more
@@ -52,8 +54,9 @@ class EventLog:
         self._notify()
 
     def end(self) -> None:
-        """There are no further events."""
+        """There are no further events. From now on the store counts them, until it drops them."""
         self._is_ended = True
+        self._release_unread()
         self._notify()
 
     def check(self, starting_after: int | None) -> None:
@@ -66,6 +69,20 @@ class EventLog:
                 f"starting_after is {starting_after}, must be a sequence_number that was sent: 0 to {last}",
                 "starting_after",
             )
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Counts the events, which a slow reader keeps when the store has dropped them. Raises `CapacityError`."""
+        if self._is_ended and not self._num_readers:
+            reason = self._held.try_add(self.num_bytes, "the events of a response")
+            if reason is not None:
+                raise CapacityError(reason)
+        self._num_readers += 1
+        try:
+            yield
+        finally:
+            self._num_readers -= 1
+            self._release_unread()
 
     async def read(self, starting_after: int | None) -> AsyncIterator[bytes]:
         """The events behind one, or all; those to come, too. Raises `NotResumable` if they are lost."""
@@ -80,6 +97,10 @@ class EventLog:
                 return
             else:
                 await self._changed.wait()
+
+    def _release_unread(self) -> None:
+        if self._is_ended and not self._num_readers:
+            self._held.release()
 
     def _notify(self) -> None:
         self._changed.set()
@@ -96,7 +117,8 @@ class LoggedEvents(Response):
         self._log, self._starting_after = log, starting_after
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await while_connected(scope, receive, self._send(scope["state"]["send_body"], send))
+        with self._log.reading():
+            await while_connected(scope, receive, self._send(scope["state"]["send_body"], send))
 
     async def _send(self, send_body: Send, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})

@@ -13,8 +13,10 @@ import openai
 import pydantic_core
 import pytest
 
+from services.common.errors import CapacityError
 from services.gateway.apis.responses import stored_record
 from services.gateway.apis.responses.background import BackgroundResponses
+from services.gateway.apis.responses.event_log import EventLog, LoggedEvents
 from services.gateway.apis.responses.response_store import StoredResponse
 from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
 from services.pb import dense_pb2, gateway_pb2
@@ -358,6 +360,40 @@ def test_events_that_are_too_large_to_be_stored_leave_the_response(tmp_path: Pat
 
     dense = dense_of([*ids(" one two three") * 20, EOS])
     with_api(tmp_path, dense, test, store_responses=True, max_stored_response_bytes=8000)
+
+
+def test_events_that_somebody_reads_are_counted_until_then_though_nobody_stores_them() -> None:
+    """Or a client that reads slowly, and deletes each response, would have any number of them kept."""
+
+    async def test() -> None:
+        budget, goes_on, num_sent = MemoryBudget(max_bytes=10_000), asyncio.Event(), 0
+        log, beside = (EventLog(HeldMemory(budget, (0, 0))) for _ in range(2))
+
+        async def send(_: Any) -> None:
+            nonlocal num_sent
+            await goes_on.wait()
+            num_sent += 1
+
+        async def read() -> None:
+            scope = {"state": {"send_body": send, "request_id": "a"}}
+            await LoggedEvents(log)(scope, asyncio.Event().wait, send)
+
+        log.add([{"type": "response.created", "text": "a" * 5000}])
+        early = asyncio.create_task(read())
+        await asyncio.sleep(0)
+        log.end()
+        assert budget.num_held == log.num_bytes > 5000
+        late = asyncio.create_task(read())
+        await asyncio.sleep(0)
+        assert budget.num_held == log.num_bytes, "once, however many read"
+        goes_on.set()
+        await asyncio.gather(early, late)
+        assert budget.num_held == 0 and num_sent == 2 * 3
+        beside.add([{"type": "response.created", "text": "b" * 6000}])
+        with pytest.raises(CapacityError, match="max_held_bytes"):
+            await read()
+
+    asyncio.run(test())
 
 
 def test_times_are_those_of_the_answer(tmp_path: Path) -> None:
