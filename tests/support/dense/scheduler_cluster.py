@@ -98,14 +98,21 @@ class Cluster:
         enable_prefix_cache: bool = True,
         layer_window: int | None = None,
         forks: ForkPolicy | None = None,
-        num_host_blocks: int = 0,
+        num_host_blocks: int = 64,
+        turn_tokens: int = 5,
         **limits: Any,
     ) -> None:
         kept = {"window": window, "num_sink_tokens": num_sink_tokens, "enable_prefix_cache": enable_prefix_cache}
         group = make_window_group(layer_window, BLOCK_SIZE, max_num_seqs, max_num_batched_tokens)
         self.cache = build_cache(num_blocks, BLOCK_SIZE, max_model_len, **kept, window_blocks=group)
         self.limits = SchedulerLimits(
-            max_num_seqs, max_num_batched_tokens, max_model_len, max_num_waiting, policy, **limits
+            max_num_seqs,
+            max_num_batched_tokens,
+            max_model_len,
+            max_num_waiting,
+            policy,
+            turn_tokens=turn_tokens,
+            **limits,
         )
         self.num_host_blocks = num_host_blocks
         self.scheduler = Scheduler(self.limits, drafting, forks=forks)
@@ -184,6 +191,8 @@ class Cluster:
         else:
             raise AssertionError(f"not idle after {max_steps} steps")
         self.cache.check_integrity()
+        if (turns := self.scheduler._turns) is not None:
+            assert not (turns._promised or turns._leaving), "nobody is left who may come back"
         assert self.cache.num_sequences == 0
         assert self.cache.num_free_blocks == self.cache.num_blocks
         assert all(pool.num_used_blocks == 0 for pool in self.cache.pools.values())

@@ -141,7 +141,7 @@ groups = st.lists(
 @settings(max_examples=examples(100), deadline=None)
 @given(
     groups,
-    st.sampled_from(["guaranteed_no_evict", "max_utilization"]),
+    st.sampled_from(["guaranteed_no_evict", "max_utilization", "take_turns"]),
     st.integers(16, 40),
     st.integers(1, 6),
     st.integers(6, 24),

@@ -130,7 +130,7 @@ arrivals = st.lists(
 @settings(max_examples=examples(150), deadline=None)
 @given(
     arrivals,
-    st.sampled_from(["guaranteed_no_evict", "max_utilization"]),
+    st.sampled_from(["guaranteed_no_evict", "max_utilization", "take_turns"]),
     st.integers(24, 48),
     st.integers(4, 8),
     st.integers(8, 24),

@@ -47,7 +47,7 @@ class SomeDrafts(EagerDrafting):
 @settings(max_examples=examples(150), deadline=None)
 @given(
     requests,
-    st.sampled_from(["guaranteed_no_evict", "max_utilization"]),
+    st.sampled_from(["guaranteed_no_evict", "max_utilization", "take_turns"]),
     st.integers(16, 40),
     st.integers(1, 6),
     st.integers(6, 40),
