@@ -23,7 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--first-seed", type=int, default=1, metavar="S", help="of the first run; the next adds 1")
     parser.add_argument("--short", action="store_true", help="runs of a third of the streams and actions")
     parser.add_argument("--speculation", choices=[*POLICIES], help="of all runs; by default, they take turns")
-    parser.add_argument("--host-tier", action="store_true", help="runs with a host tier, whose bytes change, too")
+    tier = "runs with a host tier, whose bytes change, too; in most, sequences take turns"
+    parser.add_argument("--host-tier", action="store_true", help=tier)
     parser.add_argument("--lanes", action="store_true", help="runs with two lanes, without speculation")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that everything is closed
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             size = SHORT if arguments.short else LONG
             options = {"has_standbys": has_standbys, "has_tier": arguments.host_tier}
+            options["takes_turns"] = arguments.host_tier and cluster_number % 3 < 2
             with arena(directory, speculation, size, **options, num_lanes=1 + arguments.lanes) as where:
                 for seed in (seed for seed in seeds if seed // RUNS_PER_CLUSTER == cluster_number):
                     start = time.monotonic()

@@ -88,17 +88,20 @@ def arena(
     *,
     has_standbys: bool,
     has_tier: bool = False,
+    takes_turns: bool = False,
     num_lanes: int = 1,
     is_warm: bool = False,
 ) -> Iterator[Arena]:
     """Starts a cluster with a high limit of restarts, and gets the undisturbed answer to every message.
 
     Sources of drafts that compute them on the device have some in every step, whatever they cost. With several lanes
-    there are searches, too, and sequences are preempted.
+    there are searches, too, and sequences are preempted. With `takes_turns`, which needs the tier, they leave the cache
+    and come back.
     """
+    policy = "take_turns" if takes_turns else POLICIES[speculation]
     metrics_address = f"127.0.0.1:{free_port()}"
     settings = [
-        f"scheduler.policy={POLICIES[speculation] if num_lanes == 1 else 'max_utilization'}",
+        f"scheduler.policy={policy if num_lanes == 1 else 'max_utilization'}",
         f"scheduler.num_lanes={num_lanes}",
         *speculation_settings(speculation, directory, size.num_layers),
         f"dense.metrics_address={metrics_address}",

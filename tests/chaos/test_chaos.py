@@ -15,7 +15,7 @@ SEED = 1
 @pytest.mark.timeout(400)  # it takes about 20 s on a quiet machine
 @pytest.mark.parametrize(
     ("speculation", "options"),
-    [("suffix", {"has_standbys": True}), ("draft_model", {}), ("off", {"has_tier": True})],
+    [("suffix", {"has_standbys": True}), ("draft_model", {}), ("off", {"has_tier": True, "takes_turns": True})],
 )
 def test_streams_survive_a_monkey_and_nothing_of_the_run_is_left(
     speculation: str, options: dict[str, bool], tmp_path: Path
