@@ -39,6 +39,7 @@ IN_TURNS = (
     "scheduler.policy=take_turns",
     "attention.host_kv_bytes=38654705664",
     "attention.enable_prefix_cache=true",
+    "attention.kv_cache_memory_fraction=0.95",
 )
 COMMON = ("scheduler.max_num_batched_tokens=2048", "attention.enable_prefix_cache=false")
 MIN_PART_PROMPTS = 2
