@@ -128,7 +128,7 @@ class _CountsCollector:
         )
         yield CounterMetricFamily(
             "twostroke_dense_preemptions",
-            "Sequences that gave their blocks up to be computed anew.",
+            "Times that a sequence gave its blocks up, to go on later.",
             counts.num_preemptions,
         )
         yield CounterMetricFamily("twostroke_dense_steps", "Steps published.", counts.num_steps)
