@@ -233,7 +233,7 @@ class KVCache:
         self._add_tokens(plan.sampled)
         for seq_id in plan.kept_seq_ids:
             if (kept := self._sequences.get(seq_id)) is not None:
-                self.tier.offer(kept.digests)
+                self.tier.offer(kept.digests, is_urgent=seq_id in plan.close_seq_ids)
         num_freed = self.close_sequences(plan.close_seq_ids)
         for group in self._groups:
             group.evict(self._rows)

@@ -82,7 +82,7 @@ class HostTier:
     def has(self, digest: bytes) -> bool:
         return digest in self._slots and not self._has_failed
 
-    def offer(self, digests: Iterable[bytes]) -> None:
+    def offer(self, digests: Iterable[bytes], *, is_urgent: bool = False) -> None:
         new = []
         for digest in digests:
             try:
@@ -92,7 +92,10 @@ class HostTier:
         if self._has_failed or len(new) > MAX_OFFERED - len(self._offered):
             self.counts.num_skipped_blocks += len(new)
         elif new:
-            self._offered.extend(new)
+            if is_urgent:
+                self._offered.extendleft(reversed(new))
+            else:
+                self._offered.extend(new)
             self._has_work.set()
 
     def load(

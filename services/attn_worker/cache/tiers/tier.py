@@ -52,8 +52,11 @@ class Tier(BlockSupplier, Protocol):
     def keep_generation(self, generation: int) -> None:
         """Keeps a higher one, as long as the blocks. Called before blocks of this generation are offered."""
 
-    def offer(self, digests: Iterable[bytes]) -> None:
-        """These blocks are findable on the device and in use: copies of them may be made from now on."""
+    def offer(self, digests: Iterable[bytes], *, is_urgent: bool = False) -> None:
+        """These blocks are findable on the device: copies of them may be made from now on.
+
+        `is_urgent`: before all others, as the blocks will be used for something else in the next steps.
+        """
 
     def cancel_loads(self) -> None:
         """When it returns, no load writes to a block any more. Some may have been reported, the others never are.
@@ -79,7 +82,7 @@ class NoTier:
     def has(self, digest: bytes) -> bool:
         return False
 
-    def offer(self, digests: Iterable[bytes]) -> None:
+    def offer(self, digests: Iterable[bytes], *, is_urgent: bool = False) -> None:
         """Nothing is kept."""
 
     def load(

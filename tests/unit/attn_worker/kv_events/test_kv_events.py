@@ -246,7 +246,7 @@ class FullTier(NoTier):
     def has(self, digest: bytes) -> bool:
         return digest in self.digests
 
-    def offer(self, digests: Iterable[bytes]) -> None:
+    def offer(self, digests: Iterable[bytes], *, is_urgent: bool = False) -> None:
         self.digests.update(digests)
 
 

@@ -592,3 +592,20 @@ def test_what_was_loaded_is_overwritten_last_or_first(path: Path, found: int, *,
     worker.run([*prompt(4, 3), *prompt(3, 17)])  # all blocks of the device have other content now
     assert worker.run(prompt(1, 17)) == found
     worker.end()
+
+
+def test_blocks_of_sequences_that_leave_now_are_copied_before_those_of_others(path: Path) -> None:
+    worker = Worker(path, num_blocks=12)
+    digests = {}
+    for number in (1, 2, 3):
+        seq_id, num_cached = worker.open(prompt(number, 13))
+        worker.compute(seq_id, prompt(number, 13), num_cached)
+        digests[number] = list(worker.cache._sequences[seq_id].digests)
+    worker.tier._offered.clear()
+    worker.tier.offer(digests[1])
+    worker.tier.offer(digests[2], is_urgent=True)
+    worker.tier.offer(digests[3])
+    worker.start()
+    worker.settle()
+    assert list(worker.tier._slots) == [*digests[2], *digests[1], *digests[3]], "in the order of their writing"
+    worker.end()
