@@ -61,9 +61,7 @@ class MediaPrompt(RequestModel):
     """A text with pictures, as llama.cpp has it: `MEDIA_MARKER` stands for each."""
 
     prompt_string: str
-    multimodal_data: Annotated[list[str], Field(min_length=1), at_most(MAX_TEXTS)] = Field(
-        description="Files of pictures in base64"
-    )
+    multimodal_data: Annotated[list[str], at_most(MAX_TEXTS)] = Field(description="Files of pictures in base64")
 
     def __len__(self) -> int:
         return len(self.prompt_string)
@@ -85,10 +83,10 @@ def _kind_of_prompts_with_media(value: Any) -> str:
 
 
 def _without_plain_objects(value: Any) -> Any:
-    """The same as `without_objects`, but for objects with pictures."""
+    """The same as `without_objects`, but for objects with a list of pictures, which may be empty."""
     if isinstance(value, list):
         return [_without_plain_objects(each) for each in value] if dict in map(type, value) else value
-    return value if isinstance(value, dict) and value.get("multimodal_data") else _text_of(value)
+    return value if isinstance(value, dict) and value.get("multimodal_data") is not None else _text_of(value)
 
 
 def without_objects(value: Any) -> Any:

@@ -279,6 +279,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"prompt": "a", "typical_p": 0.5}, ["typical_p", "not supported"]),
     ({"prompt": "a", "samplers": ["top_k", "best_k"]}, ["samplers", "no sampler 'best_k'"]),
     ({"prompt": {"prompt_string": "a", "multimodal_data": ["x"]}}, ["prompt", "1 files for 0 of <__media__>"]),
+    ({"prompt": {"prompt_string": "<__media__>", "multimodal_data": []}}, ["prompt", "0 files for 1 of <__media__>"]),
     ({"prompt": ["a", {"prompt_string": "<__media__>", "multimodal_data": ["x"]}]}, ["sees no pictures"]),
     ({"prompt": {"prompt_string": "<__media__>", "multimodal_data": [5]}}, ["multimodal_data[0] is 5"]),
     ({"prompt": {"prompt_string": "<__media__>" * 65, "multimodal_data": ["x"] * 65}}, ["65 elements", "64"]),
