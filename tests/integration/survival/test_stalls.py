@@ -120,7 +120,6 @@ def test_all_services_report_a_lost_signal_and_the_dense_worker_is_restarted(tmp
 class WatchedService:
     """A service of `PlainServices` with the interface of the launcher's `Child`."""
 
-    tls = None
     is_running = True
 
     def __init__(self, services: PlainServices, role: str, directory: Path) -> None:
@@ -134,6 +133,9 @@ class WatchedService:
     def pid(self) -> int:
         return self._services.pid_of(self.role)
 
+    def open_channel(self) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(self.address)
+
     async def kill_hanging(self, reason: str) -> None:
         self.reasons.append(reason)
         os.kill(self.pid, signal.SIGKILL)
@@ -142,7 +144,8 @@ class WatchedService:
 async def watch_until(watch: HealthWatch, is_over: Callable[[], bool]) -> None:
     task = asyncio.create_task(watch.run())
     async with asyncio.timeout(DEADLINE_S):
-        while not is_over():  # noqa: ASYNC110
+        while not is_over():
+            assert not task.done(), "nobody watches any more"
             await asyncio.sleep(0.05)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
