@@ -61,7 +61,7 @@ WITHOUT_EFFECT = {
     *("service_tier", "speed", "user_profile_id", "workspace_id"),
 }
 REFUSED = {"compaction", "container", "context_management", "mcp_servers"}
-OTHERS_REFUSED = {"chat_template", "kv_transfer_params"}  # fields that vLLM adds to Messages
+OTHERS_REFUSED = {"chat_template", "ec_transfer_params", "kv_transfer_params"}  # fields that vLLM adds to Messages
 
 
 @needs("anthropic")

@@ -366,10 +366,11 @@ def test_a_large_body_and_an_unknown_model_are_refused(path: Path, client: opena
 
 
 @pytest.mark.parametrize("media_type", ["application/x-www-form-urlencoded", "application/json", None])
-def test_only_forms_with_files_are_read(http: httpx2.Client, media_type: str | None) -> None:
+def test_only_forms_with_files_and_json_are_read(http: httpx2.Client, media_type: str | None) -> None:
     headers = {} if media_type is None else {"content-type": media_type}
     answer = http.post("/v1/audio/transcriptions", content=b"&" * 1000, headers=headers)
-    assert answer.status_code == 415 and "must be multipart/form-data" in answer.json()["error"]["message"]
+    status, words = (400, "JSON") if media_type == "application/json" else (415, "must be multipart/form-data")
+    assert answer.status_code == status and words in answer.json()["error"]["message"]
     answer = http.post("/v1/audio/transcriptions", content=b"&" * MAX_BYTES, headers=headers)
     assert answer.status_code == 413, "only an upload may have more than max_body_bytes"
 
