@@ -19,6 +19,7 @@ from tests.support.reference import random_prompts, reference_logprobs, referenc
 
 URL = "/completion"
 NUM_TOKENS = 40
+END_OF_TEXT = 2  # of the embedded model
 
 
 def complete(cluster: Cluster, **body: Any) -> Any:
@@ -46,8 +47,9 @@ def test_probabilities_behind_the_samplers(cluster: Cluster) -> None:
     for each in greedy["completion_probabilities"]:
         assert each["prob"] == 1.0 and [one["prob"] for one in each["top_probs"]] == [1.0, 0.0, 0.0, 0.0]
     two = complete(cluster, prompt=prompt, temperature=1.5, top_k=2, top_p=1, min_p=0, **options)
-    own = complete(cluster, prompt=prompt + two["tokens"][:-1], temperature=0, n_predict=1, n_probs=2, ignore_eos=True)
-    (first, second), last = own["completion_probabilities"][0]["top_logprobs"], two["completion_probabilities"][-1]
+    own = complete(cluster, prompt=prompt + two["tokens"][:-1], temperature=0, n_predict=1, n_probs=3, ignore_eos=True)
+    likely, last = own["completion_probabilities"][0]["top_logprobs"], two["completion_probabilities"][-1]
+    first, second = [each for each in likely if each["id"] != END_OF_TEXT][:2]  # which no sampler chooses here
     expected = 1 / (1 + math.exp((second["logprob"] - first["logprob"]) / 1.5))
     assert [each["prob"] for each in last["top_probs"]] == pytest.approx([expected, 1 - expected, 0, 0], abs=1e-4)
     assert [each["id"] for each in last["top_probs"][:2]] == [first["id"], second["id"]]
