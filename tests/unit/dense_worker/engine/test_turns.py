@@ -214,3 +214,29 @@ def test_nobody_leaves_for_blocks_of_others_that_have_no_place() -> None:
     cluster.run_until_idle()
     ended = [each.sequence.seq_id for each in cluster.outputs if each.finish_reason is not None]
     assert (ended, cluster.scheduler.num_preemptions) == ([1, 2, 3, 4, 5, 6], 0)
+
+
+def _two_that_fit(num_host_blocks: int) -> tuple[TurnsCluster, Sequence, Sequence]:
+    """Two sequences in the middle of their outputs, for which 30 of 32 blocks are enough, and one that needs 16."""
+    cluster = TurnsCluster(32, num_host_blocks, 8, max_num_seqs=4, max_num_batched_tokens=64)
+    first, second, late = make_sequence(1, 20, 40), make_sequence(2, 20, 40), make_sequence(3, 54, 8)
+    for each in (first, second):
+        cluster.scheduler.add(each)
+    while len(first.output_token_ids) < 12:
+        cluster.step()
+    cluster.scheduler.add(late)
+    return cluster, first, late
+
+
+def test_one_that_comes_late_begins_before_those_end_that_need_no_blocks_of_others() -> None:
+    cluster, first, late = _two_that_fit(num_host_blocks=64)
+    while not late.output_token_ids:
+        cluster.step()
+    assert first.status is not SequenceStatus.FINISHED
+    cluster.run_until_idle()
+
+
+def test_nobody_leaves_for_one_that_may_not_begin() -> None:
+    cluster, _, late = _two_that_fit(num_host_blocks=0)
+    cluster.run_until_idle()
+    assert late.status is SequenceStatus.FINISHED and not cluster.scheduler.num_preemptions

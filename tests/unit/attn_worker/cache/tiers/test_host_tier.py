@@ -569,7 +569,11 @@ def test_memory_is_pinned_while_nobody_has_blocks(path: Path, monkeypatch: pytes
     seq_id, num_cached = worker.open(prompt(1, 18))
     worker.compute(seq_id, prompt(1, 18), num_cached)
     worker.start()
-    worker.make_calls(lambda: worker.tier.counts.num_written_blocks == 4)  # its thread runs, and waits for nothing else
+    for number in range(1, 4):  # its thread runs, and has nothing else to do in between
+        worker.tier.offer([bytes([number]) * 16])
+        worker.make_calls(lambda number=number: worker.tier.counts.num_skipped_blocks == number)
+        worker.settle()
+        time.sleep(0.01)
     assert not pinned
     worker.cache.close_sequences([seq_id])
     worker.make_calls(lambda: len(pinned) == most)
