@@ -61,13 +61,15 @@ class AttentionWorkers:
             name = f"{ATTENTION_ROLE}-{index}"
             address = f"unix:{self._run_dir}/{name}.sock"
             config = attention_worker_config(self._config, index, address)
-            child = self._make_child(name, ATTENTION_ROLE, config, ChildOptions(attention_index=index))
+            try:
+                child = self._make_child(name, ATTENTION_ROLE, config, ChildOptions(attention_index=index))
+            except OSError as error:  # its file of configuration cannot be written: the disk is full
+                raise PeerError(f"no attention worker was added: {_describe(error)}") from error
             child.start()
             try:
                 await self._attach(child)
             except BaseException as error:
-                await uninterrupted(child.end())
-                await uninterrupted(self._undo(_remove, child))
+                await uninterrupted(self._undo_add(child))
                 raise PeerError(f"no attention worker was added: {_describe(error)}") from error
             await uninterrupted(self._keep(child))  # the dense worker has it now, whatever the caller wants
             return child
@@ -97,14 +99,26 @@ class AttentionWorkers:
             await uninterrupted(self._end(child, timeout_s))  # the dense worker has left it, whatever the caller wants
 
     async def _keep(self, child: Child) -> None:
-        child.may_restart = True
+        child.may_restart = True  # from now on: telling may take seconds
+        try:
+            await self._tell_successors(lambda addresses: (*addresses, child.address))
+        except OSError as error:
+            await self._undo_add(child)
+            raise PeerError(f"no attention worker was added: {_describe(error)}") from error
         self._children.adopt(child)
-        await self._tell_successors(lambda addresses: (*addresses, child.address))
         await self._ask_again(_add, child, child.config.launch.start_timeout_s)
         log.info("attention worker added", name=child.name, pid=child.pid)
 
+    async def _undo_add(self, child: Child) -> None:
+        await child.end()
+        await self._undo(_remove, child)
+
     async def _end(self, child: Child, timeout_s: float) -> None:
-        await self._tell_successors(lambda addresses: tuple(each for each in addresses if each != child.address))
+        try:
+            await self._tell_successors(lambda addresses: tuple(each for each in addresses if each != child.address))
+        except OSError as error:
+            await self._undo(_add, child)
+            raise PeerError(f"{child.name} was not drained: {_describe(error)}") from error
         await self._ask_again(_remove, child, timeout_s)
         child.stop()
         await child.wait(child.config.launch.stop_grace_s)
@@ -168,7 +182,10 @@ class AttentionWorkers:
             log.warning("a change of attention workers was not undone", name=child.name, reason=_describe(error))
 
     async def _tell_successors(self, change: Callable[[tuple[str, ...]], tuple[str, ...]]) -> None:
-        """A dense worker that is started from now on attaches to the present attention workers."""
+        """A dense worker that is started from now on attaches to the present attention workers.
+
+        Raises `OSError` if that cannot be written because the disk is full: then nothing has changed.
+        """
         async with self._dense_standby.suspended(is_taken=False):
             [dense] = self._children.of_role(DENSE_ROLE)
             addresses = change(dense.config.attention.addresses)
@@ -199,4 +216,4 @@ def _describe(error: BaseException) -> str:
         if _is_gone(error):
             return f"the dense worker has ended, or does not answer: {error.details()}"
         return error.details() or error.code().name
-    return str(error) if isinstance(error, TwostrokeError) else repr(error)
+    return str(error) if isinstance(error, TwostrokeError | OSError) else repr(error)

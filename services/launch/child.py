@@ -212,9 +212,12 @@ class Child:
         return self._process.pid if self._process else None
 
     def reconfigure(self, config: Config) -> None:
-        """Gives it another config from its next start on."""
+        """Gives it another config from its next start on. Raises `OSError` if the disk is full; it keeps its own then.
+        """
+        beside = self.config_file.with_suffix(".new")
+        beside.write_text(dump_config(config))
+        beside.replace(self.config_file)
         self.config = config
-        self.config_file.write_text(dump_config(config))
 
     def retire(self) -> None:
         """Lets it run, but does not restart it when it ends."""

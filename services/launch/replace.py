@@ -195,6 +195,7 @@ class DenseReplacer:
         new_stub: dense_pb2_grpc.DenseWorkerStub,
     ) -> tuple[float, str]:
         """Switches the workers; returns the pause in milliseconds and the new backend. A failure is undone."""
+        point_back = self._dense_address.prepare(old.config.dense.address)  # the disk may be full by then
         # Done before the streams end, so that gateways reconnect to the new worker.
         self._dense_address.point_to(new.config.dense.address)
         old.retire()  # if it restarted now, it would replace the new one
@@ -210,7 +211,7 @@ class DenseReplacer:
             pause_ms = 1e3 * (time.monotonic() - begin)
             info = await self._or_end(self._check_service(new, new_stub), new)
         except BaseException:
-            self._dense_address.point_to(old.config.dense.address)
+            point_back()
             await new.end()  # before the old one attaches, since they would replace each other
             await self._bring_back(old, old_stub)
             raise

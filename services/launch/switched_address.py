@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 from services.common.errors import ConfigError
@@ -49,21 +50,36 @@ class SwitchedAddress:
 
         Raises `OSError` if there is no room for a symbolic link: then nothing has changed.
         """
+        self.prepare(address)()
+
+    def prepare(self, address: str) -> Callable[[], None]:
+        """`point_to` later: what this gives switches, once, even if the disk is full by then. Raises `OSError` as it.
+        """
         if self._link is None:
-            return
-        target = Path(address.removeprefix(UNIX)).name
-        beside = self._link.with_name(f"{self._link.name}.new")
+            return lambda: None
+        link, target = self._link, Path(address.removeprefix(UNIX)).name
+        beside = _link_beside(link.with_name(target))
         beside.unlink(missing_ok=True)
         beside.symlink_to(target)
-        beside.replace(self._link)
-        self._target = target
+
+        def switch() -> None:
+            beside.replace(link)
+            self._target = target
+
+        return switch
 
     def remove(self) -> None:
-        """Removes the sockets, and the link if it is still this one. All workers have ended."""
+        """Removes the sockets, what leads to them, and the link if it is still this one. All workers have ended."""
         if self._link is not None and self._link.is_symlink() and os.readlink(self._link) == self._target:
             self._link.unlink()
         for path in self._sockets:
             path.unlink(missing_ok=True)
+            _link_beside(path).unlink(missing_ok=True)
+
+
+def _link_beside(path: Path) -> Path:
+    """The name of the link to a worker's socket until it becomes the one at the address."""
+    return path.with_name(f"{path.name}.link")
 
 
 def _remove_dead_sockets(link: Path) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
+import pytest
 
 from services.common.child_options import ChildOptions
 from services.common.config import MAX_MESSAGE_BYTES, Config
+from services.common.errors import PeerError
 from services.launch.attention_workers import AttentionWorkers
 from services.launch.child import ATTENTION_ROLE
 from services.pb import dense_pb2, dense_pb2_grpc
@@ -69,6 +73,7 @@ class Launcher:
 
     def __init__(self, directory: Path) -> None:
         self.events = list[str]()
+        self.is_disk_full = False
         self.is_telling, self.may_go_on = asyncio.Event(), asyncio.Event()
         self.may_go_on.set()
         self.address = f"unix:{directory}/dense.sock"
@@ -118,9 +123,13 @@ class Launcher:
         self.workers = AttentionWorkers(self.children, self._make_child, standby, config, directory)
 
     def _make_child(self, *arguments: object) -> Any:
+        if self.is_disk_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return self.child
 
     def _reconfigure(self, config: Config) -> None:
+        if self.is_disk_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.events.append("told")
         self.dense.config = config
 
@@ -207,6 +216,38 @@ def test_a_dense_worker_that_starts_before_its_successors_are_told_is_asked_to_a
             await adding
         assert launcher.events == ["told", "asked to add"]
         assert launcher.dense.config.attention.addresses == (launcher.child.address,)
+
+    run(add())
+
+
+def test_on_a_full_disk_no_worker_is_added_or_drained(tmp_path: Path) -> None:
+    async def change() -> None:
+        launcher = Launcher(tmp_path)
+        launcher.is_disk_full = True
+        async with serving(Dense(launcher.events), launcher.address):
+            with pytest.raises(PeerError, match=r"no attention worker was added: .*No space left"):
+                await launcher.workers.add()
+            assert launcher.events == []
+            with pytest.raises(PeerError, match=r"attn_worker-1 was not drained: .*No space left"):
+                await launcher.workers.drain(launcher.child.name, LIMIT_S)
+        assert launcher.events == ["asked to remove", "asked to add"]
+
+    run(change())
+
+
+def test_on_a_disk_that_becomes_full_meanwhile_no_worker_is_added(tmp_path: Path) -> None:
+    async def add() -> None:
+        launcher = Launcher(tmp_path)
+        launcher.may_go_on.clear()
+        launcher.children.adopt = lambda child: launcher.events.append("adopted")
+        async with serving(Dense(launcher.events), launcher.address):
+            adding = asyncio.create_task(launcher.workers.add())
+            await launcher.is_telling.wait()
+            launcher.is_disk_full = True
+            launcher.may_go_on.set()
+            with pytest.raises(PeerError, match=r"no attention worker was added: .*No space left"):
+                await adding
+        assert launcher.events == ["asked to add", "stopped", "ended", "asked to remove"]
 
     run(add())
 

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 import services.launch.child
 from services.common.child_options import ChildOptions, Standby
-from services.common.config import Config, LaunchSection
+from services.common.config import Config, LaunchSection, load_config
 from services.common.errors import PeerError
 from services.launch.child import Child
 from services.launch.children import Children
@@ -123,6 +123,29 @@ def test_a_signal_at_once_after_the_start_of_a_process_ends_it_with_status_0(
 
     with pytest.raises(PeerError, match="attn_worker ended before the cluster could serve: exit code 0"):
         asyncio.run(run())
+
+
+def test_a_child_keeps_its_config_if_the_disk_has_no_room_for_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def make() -> Child:
+        return make_child(tmp_path, "dense_worker", Config())
+
+    child = asyncio.run(make())
+    other = Config().with_values("dense", num_threads=3)
+    write_text = Path.write_text
+
+    def is_full(self: Path, text: str) -> None:
+        write_text(self, text[: len(text) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", is_full)
+        with pytest.raises(OSError, match="No space left"):
+            child.reconfigure(other)
+    assert child.config == load_config(child.config_file) == Config()
+    child.reconfigure(other)
+    assert child.config == load_config(child.config_file) == other
 
 
 def test_a_stop_does_not_wait_for_a_delayed_restart(tmp_path: Path) -> None:

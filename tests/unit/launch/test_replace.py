@@ -174,6 +174,30 @@ def test_an_old_worker_continues_if_its_address_cannot_be_switched(
     assert not world.old._is_stopping, "it is restarted when it dies"
 
 
+@pytest.mark.parametrize("fails_in", ["take over", "compute"])
+def test_an_old_worker_comes_back_to_its_address_although_the_disk_has_become_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_in: str
+) -> None:
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def become_full() -> None:
+        monkeypatch.setattr(Path, "symlink_to", fill)
+
+    def prepare(world: World) -> None:
+        def spoil(child: FakeChild) -> None:
+            child.on_call[fails_in] = become_full
+            child.refuses.add(fails_in)
+
+        world.change_new = spoil
+
+    world, result = run(tmp_path, prepare)
+    assert isinstance(result, RolledBack) and f"no {fails_in} today" in str(result)
+    assert world.calls.index("new stop") < world.calls.index("old take over")
+    assert world.serves == "old" and world.members == ["old"]
+    assert not world.old._is_stopping, "it is restarted when it dies"
+
+
 def test_an_old_worker_that_cannot_leave_continues(tmp_path: Path) -> None:
     def prepare(world: World) -> None:
         world.old.refuses.add("leave")

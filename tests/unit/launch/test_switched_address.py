@@ -65,6 +65,26 @@ def test_without_room_for_a_link_all_stays_and_is_removed_at_the_end(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_switch_that_is_prepared_needs_no_room_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "dense.sock"
+    link = SwitchedAddress(f"unix:{path}")
+    addresses = [link.new_address(), link.new_address()]
+    link.point_to(addresses[0])
+    point_back = link.prepare(addresses[0])
+    link.prepare(link.new_address())  # and it stays at that
+    link.point_to(addresses[1])
+
+    def is_full(self: Path, target: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "symlink_to", is_full)
+    assert f"unix:{path.with_name(str(path.readlink()))}" == addresses[1]
+    point_back()
+    assert f"unix:{path.with_name(str(path.readlink()))}" == addresses[0]
+    link.remove()
+    assert not list(tmp_path.iterdir())
+
+
 def test_who_sees_the_address_under_another_name_of_its_directory_reaches_the_worker(tmp_path: Path) -> None:
     """As in another container, which has nothing of the launcher's but this directory."""
     (tmp_path / "here").mkdir()
