@@ -67,7 +67,8 @@ class Turns:
         self._decide(undecided, most_blocks, num_needed, num_places)
         for sequence in last:
             is_full = sequence.num_computed_tokens >= sequence.num_blocks * ledger.block_size
-            if is_full and not sequence.num_reserved_blocks:
+            is_known = sequence.num_pending_tokens <= 1  # all tokens in its blocks, by which these are found again
+            if is_full and is_known and not sequence.num_reserved_blocks:
                 self._leaving.discard(sequence)
                 self._left[sequence] = sequence.num_blocks
                 session.end_turn(sequence, order_of(sequence))

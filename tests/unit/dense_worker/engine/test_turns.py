@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.attn_worker.cache.tiers.tier import NoTier
 from services.dense_worker.engine.sequence import Sequence, SequenceStatus
+from services.dense_worker.engine.session import ScheduledStep
 from services.step import StepPlan
 from tests.support.dense.scheduler_cluster import (
     BLOCK_SIZE,
@@ -20,7 +24,10 @@ from tests.support.examples import examples
 
 
 class TurnsCluster(Cluster):
-    """Checks at each step what cache and host memory have to hold together."""
+    """Checks at each step what cache and host memory have to hold together.
+
+    Sequences are chosen while a step ends, too, as the engine does when calls come.
+    """
 
     def __init__(self, num_blocks: int, num_host_blocks: int, turn_tokens: int, **limits: int) -> None:
         limits = {"num_host_blocks": num_host_blocks, "turn_tokens": turn_tokens, **limits}
@@ -42,6 +49,11 @@ class TurnsCluster(Cluster):
         live = [each for each in self.begun.values() if each.status is not SequenceStatus.FINISHED]
         most = sum(-(-each.max_num_cached_tokens // BLOCK_SIZE) for each in live)
         assert most <= self.cache.num_blocks + self.num_host_blocks, "who has begun can always come back"
+
+    def _complete(self, published: ScheduledStep) -> None:
+        chosen = self.scheduler.next_to_open()
+        self._opening.extend(each for each in chosen if each.status is SequenceStatus.OPENING)
+        super()._complete(published)
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -180,6 +192,43 @@ def test_what_leaves_for_others_is_copied_before_and_what_ends_is_not() -> None:
             announced.discard(seq_id)
         announced.update(set(plan.kept_seq_ids).difference(plan.close_seq_ids))
     assert num_left == cluster.scheduler.num_preemptions > 0
+
+
+class _KeepsAll(NoTier):
+    """A tier that has a copy of a block as soon as it is offered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = set[bytes]()
+
+    def has(self, digest: bytes) -> bool:
+        return digest in self.kept
+
+    def offer(self, digests: Iterable[bytes], *, is_urgent: bool = False) -> None:
+        self.kept.update(digests)
+
+
+class _TierCluster(TurnsCluster):
+    """Whose KV cache has a tier."""
+
+    def __init__(self, num_blocks: int, num_host_blocks: int, turn_tokens: int, **limits: int) -> None:
+        super().__init__(num_blocks, num_host_blocks, turn_tokens, **limits)
+        self.cache.use_tier(_KeepsAll(), copies_full_blocks=False)
+
+    def answer_opens(self) -> None:
+        while self._opening:
+            answer = self.cache.open_sequence(self._opening.popleft().describe())
+            self.cache.register_loaded(answer.missing)
+            self.scheduler.opened(answer)
+
+
+def test_no_token_is_computed_twice_for_turns() -> None:
+    cluster = _TierCluster(32, 64, 8, max_num_seqs=4, max_num_batched_tokens=64)
+    for seq_id in range(1, 4):
+        cluster.scheduler.add(make_sequence(seq_id, 20, 40))
+    cluster.run_until_idle()
+    assert cluster.scheduler.num_preemptions > 0
+    assert sum(plan.num_tokens for plan in cluster.plans) == 3 * (20 + 40 - 1), "the last token of each is not computed"
 
 
 def test_nothing_is_copied_while_nobody_waits() -> None:
