@@ -62,6 +62,17 @@ def test_a_reranker_reads_pairs_in_its_template(tmp_path: Path) -> None:
         found = [each["relevance_score"] for each in results]
         assert found == pytest.approx(sorted(strict, reverse=True), abs=TOLERANCE)
         assert max(abs(a - b) for a, b in zip(scores, strict, strict=True)) > 10 * TOLERANCE
+        ids = tokenizer("San Francisco is a city").input_ids
+        body = {"input": [ids, ids[:3]], "task": "token_classify"}  # the second has the first one's prefix
+        for is_raw in (False, True):
+            found = post(cluster, "/pooling", body | ({"use_activation": False} if is_raw else {}))["data"]
+            logits = model(torch.tensor([ids])).logits[0]
+            values = (logits[:, vocab[yes]] - logits[:, vocab[no]])[:, None]
+            wanted_values = values if is_raw else values.sigmoid()
+            for each, count in zip(found, (len(ids), 3), strict=True):
+                np.testing.assert_allclose(each["data"], wanted_values[:count], atol=TOLERANCE)
+        refused = post(cluster, "/pooling", {"input": "a", "task": "token_embed"}, 400)
+        assert "does classify, score, token_classify" in refused["error"]["message"]
         cluster.wait_idle()
 
 
