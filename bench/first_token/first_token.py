@@ -5,7 +5,8 @@
 All processes note when they reach each row of docs/life-of-a-token.md; a row's time is that since the row before, its
 median counts. Prompts come in turn with a first block of their own and with one that all have: before the first step of
 these the dense worker asks the attention worker what is cached. The host's work is the same on a GPU; what the device
-takes is in the row "all layers".
+takes is in the row "all layers". `--calls` shows how many calls of functions, of Python and of C, the process of a
+row has made since its last row, which do not depend on what else the machine does.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -40,12 +42,21 @@ POINTS = (  # module, function, what has been done when it is called
     (f"{ATTENTION}.engine", "AttentionEngine._launch", "blocks planned"),
     (f"{DENSE}.runner.model_runner", "ModelRunner.finish", "all layers"),
     (f"{DENSE}.engine.engine", "Engine._update", "logits and sampling"),
-    (f"{DENSE}.servicer", "DenseServicer.deliver", "sequences updated, on the event loop"),
+    (f"{DENSE}.gateway_streams", "GatewayStreams.deliver", "sequences updated, on the event loop"),
     (f"{GATEWAY}.link.dense_messages", "keep_output", "the gateway has the message"),
     (f"{GATEWAY}.core.generation", "Generation._chunk_of", "its task has the token"),
 )
 TO_CLIENT = "text, JSON, written, read"
 WARM_UP = 10
+
+
+class Noted(NamedTuple):
+    """A call that a process has written down."""
+
+    at_ns: int  # on the monotonic clock
+    called: str
+    pid: int
+    num_calls: int  # that the process had made
 
 
 def ask(path: Path, token_ids: list[int]) -> tuple[int, int]:
@@ -65,20 +76,23 @@ def ask(path: Path, token_ids: list[int]) -> tuple[int, int]:
     return start_ns, end_ns
 
 
-def spans(asked: tuple[int, int], noted: list[tuple[int, str]]) -> list[float]:
-    """Microseconds of each row. noted: points in time and what was called, in order."""
-    (last_ns, end_ns), found, calls = asked, [], iter(noted)
+def rows_of(asked: tuple[int, int], noted: list[Noted], *, calls: bool) -> list[float]:
+    """Microseconds of each row, or calls: none in the first row of a process. noted: in order."""
+    (last_ns, end_ns), found, left = asked, [], iter(noted)
+    num_calls = dict[int, int]()  # by process
     for module, function, _ in POINTS:
-        at_ns = next(at_ns for at_ns, called in calls if at_ns >= last_ns and called == f"{module}:{function}")
-        found.append((at_ns - last_ns) / 1000)
-        last_ns = at_ns
-    return [*found, (end_ns - last_ns) / 1000]
+        each = next(each for each in left if each.at_ns >= last_ns and each.called == f"{module}:{function}")
+        num_before = num_calls.setdefault(each.pid, each.num_calls)
+        found.append(each.num_calls - num_before if calls else (each.at_ns - last_ns) / 1000)
+        last_ns, num_calls[each.pid] = each.at_ns, each.num_calls
+    return found if calls else [*found, (end_ns - last_ns) / 1000]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-requests", type=int, default=200, help="requests of each kind; the median counts (200)")
     parser.add_argument("--prompt-len", type=int, default=32, help="tokens of each prompt (32)")
+    parser.add_argument("--calls", action="store_true", help="count calls in place of microseconds")
     settings = {"action": "append", "default": [], "metavar": "SECTION.KEY=VALUE"}
     parser.add_argument("--set", **settings, help="a setting of the server")
     options = parser.parse_args()
@@ -89,19 +103,26 @@ def main() -> None:
         points = "\n".join(f"{module} {function}" for module, function, _ in POINTS)
         places = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         own = {"PYTHONPATH": places, "FIRST_TOKEN_POINTS": points, "FIRST_TOKEN_FILE": str(file)}
+        own |= {"FIRST_TOKEN_CALLS": "1"} if options.calls else {}
         with running_cluster(Path(directory), *options.set, env=os.environ | own) as cluster:
             path = Path(cluster.http_address.removeprefix("unix:"))
             for _ in range(options.num_requests + WARM_UP):
                 prompt = [generator.randrange(3, 1000) for _ in common]
                 asked["new"].append(ask(path, prompt))
                 asked["known"].append(ask(path, common[: len(common) // 2] + prompt[len(common) // 2 :]))
-        noted = sorted((int(at), called) for at, called in map(str.split, file.read_text().splitlines()))
+        lines = map(str.split, file.read_text().splitlines())
+        noted = sorted(Noted(int(at), called, int(pid), int(num)) for at, called, pid, num in lines)
     rows = {
-        kind: [spans(each, [call for call in noted if each[0] <= call[0] <= each[1]]) for each in requests[WARM_UP:]]
+        kind: [
+            rows_of(each, [call for call in noted if each[0] <= call.at_ns <= each[1]], calls=options.calls)
+            for each in requests[WARM_UP:]
+        ]
         for kind, requests in asked.items()
     }
-    print(f"{'microseconds, medians; first block':42}{'new':>8}{'known':>8}")
-    for index, name in enumerate([*(name for *_, name in POINTS), TO_CLIENT]):
+    what = "calls" if options.calls else "microseconds"
+    print(f"{what + ', medians; first block':42}{'new':>8}{'known':>8}")
+    names = [name for *_, name in POINTS] + ([] if options.calls else [TO_CLIENT])
+    for index, name in enumerate(names):
         print(f"{name:42}" + "".join(f"{statistics.median(row[index] for row in rows[kind]):8.0f}" for kind in rows))
     print(f"{'whole':42}" + "".join(f"{statistics.median(map(sum, rows[kind])):8.0f}" for kind in rows))
 

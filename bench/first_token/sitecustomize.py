@@ -9,13 +9,16 @@ import functools
 import importlib.machinery
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 POINTS = tuple(line.split() for line in os.environ.get("FIRST_TOKEN_POINTS", "").splitlines())  # module, function
 FILE = os.environ.get("FIRST_TOKEN_FILE", os.devnull)
+COUNTS_CALLS = bool(os.environ.get("FIRST_TOKEN_CALLS"))
+num_calls = 0  # of functions of Python and of C, by all threads of this process, if they are counted
 
 
 class Finder(importlib.machinery.PathFinder):
@@ -47,12 +50,25 @@ def noting(point: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
-        os.write(file, b"%d %b\n" % (time.monotonic_ns(), point.encode()))
+        global num_calls
+        before = num_calls - COUNTS_CALLS  # without this one
+        os.write(file, b"%d %b %d %d\n" % (time.monotonic_ns(), point.encode(), os.getpid(), before))
+        num_calls = before
         return function(*arguments, **options)
 
     return call
 
 
+def count(frame: FrameType, event: str, argument: Any) -> None:
+    """Called by Python for each call."""
+    global num_calls
+    if event in ("call", "c_call"):
+        num_calls += 1
+
+
 if POINTS:
     file = os.open(FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     sys.meta_path.insert(0, Finder)
+    if COUNTS_CALLS:
+        threading.setprofile(count)
+        sys.setprofile(count)
