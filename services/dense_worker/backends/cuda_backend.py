@@ -79,11 +79,12 @@ class CudaBackend(TorchBackend):
     ) -> None:
         """`is_deterministic`: the bits of a row do not depend on the other rows of a step.
 
-        `operations`: others than the plain ones. `rows_of_graphs`: numbers of rows for which `choose_products` will be
-        called.
+        `operations`: those of a rank; None: of a model on one GPU.
+        `rows_of_graphs`: numbers of rows for which `choose_products` will be called.
         """
         self._config, self._max_num_tokens, self._dtype = config, max_num_tokens, weights.dtype
         self._lora = lora
+        has_strokes = operations is None and not is_deterministic
         operations = operations or CudaOperations(
             config, max_num_tokens, weights.dtype, weights.device, lora, is_deterministic=is_deterministic
         )
@@ -97,7 +98,6 @@ class CudaBackend(TorchBackend):
         # What `choose_products` measures, by bucket: layers with kernels of ours, and numbers of tokens.
         self._unmeasured = dict[int | None, tuple[list[Linear], int]]()
         self._strokes: list[RowStroke | None] = [None] * len(self._segments.middle)  # None: kernels of its products
-        has_strokes = type(operations) is CudaOperations and not is_deterministic
         shapes = self._shapes_of_strokes() if has_strokes else []
         with ThreadPoolExecutor() as threads:
             for shape in set(shapes):

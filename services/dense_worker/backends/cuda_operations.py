@@ -91,12 +91,16 @@ class CudaOperations:
         self._following[id(before)] = norm, after
 
     def embed(self, table: Parameter, token_ids: torch.Tensor) -> Residual:
-        """Copies a row of the table for each token into a new tensor. The first operation of a step."""
+        """Copies a row of the table for each token into a new tensor."""
         if self.experts is not None:
             self.experts.skips_padding = True
-        if self._lora is not None and self._lora.is_active:
-            self._lora.start(len(token_ids))
+        self.begin_rows(len(token_ids))
         return Residual(_copy_rows(table.data, token_ids))
+
+    def begin_rows(self, num_rows: int) -> None:
+        """Starts the products of adapters, if any row has one."""
+        if self._lora is not None and self._lora.is_active:
+            self._lora.start(num_rows)
 
     def set_positions(self, positions: torch.Tensor) -> None:
         """Enqueues a copy of the step's positions, int64 [num_tokens], to where captured graphs read them."""

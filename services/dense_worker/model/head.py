@@ -110,6 +110,12 @@ class Head:
         """Whether logits are computed from the product, which is in float32."""
         return self.multiplier != 1.0 or self.softcap is not None
 
+    def select(
+        self, operations: Operations, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, Residual]:
+        """What the last layer's second half reads, as `Operations.select_rows`."""
+        return operations.select_rows(attn_out, residual, rows)
+
     def forward(
         self, operations: Operations, residual: Residual, hidden_out: torch.Tensor | None = None
     ) -> torch.Tensor:

@@ -50,7 +50,10 @@ class Operations(Protocol):
     """The operations of a layer, for n tokens. All linear layers are multiplied in one place, which chooses kernels."""
 
     def embed(self, table: Parameter, token_ids: torch.Tensor) -> Residual:
-        """table [vocab, hidden], token_ids int64 [n] -> a new residual."""
+        """table [vocab, hidden], token_ids int64 [n] -> a new residual. The first operation of a step."""
+
+    def begin_rows(self, num_rows: int) -> None:
+        """In place of `embed`, in a step whose residual comes from another process."""
 
     def set_positions(self, positions: torch.Tensor) -> None:
         """Those of the next step's tokens, int64 [num_tokens], for models whose embedding reads them."""

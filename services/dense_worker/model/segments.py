@@ -125,7 +125,7 @@ class Last:
     ) -> Residual:
         """The residual of the rows behind the last layer."""
         attn_out = rows_of_layer(attn_out, self.after.attn_size)
-        attn_rows, stream = operations.select_rows(attn_out, residual, rows)
+        attn_rows, stream = self.head.select(operations, attn_out, residual, rows)
         return self.after.forward(operations, attn_rows, stream)
 
 

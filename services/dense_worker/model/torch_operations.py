@@ -36,6 +36,9 @@ class TorchOperations:
         """Looks up a row of the table for each token."""
         return Residual(F.embedding(token_ids, table.data))
 
+    def begin_rows(self, num_rows: int) -> None:
+        """Nothing: the first operation of a step prepares no other."""
+
     def set_positions(self, positions: torch.Tensor) -> None:
         """Keeps the position of each token of the step, int64 [num_tokens], on the model's device."""
         self._positions = positions

@@ -12,9 +12,7 @@ from services.common.rank import Rank, seam_config
 from services.common.resolve import ResolvedModel
 from services.dense_worker.backends import DenseBackend
 from services.dense_worker.backends.torch_backend import TorchBackend
-from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.model.model_weights import ModelWeights
-from services.dense_worker.model.operations import Residual
 from services.dense_worker.model.torch_operations import TorchOperations
 from services.dense_worker.ranks.leading_backend import LeadingBackend, ShardOperations
 from services.dense_worker.ranks.leading_stage import LeadingStage
@@ -65,16 +63,15 @@ def stage_backend(
     weights: ModelWeights, model: ResolvedModel, max_num_tokens: int, lora: Any
 ) -> tuple[DenseBackend, StageLinks]:
     """The backend of a pipeline's stage, and its links."""
-    rank, links = model.rank, StageLinks(torch.float32 if model.device.type == "cpu" else model.dtype)
-    weights, is_last = linked_weights(weights, links), rank.index == rank.count - 1
+    links = StageLinks(torch.float32 if model.device.type == "cpu" else model.dtype)
+    weights = linked_weights(weights, links)
     if model.device.type == "cpu":
-        operations = StageOperations(links, lora, is_last=is_last)
-        return TorchBackend(weights, operations=operations), links
+        return TorchBackend(weights, TorchOperations(lora)), links
     from services.dense_worker.backends.cuda_backend import CudaBackend  # needs triton
-    from services.dense_worker.ranks.cuda_stage import StageCudaOperations
+    from services.dense_worker.backends.cuda_operations import CudaOperations
 
-    sizes = seam_config(model.config, rank)
-    on_gpu = StageCudaOperations(sizes, max_num_tokens, model.dtype, model.device, links, lora, is_last=is_last)
+    sizes = seam_config(model.config, model.rank)
+    on_gpu = CudaOperations(sizes, max_num_tokens, model.dtype, model.device, lora)
     return CudaBackend(weights, sizes, max_num_tokens, lora, operations=on_gpu), links
 
 
@@ -85,24 +82,3 @@ def shard_sizes(config: ModelConfig, rank: Rank) -> ModelConfig:
         return seam
     size = len(rank.share(experts.intermediate_size))
     return replace(seam, parts=replace(seam.parts, experts=replace(experts, intermediate_size=size)))
-
-
-class StageOperations(TorchOperations):
-    """The operations of a stage in torch. All but the last stage compute all rows, which `links` pass on."""
-
-    def __init__(self, links: StageLinks, lora: LoraStore | None, *, is_last: bool) -> None:
-        super().__init__(lora)
-        self.links = links
-        self._is_last = is_last
-
-    def enter(self, num_rows: int) -> None:
-        """Nothing: the first operation of a step prepares no other."""
-
-    def select_rows(
-        self, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor
-    ) -> tuple[torch.Tensor, Residual]:
-        """Copies of the rows in the last stage; all rows themselves in others."""
-        self.links.num_sampled = len(rows)
-        if self._is_last:
-            return super().select_rows(attn_out, residual, rows)
-        return attn_out, Residual(residual)

@@ -52,11 +52,11 @@ class Entrance:
     links: StageLinks | None = None
 
     def forward(
-        self, operations: Any, token_ids: torch.Tensor, input_embeds: InputEmbeds | None = None
+        self, operations: Operations, token_ids: torch.Tensor, input_embeds: InputEmbeds | None = None
     ) -> Residual:
-        """token_ids int64 [n], of any value -> residual [n, hidden]. `operations`: those of a stage."""
+        """token_ids int64 [n], of any value -> residual [n, hidden]."""
         assert self.links is not None and input_embeds is None, "only the first stage has vectors for tokens"
-        operations.enter(len(token_ids))
+        operations.begin_rows(len(token_ids))
         hidden = self.table.data.new_empty(len(token_ids), self.table.data.shape[1])
         self.links.receive_residual(hidden)
         return Residual(hidden)
@@ -70,6 +70,14 @@ class Exit:
     vocab_size: int
     links: StageLinks | None = None
     passes_rows_on: ClassVar[bool] = True
+
+    def select(
+        self, operations: Operations, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, Residual]:
+        """All rows: the last stage selects."""
+        assert self.links is not None, "`linked_weights` has linked it"
+        self.links.num_sampled = len(rows)
+        return attn_out, Residual(residual)
 
     def forward(
         self, operations: Operations, residual: Residual, hidden_out: torch.Tensor | None = None
@@ -93,6 +101,12 @@ class LinkedHead:
     def rescales(self) -> bool:
         """As `Head.rescales`."""
         return self.head.rescales
+
+    def select(
+        self, operations: Operations, attn_out: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, Residual]:
+        """As `Head.select`."""
+        return self.head.select(operations, attn_out, residual, rows)
 
     def forward(
         self, operations: Operations, residual: Residual, hidden_out: torch.Tensor | None = None

@@ -130,14 +130,14 @@ def test_the_kernels_for_cuda_add_up_the_same(adapted: Adapted, arrangement: str
     with fake_triton_kernels(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(LinearChoice, "measure", lambda self, linears, *_: self.set_all(linears, LinearKernel.CUBLAS))
         from services.dense_worker.backends.cuda_backend import CudaBackend
-        from services.dense_worker.ranks.cuda_stage import StageCudaOperations
+        from services.dense_worker.backends.cuda_operations import CudaOperations
         from services.dense_worker.ranks.sharded_cuda_operations import ShardedCudaOperations
 
         def make(group: ThreadGroup, weights: ModelWeights, lora: Any) -> DenseBackend:
             rank, sizes = group.rank, (64, torch.float32, CPU)
             if rank.is_stage:
-                links, config, is_last = StageLinks(torch.float32), seam_config(adapted.config, rank), rank.index == 1
-                operations: Any = StageCudaOperations(config, *sizes, links, lora, is_last=is_last)
+                links, config = StageLinks(torch.float32), seam_config(adapted.config, rank)
+                operations: Any = CudaOperations(config, *sizes, lora)
                 backend = CudaBackend(linked_weights(weights, links), config, 64, lora, operations=operations)
                 links.use_group(group)
             else:

@@ -114,13 +114,13 @@ def run_stage(
 ) -> dict[int, list[int]]:
     """`groups`: by lane"""
     from services.dense_worker.backends.cuda_backend import CudaBackend
-    from services.dense_worker.ranks.cuda_stage import StageCudaOperations
+    from services.dense_worker.backends.cuda_operations import CudaOperations
 
     config, rank = load_model_config(path), groups[0].rank
     sizes, is_last = seam_config(config, rank), rank.index == 1
 
     def make(weights: ModelWeights, links: StageLinks) -> tuple[CudaBackend, StageLinks]:
-        operations = StageCudaOperations(sizes, MAX_NUM_TOKENS, torch.float32, CPU, links, is_last=is_last)
+        operations = CudaOperations(sizes, MAX_NUM_TOKENS, torch.float32, CPU)
         linked = linked_weights(weights, links)
         return CudaBackend(linked, sizes, MAX_NUM_TOKENS, operations=operations), links
 

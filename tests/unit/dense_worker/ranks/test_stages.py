@@ -115,11 +115,11 @@ def test_the_kernels_for_cuda_give_the_same(variant_by_kernels: str, tmp_path: P
     with fake_triton_kernels(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(LinearChoice, "measure", lambda self, linears, *_: self.set_all(linears, LinearKernel.STREAMED))
         from services.dense_worker.backends.cuda_backend import CudaBackend
-        from services.dense_worker.ranks.cuda_stage import StageCudaOperations
+        from services.dense_worker.backends.cuda_operations import CudaOperations
 
         def make(group: ThreadGroup, weights: ModelWeights) -> CudaBackend:
-            links, sizes, is_last = StageLinks(torch.float32), seam_config(config, group.rank), group.rank.index == 1
-            operations = StageCudaOperations(sizes, 64, torch.float32, CPU, links, is_last=is_last)
+            links, sizes = StageLinks(torch.float32), seam_config(config, group.rank)
+            operations = CudaOperations(sizes, 64, torch.float32, CPU)
             backend = CudaBackend(linked_weights(weights, links), sizes, 64, operations=operations)
             links.use_group(group)
             return backend
