@@ -45,8 +45,7 @@ from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.metrics.pool_metrics import PoolMetrics
 from services.gateway.metrics.vllm_metrics import AdapterUse, VllmMetrics
 from services.gateway.peer_servicer import PEERS_SERVICE_NAME, PeerServicer
-from services.gateway.request.model_limits import LocalModel
-from services.gateway.request.model_names import ModelNames
+from services.gateway.request.model_limits import LocalModel, ModelNames
 from services.gateway.request.prompt_embeds_reader import PromptEmbedsReader
 from services.gateway.request.sampling_defaults import NO_DEFAULTS, SamplingDefaults, override, read_sampling_defaults
 from services.gateway.request.source_reader import make_source_reader

@@ -45,7 +45,7 @@ from services.common.shorten import quote
 from services.gateway.access.access import Caller
 from services.gateway.adapters.adapter_list import SHARED, AdapterList
 from services.gateway.link.gateway_peers import GatewayPeers
-from services.gateway.request.model_names import ModelNames
+from services.gateway.request.model_limits import ModelNames
 from services.lora.adapter import Adapter
 from services.lora.adapter_records import AdapterRecords
 from services.lora.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Shapes, check_adapter, read_config

@@ -12,7 +12,7 @@ from services.gateway.apis.anthropic.errors import is_anthropic
 from services.gateway.apis.openai.answer_objects import CapableModel, ModelList, ModelObject
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
-from services.gateway.request.model_names import ModelNames
+from services.gateway.request.model_limits import ModelNames
 
 
 def model_routes(service: RequestService) -> APIRouter:

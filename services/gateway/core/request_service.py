@@ -6,18 +6,18 @@ All APIs pass requests as `GenerateRequest` messages, which are checked in one m
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from types import TracebackType
 
 from services.common.config import GatewaySection
-from services.common.errors import InvalidRequest, TwostrokeError
+from services.common.errors import AbortedByCaller, InvalidRequest, TwostrokeError
 from services.common.json_files.processor_files import IMAGE_PROCESSOR, no_processor
 from services.common.structured_output import StructuredOutput
 from services.gateway.access.access import Access, Caller
 from services.gateway.access.admission import Admission, Ticket
 from services.gateway.adapters.adapters import Adapters
-from services.gateway.core.being_read import BeingRead
 from services.gateway.core.generation import Generation
 from services.gateway.features.feature import HeldBytes
 from services.gateway.features.installed import features_of
@@ -30,8 +30,7 @@ from services.gateway.link.served_model import ServedModel
 from services.gateway.link.stepwise import check_repeatable
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.request.generation_request import GenerationRequest, Owner
-from services.gateway.request.model_limits import LocalModel, ModelLimits
-from services.gateway.request.model_names import ModelNames
+from services.gateway.request.model_limits import LocalModel, ModelLimits, ModelNames
 from services.gateway.request.read_request import (
     check_counts,
     check_num_logprobs,
@@ -377,3 +376,61 @@ class RequestService:
         """Counts answers that are under way, until `caller.usage.close_answers`. Raises `RateLimited`."""
         with self.metrics.noting_rejection():
             caller.usage.add_answers(count)
+
+
+class BeingRead:
+    """Requests that wait to be read, for memory, pictures, the tokenizer or a grammar. They can be aborted.
+
+    The journal does not know them yet. There is one object for a gateway process.
+    """
+
+    def __init__(self) -> None:
+        self._readings: set[_Reading] = set()
+
+    def until_started(self, owner: Owner, names: Iterable[str]) -> AbstractAsyncContextManager[Set[str]]:
+        """A context in which the owner's requests with these names are read. Raises `AbortedByCaller` if all of them
+        are aborted; gives the names of those that are.
+        """
+        return _Reading(self._readings, owner, frozenset(names))
+
+    def abort(self, owner: Owner, is_meant: Callable[[str], bool]) -> bool:
+        """Ends those of an owner with such a name; returns whether there are any, of which some may be ending."""
+        found = False
+        for reading in self._readings:
+            if reading.owner == owner and (meant := set(filter(is_meant, reading.names))):
+                found = True
+                reading.abort(meant)
+        return found
+
+
+class _Reading(AbstractAsyncContextManager[Set[str]]):
+    """Every request has one before anybody may wait for it, so it is no generator with a timeout of asyncio inside."""
+
+    def __init__(self, readings: set[_Reading], owner: Owner, names: frozenset[str]) -> None:
+        self.owner, self.names = owner, names
+        self.aborted: set[str] = set()  # some of the names
+        self._readings = readings  # those that have begun and not ended
+        self._is_ending = False
+
+    def abort(self, names: Set[str]) -> None:
+        self.aborted |= names
+        if len(self.aborted) == len(self.names) and not self._is_ending:
+            self._is_ending = True
+            self._task.cancel()
+
+    async def __aenter__(self) -> Set[str]:
+        task = asyncio.current_task()
+        assert task is not None, "coroutines run in tasks"
+        self._task, self._num_cancelled = task, task.cancelling()  # by others
+        self._readings.add(self)
+        return self.aborted
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._readings.remove(self)
+        if not self._is_ending:
+            return
+        is_cancelled_by_others = self._task.uncancel() > self._num_cancelled
+        if kind is None or (kind is asyncio.CancelledError and not is_cancelled_by_others):
+            raise AbortedByCaller("the request was aborted before it ran") from error

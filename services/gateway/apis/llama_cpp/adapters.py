@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 from services.common.errors import InvalidRequest
 from services.gateway.adapters.adapter_list import MAX_ADAPTERS
 from services.gateway.apis.shared.request_model import RequestModel, UInt32, at_most
-from services.gateway.request.model_names import ModelNames
+from services.gateway.request.model_limits import ModelNames
 
 
 class AdapterScale(RequestModel):

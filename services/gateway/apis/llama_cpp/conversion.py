@@ -12,8 +12,7 @@ from services.gateway.apis.llama_cpp.schema import ALL, InfillBody, LlamaCppBody
 from services.gateway.apis.shared.prompts import MEDIA_MARKER, MediaPrompt
 from services.gateway.apis.shared.to_message import add_structured_output, messages_of, sampling_message
 from services.gateway.request.mixed_prompt import without_texts_between
-from services.gateway.request.model_limits import ModelLimits
-from services.gateway.request.model_names import ModelNames
+from services.gateway.request.model_limits import ModelLimits, ModelNames
 from services.gateway.request.read_request import check_token_ids
 from services.gateway.text.tokenizer import Tokenizer
 from services.pb import gateway_pb2, sampling_pb2

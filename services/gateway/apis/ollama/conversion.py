@@ -18,7 +18,7 @@ from services.gateway.apis.ollama.schema import (
 )
 from services.gateway.apis.shared.structured_output import json_structure
 from services.gateway.apis.shared.to_message import json_text, message_with, thinking_variables
-from services.gateway.request.model_names import ModelNames
+from services.gateway.request.model_limits import ModelNames
 from services.pb import gateway_pb2
 
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}  # as with Ollama

@@ -18,7 +18,7 @@ from services.gateway.access.access import Caller
 from services.gateway.access.rate_limits import RateLimits, Usage
 from services.gateway.adapters.adapters import Adapters
 from services.gateway.link.gateway_peers import GatewayPeers
-from services.gateway.request.model_names import ModelNames
+from services.gateway.request.model_limits import ModelNames
 from services.lora.adapter import Adapter
 from services.lora.adapter_records import DIRECTORY, NEW_PREFIX, AdapterRecords
 from services.lora.shapes import adapted_shapes

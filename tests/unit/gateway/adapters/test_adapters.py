@@ -25,7 +25,7 @@ from services.gateway.adapters import adapter_list
 from services.gateway.adapters import adapters as adapters_module
 from services.gateway.adapters.adapters import Adapters
 from services.gateway.link.gateway_peers import GatewayPeers
-from services.gateway.request.model_names import ModelNames
+from services.gateway.request.model_limits import ModelNames
 from services.lora.adapter_records import DIRECTORY as RECORDS
 from services.lora.checkpoint import check_adapter
 from services.lora.shapes import adapted_shapes

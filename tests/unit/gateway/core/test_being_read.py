@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from services.common.errors import AbortedByCaller
-from services.gateway.core.being_read import BeingRead
+from services.gateway.core.request_service import BeingRead
 
 ANN, BOB = ("ann", 0), ("bob", 0)
 

@@ -13,8 +13,7 @@ from services.common.config import EMBEDDED_MODEL
 from services.common.errors import ContextLengthExceeded, InvalidRequest, TwostrokeError
 from services.common.sampling_params import SamplingParams
 from services.gateway.request.generation_request import GenerationRequest
-from services.gateway.request.model_limits import LocalModel, ModelLimits
-from services.gateway.request.model_names import ModelNames
+from services.gateway.request.model_limits import LocalModel, ModelLimits, ModelNames
 from services.gateway.request.read_request import check_counts, read_request, read_text_or_chat
 from services.gateway.text.tokenizer import load_tokenizer
 from services.pb import gateway_pb2

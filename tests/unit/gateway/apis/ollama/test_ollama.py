@@ -14,7 +14,7 @@ import pytest
 
 from services.gateway.apis.ollama.conversion import chat_message, generate_message
 from services.gateway.apis.ollama.schema import OllamaChatRequest, OllamaGenerateRequest
-from services.gateway.request.model_names import ModelNames
+from services.gateway.request.model_limits import ModelNames
 from tests.support.chats.chat_models import TIME, WEATHER, with_chat_model
 from tests.support.clients.gateway_calls import EOS, REFERENCE, ids
 from tests.support.clients.http_clients import async_client
