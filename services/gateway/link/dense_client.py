@@ -19,15 +19,10 @@ import structlog
 from services.common.config import PeerSection
 from services.common.errors import CapacityError, PeerError
 from services.common.fairness import ClientQueue
-from services.gateway.images.sent_pictures import SentPictures
 from services.gateway.link.crash_record import CrashRecord
-from services.gateway.link.dense_messages import (
-    encode_submit,
-    keep_output,
-    keep_reports,
-    table_parts,
-)
+from services.gateway.link.dense_messages import encode_submit, keep_output, keep_reports
 from services.gateway.link.journal_entry import JournalEntry, StreamSequences
+from services.gateway.link.sent_parts import SentParts
 from services.gateway.link.served_model import (
     ServedModel,
     ask_info,
@@ -206,14 +201,14 @@ class DenseClient:
         self._crashes.record_connected(info.epoch)
 
     async def _converse(self, call: grpc.aio.StreamStreamCall, info: dense_pb2.DenseInfo) -> None:
-        sent_pictures = SentPictures(shares_memory=info.reads_memory_files)
+        sent_parts = SentParts(shares_memory=info.reads_memory_files)
         # No TaskGroup: in Python 3.11 it loses a cancellation if one of its tasks fails at the same time.
         socket = await self._reach_socket(call) if info.offers_socket else None
         self._socket, self._rehearses = socket, info.rehearses
         tasks = [asyncio.create_task(self._read(call, socket))]
         try:
             send = partial(_send, call) if socket is None else partial(_send_by_socket, socket)
-            tasks.append(asyncio.create_task(self._write(send, await self._begin(), sent_pictures)))
+            tasks.append(asyncio.create_task(self._write(send, await self._begin(), sent_parts)))
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()  # raises the error that ended the stream
@@ -270,12 +265,11 @@ class DenseClient:
             log.info("messages go by gRPC, not by a socket", address=self._address, reason=str(error))
             return None
 
-    async def _write(self, send: _Send, outbox: Outbox, sent_pictures: SentPictures) -> None:
+    async def _write(self, send: _Send, outbox: Outbox, sent_parts: SentParts) -> None:
         """Writes one message per iteration of the event loop: encoding a long prompt takes a millisecond.
 
         A search is encoded in a thread. If what it has found is more than a message may have, it fails alone.
         """
-        table_hash = ""  # of the prompt table that the worker has
         while True:
             message = await outbox.take()
             if message is None:
@@ -283,13 +277,9 @@ class DenseClient:
             if isinstance(message, JournalEntry):
                 if message.is_ended or self.sequences.get(message.seq_id) is None:
                     continue  # its request has ended
-                table = message.request.prompt_embeds
-                if table is not None and table.hash != table_hash:
-                    for part in table_parts(table):
+                if message.request.has_parts:
+                    for part in sent_parts.before(message.request):
                         await send(part)
-                    table_hash = table.hash
-                for part in sent_pictures.parts_for(message.request.pictures):
-                    await send(part)
                 if message.search is None:
                     message = encode_submit(message)
                 else:
@@ -399,8 +389,7 @@ class Outbox:
     def submit(self, entry: JournalEntry) -> None:
         """Adds a sequence, which waits for its client's turn."""
         request = entry.request
-        shares = bool(request.pictures) or request.prompt_embeds is not None
-        if shares and self._newest and self._newest[-1].request is request:
+        if request.has_parts and self._newest and self._newest[-1].request is request:
             self._newest.append(entry)
             return
         self._newest = deque([entry])
@@ -423,8 +412,7 @@ class Outbox:
 
 def _is_plain(entry: JournalEntry) -> bool:
     """Whether its message is all that is to be written, and is encoded in less than a millisecond."""
-    request = entry.request
-    return entry.search is None and not request.pictures and request.prompt_embeds is None
+    return entry.search is None and not entry.request.has_parts
 
 
 _Send = Callable[[dense_pb2.GatewayMessage], Awaitable[None]]

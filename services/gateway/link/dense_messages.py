@@ -15,7 +15,6 @@ from services.common.errors import (
     TwostrokeError,
 )
 from services.gateway.link.journal_entry import FinishReason, JournalEntry, StreamSequences
-from services.lora.prompt_embeds import PromptEmbeds
 from services.pb import dense_pb2
 from services.step.sequence_spec import encode_spec
 
@@ -29,7 +28,6 @@ SEQUENCE_ERRORS: dict[int, type[TwostrokeError]] = {
 }
 
 STEPS_OF_TURNS = 32  # about as many later, a sequence is the first one of a large step again
-MAX_PART_BYTES = 2**20  # of a prompt table in one message: about a millisecond
 
 
 def encode_submit(entry: JournalEntry) -> dense_pb2.GatewayMessage:
@@ -50,13 +48,6 @@ def encode_submit(entry: JournalEntry) -> dense_pb2.GatewayMessage:
     )
     message.submit.spec.CopyFrom(encode_spec(entry.spec))  # as an argument it would be copied twice
     return message
-
-
-def table_parts(table: PromptEmbeds) -> Iterator[dense_pb2.GatewayMessage]:
-    """The messages that a worker needs before the first sequence with this table."""
-    for start in range(0, len(table.values), MAX_PART_BYTES):
-        part = dense_pb2.PromptEmbedsPart(hash=table.hash, values=table.values[start : start + MAX_PART_BYTES])
-        yield dense_pb2.GatewayMessage(prompt_embeds_part=part)
 
 
 def _encode_search(entry: JournalEntry) -> dense_pb2.BeamProgress | None:

@@ -83,6 +83,11 @@ class GenerationRequest:
         return self.best_of if self.spec.beam_search is None else self.n
 
     @property
+    def has_parts(self) -> bool:
+        """Whether a worker needs more of it than its sequences: pictures, or a table of vectors."""
+        return bool(self.pictures) or self.prompt_embeds is not None
+
+    @property
     def returns_prompt(self) -> bool:
         """Whether the answer shows the prompt, or something about it."""
         return self.echo or shows_prompt(self.spec.features)

@@ -23,8 +23,8 @@ from services.dense_worker.encoders.vision.resample import resample
 from services.dense_worker.features.images.received_pictures import ReceivedPictures
 from services.gateway.images.decoder import Decoder, Encoding
 from services.gateway.images.picture import Picture, encode_pictures
-from services.gateway.images.sent_pictures import SentPictures
 from services.gateway.images.sources import PictureFile
+from services.gateway.link.sent_parts import SentParts
 from services.gateway.resources.memory_budget import HeldMemory, MemoryBudget
 from services.step import SequenceSpec
 from services.step.prompt_span import PromptSpan
@@ -93,7 +93,7 @@ def test_a_tower_reads_the_same_numbers(kind: str, layout: Layout) -> None:
 def received(pictures: list[Picture], *, shares_memory: bool) -> list[torch.Tensor]:
     """What the worker makes of what it is sent."""
     worker, spans, start = ReceivedPictures(), [], 0
-    for message in SentPictures(shares_memory=shares_memory).parts_for(pictures):
+    for message in SentParts(shares_memory=shares_memory).before_pictures(pictures):
         worker.receive(message.picture_part, 1)
     for each in pictures:
         shape = each.shape

@@ -13,9 +13,9 @@ from services.common.memory_file import MemoryFile
 from services.common.sampling_params import SamplingParams
 from services.common.vision.layout import PictureShape
 from services.dense_worker.features.images.received_pictures import ReceivedPictures
-from services.gateway.images import sent_pictures
 from services.gateway.images.picture import Picture, encode_pictures
-from services.gateway.images.sent_pictures import SentPictures
+from services.gateway.link import sent_parts
+from services.gateway.link.sent_parts import SentParts
 from services.step import SequenceSpec
 from services.step.prompt_span import PromptSpan
 
@@ -32,12 +32,12 @@ class Link:
     """A gateway's stream to a worker, without the wire."""
 
     def __init__(self, *, shares_memory: bool = False) -> None:
-        self.sent, self.received = SentPictures(shares_memory=shares_memory), ReceivedPictures()
+        self.sent, self.received = SentParts(shares_memory=shares_memory), ReceivedPictures()
 
     def send(self, pictures: list[Picture]) -> int:
         """How many bytes of pixels are sent before a sequence with these pictures, which the worker must then have."""
         num_bytes = 0
-        for message in self.sent.parts_for(pictures):
+        for message in self.sent.before_pictures(pictures):
             self.received.receive(message.picture_part, STREAM)
             num_bytes += len(message.picture_part.values)
         self.check(pictures)
@@ -51,7 +51,7 @@ class Link:
 
 
 def test_each_picture_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sent_pictures, "MAX_PART_BYTES", 50)
+    monkeypatch.setattr(sent_parts, "MAX_PART_BYTES", 50)
     first, second, third = map(picture, range(3))
     link = Link()
     assert link.send([first, second, first]) == len(first.pixels) + len(second.pixels)
@@ -64,7 +64,7 @@ def test_each_picture_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_worker_keeps_the_latest_ones_and_all_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     most = 1000
-    monkeypatch.setattr(sent_pictures, "MAX_KEPT_BYTES", most)
+    monkeypatch.setattr(sent_parts, "MAX_KEPT_BYTES", most)
     pictures, generator, link = [picture(seed) for seed in range(20)], random.Random(1), Link()
     num_sent = 0
     for _ in range(200):
@@ -86,7 +86,7 @@ def in_file(seed: int) -> Picture:
 
 
 def test_of_files_only_the_place_is_sent_and_few_stay_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sent_pictures, "MAX_KEPT_FILES", 4)
+    monkeypatch.setattr(sent_parts, "MAX_KEPT_FILES", 4)
     link = Link(shares_memory=True)
     assert link.send([in_file(0), picture(1)]) == len(picture(1).pixels)
     before = len(os.listdir("/proc/self/fd"))
@@ -98,7 +98,7 @@ def test_of_files_only_the_place_is_sent_and_few_stay_open(monkeypatch: pytest.M
 
 def test_a_file_is_there_when_the_worker_opens_it_after_the_end_of_its_request() -> None:
     link, first = Link(shares_memory=True), in_file(0)
-    messages = list(link.sent.parts_for([first]))
+    messages = list(link.sent.before_pictures([first]))
     del first
     for message in messages:
         link.received.receive(message.picture_part, STREAM)
@@ -107,7 +107,7 @@ def test_a_file_is_there_when_the_worker_opens_it_after_the_end_of_its_request()
 
 def test_what_cannot_be_opened_was_not_sent() -> None:
     link, first = Link(shares_memory=True), in_file(0)
-    [message] = link.sent.parts_for([first])
+    [message] = link.sent.before_pictures([first])
     message.picture_part.file.inode += 1
     link.received.receive(message.picture_part, STREAM)
     with pytest.raises(RequestAborted, match="its file cannot be read"):
