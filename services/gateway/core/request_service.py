@@ -22,7 +22,6 @@ from services.gateway.core.generation import Generation
 from services.gateway.features.feature import HeldBytes
 from services.gateway.features.installed import features_of
 from services.gateway.images.picture import Picture
-from services.gateway.images.picture_reader import num_pictures
 from services.gateway.link.dense_pool import DensePool
 from services.gateway.link.journal import Journal, is_of_batch
 from services.gateway.link.journal_entry import FinishReason
@@ -252,8 +251,10 @@ class RequestService:
         held: HeldMemory,
     ) -> AbstractAsyncContextManager[Awaitable[list[Picture]] | None]:
         """A context in which the pictures of a message are decoded; mostly there are none, and it gives None."""
-        self.check_pictures(num_pictures(message))
-        if self.pictures is None or not num_pictures(message):
+        # Of messages that have passed `check_counts`; only their lists' lengths are looked at.
+        num_pictures = len(message.pictures) + sum(len(each.pictures) for each in message.chat.messages)
+        self.check_pictures(num_pictures)
+        if self.pictures is None or not num_pictures:
             return nullcontext()
         has_gpu = self._dense.has_model and self._dense.model.has_gpu
         return self.pictures.reading(message, caller.client_id, held, worker_resizes=has_gpu)

@@ -64,3 +64,7 @@ class Feature:
     def held(self, size: RequestSize) -> HeldBytes | None:
         """The memory that is reserved for it; None: not worth counting. Raises `InvalidRequest` if it cannot be had."""
         return None
+
+    def num_logprobs(self, spec: SequenceSpec) -> int:
+        """Log-probabilities that it reports of a sequence, which count towards the limit of a request."""
+        return 0

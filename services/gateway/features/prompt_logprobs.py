@@ -53,11 +53,9 @@ class PromptLogprobs(Report):
     def record(self, spec: SequenceSpec, *, may_be_cut: bool) -> ReportRecord:
         return _Record()
 
-    def num_values(self, spec: SequenceSpec) -> int:
-        """Log-probabilities of the prompt that a sequence reports."""
-        if (request := spec.features.get(self.name)) is None:
-            return 0
-        num_likeliest = prompt_logprobs_pb2.PromptLogprobsRequest.FromString(request).num_likeliest
+    def num_logprobs(self, spec: SequenceSpec) -> int:
+        """Those of all tokens of the prompt."""
+        num_likeliest = prompt_logprobs_pb2.PromptLogprobsRequest.FromString(spec.features[self.name]).num_likeliest
         return spec.num_prompt_tokens * (1 + num_likeliest + len(spec.sampling.logprob_token_ids))
 
     def write(self, parts: Sequence[LogprobRows], message: AnswerMessage) -> None:

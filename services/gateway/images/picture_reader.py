@@ -121,11 +121,6 @@ class PictureReader:
         await self._decoder.close()
 
 
-def num_pictures(message: Request) -> int:
-    """How many pictures a message has, which has passed `check_counts`: only its lists' lengths are looked at."""
-    return len(message.pictures) + sum(len(each.pictures) for each in message.chat.messages)
-
-
 def _pictures_of(message: Request) -> Iterator[gateway_pb2.MessagePicture]:
     """All pictures of a message, in order."""
     yield from message.pictures

@@ -74,16 +74,6 @@ class StepwiseEntry(JournalEntry):
         return token_ids, logprobs, None if has_more else self.finish_reason
 
 
-def check_one_prompt(num_prompts: int) -> None:
-    """Raises `InvalidRequest` if the current task runs a resumable stream with several prompts."""
-    if num_prompts > 1 and current_run() is not None:
-        raise InvalidRequest(
-            f"prompt has {num_prompts} prompts: a resumable stream must have 1, because the order of the others' "
-            "chunks depends on time",
-            "prompt",
-        )
-
-
 def check_repeatable(request: GenerationRequest) -> None:
     """Raises `InvalidRequest` for what cannot be the same again."""
     if PromptProgress.name in request.spec.features:

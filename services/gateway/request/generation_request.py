@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from services.common.sampling_params import MAX_SEED
 from services.gateway.features.feature import RequestSize
-from services.gateway.features.installed import PROMPT_LOGPROBS, REPORTS, features_of
+from services.gateway.features.installed import REPORTS, features_of
 from services.gateway.images.picture import Picture
 from services.gateway.text.parsing import Parsing
 from services.lora.prompt_embeds import PromptEmbeds
@@ -110,7 +110,7 @@ class GenerationRequest:
         num_named = len(self.spec.sampling.logprob_token_ids)
         num_likeliest = self.spec.num_logprobs
         of_answer = 0 if num_likeliest is None else self.max_tokens * (1 + num_likeliest + num_named)
-        return PROMPT_LOGPROBS.num_values(self.spec), of_answer
+        return sum(each.num_logprobs(self.spec) for each in features_of(self.spec.features)), of_answer
 
 
 def owner_of(caller: str, client: int) -> Owner:

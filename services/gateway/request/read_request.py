@@ -384,7 +384,8 @@ def check_counts(
     for field, what, elements, most in counted:
         if len(elements) > most:
             raise InvalidRequest(f"{field} has {len(elements)} {what}, at most {most} allowed", field)
-    check_tools_size(message.chat.tools)
+    if message.chat.tools:
+        check_tools_size(message.chat.tools)
     if pictures is not None:
         pictures.check_text(_num_characters(message), _text_field(message))
         if isinstance(message, gateway_pb2.GenerateRequest):

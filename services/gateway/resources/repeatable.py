@@ -15,6 +15,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from random import Random
 
+from services.common.errors import InvalidRequest
+
 ENTROPY_BYTES = 16
 
 _current: ContextVar[Repeatable | None] = ContextVar("repeatable", default=None)  # of the request that this task runs
@@ -82,6 +84,16 @@ def note_failure() -> None:
     run = _current.get()
     if run is not None:
         run.has_failed = True
+
+
+def check_one_prompt(num_prompts: int) -> None:
+    """Raises `InvalidRequest` if the current task runs a resumable stream with several prompts."""
+    if num_prompts > 1 and _current.get() is not None:
+        raise InvalidRequest(
+            f"prompt has {num_prompts} prompts: a resumable stream must have 1, because the order of the others' "
+            "chunks depends on time",
+            "prompt",
+        )
 
 
 def draw_bits(num_bits: int) -> int:

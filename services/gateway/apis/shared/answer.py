@@ -21,10 +21,9 @@ from services.gateway.core.request_service import RequestService
 from services.gateway.http.connection import BodyWriter, while_connected
 from services.gateway.http.errors import describe
 from services.gateway.http.field_names import client_field_names
-from services.gateway.link.stepwise import check_one_prompt
 from services.gateway.request.read_request import check_can_stream
 from services.gateway.resources.heavy_work import HeavyWork
-from services.gateway.resources.repeatable import current_run, note_failure, opening
+from services.gateway.resources.repeatable import check_one_prompt, current_run, note_failure, opening
 from services.pb import gateway_pb2
 
 DONE = b"data: [DONE]\n\n"  # the end of OpenAI's older streams
