@@ -135,6 +135,10 @@ class _Calls:
 
     def get(self, timeout_s: float | None) -> _Call:
         """The oldest call. Raises `queue.Empty` if none comes in time; None: waits until one comes. For one thread."""
+        if self._calls:
+            return self._calls.popleft()
+        if timeout_s == 0.0 and self._poll is None:
+            raise queue.Empty
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._calls:
             left_s = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())

@@ -88,7 +88,6 @@ class GatewayMessages:
 
     def _submit(self, outbox: Outbox, submit: dense_pb2.Submit) -> None:
         sequence = decode_sequence(submit, outbox.number)
-        log.debug("submitted", request_id=sequence.spec.request_id, seq_id=f"{sequence.seq_id:x}")
         if self._streams.add(sequence):
             self._engine.cancel(sequence.seq_id)
         is_recovered = has_progress(submit)

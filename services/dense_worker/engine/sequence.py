@@ -177,14 +177,15 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         """Prompt and output tokens, pending ones included."""
-        return len(self.spec.prompt_token_ids) + len(self.output_token_ids) + self.num_pending_tokens
+        return len(self.spec.prompt_token_ids) + len(self.output_token_ids) + self.counts.num_pending_tokens
 
     @property
     def num_remaining_tokens(self) -> int:
         """Tokens to compute before the next one can be sampled; 0 if no further token is needed."""
-        if len(self.output_token_ids) + self.num_pending_tokens >= self.spec.max_tokens:
+        num_output_tokens = len(self.output_token_ids) + self.counts.num_pending_tokens
+        if num_output_tokens >= self.spec.max_tokens:
             return 0
-        return self.num_tokens - self.num_computed_tokens
+        return len(self.spec.prompt_token_ids) + num_output_tokens - self.counts.num_computed_tokens
 
     def get_flow(self) -> Flow:
         """The flow of a sequence that has been admitted."""
@@ -269,7 +270,7 @@ class Sequence:
     @property
     def max_num_cached_tokens(self) -> int:
         """Maximum number of its tokens in the KV cache; the last sampled token is never computed."""
-        return self.num_prompt_tokens + self.spec.max_tokens - 1
+        return len(self.spec.prompt_token_ids) + self.spec.max_tokens - 1
 
 
 class SequenceOutput(NamedTuple):

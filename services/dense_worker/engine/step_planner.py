@@ -75,10 +75,11 @@ class StepPlanner:
         if slow and sum(map(_host_s, [*slow, *session.others])) > MAX_HOST_S:  # they take turns
             for sequence in slow:
                 session.leave_row(sequence)
-        rows = session.rows.unfinished() if suspect is None else NO_DECODES.positions
-        rows = session.rows.of_lane(rows, self._lane, len(session.lanes))
+        rows = NO_DECODES.positions
+        if suspect is None and len(session.rows):
+            rows = session.rows.of_lane(session.rows.unfinished(), self._lane, len(session.lanes))
         decodes, prefills = self._find_others(suspect)
-        if decodes or prefills:
+        if any([each.features for each in decodes]) or any([each.features for each, _ in prefills]):
             decodes, prefills = self._take_host_turns(decodes, prefills)
         most_tokens = self._most_prompt_tokens(len(rows) + _num_rows(decodes)) if prefills else 0
         is_shared = self._waiting.has_several_clients
@@ -119,7 +120,8 @@ class StepPlanner:
         return self._pace.most_tokens(num_rows)
 
     def _find_others(self, suspect: Sequence | None) -> tuple[list[Sequence], list[Prefill]]:
-        """The sequences without a row that need a single token, and those that need more, with their numbers.
+        """The sequences without a row that need a single token, and those that need more, with their numbers: of all
+        rows, if they have a row policy.
 
         Those whose step does more than compute tokens are among the latter, so that it delays no stream.
         """
@@ -134,7 +136,9 @@ class StepPlanner:
                 continue  # the result of its last step decides which rows go on
             num_remaining = sequence.num_remaining_tokens
             if num_remaining > 1 or (num_remaining and sequence.features and sequence.joins_prompts):
-                prefills.append((sequence, _num_to_compute(sequence)))
+                policy = sequence.policy
+                num_to_compute = num_remaining if policy is None else policy.num_to_compute(sequence.counts)
+                prefills.append((sequence, num_to_compute))
             elif num_remaining == 1:
                 decodes.append(sequence)
         return decodes, prefills
@@ -349,11 +353,6 @@ def _num_rows(sequences: list[Sequence]) -> int:
 def _has_forked(sequence: Sequence) -> bool:
     """Whether the next step computes tokens of each row of a sequence that has a policy."""
     return sequence.policy is not None and sequence.policy.has_forked(sequence.counts)
-
-
-def _num_to_compute(sequence: Sequence) -> int:
-    """How many tokens the next steps may compute of a sequence that needs more than one: those of all its rows."""
-    return sequence.num_remaining_tokens if sequence.policy is None else sequence.policy.num_to_compute(sequence.counts)
 
 
 class HostTurns:

@@ -46,7 +46,7 @@ class WaitingQueue:
         self._of_resource: dict[ResourceKey, list[Sequence]] = {}  # those that need one, parked ones included
         self._missing: set[ResourceKey] = set()  # resources whose sequences are parked
         self._parked: set[Sequence] = set()
-        self._tenants: dict[int, FlowGroup] = {}  # of live sequences, by priority
+        self._tenants = defaultdict[int, FlowGroup](FlowGroup)  # of live sequences, by priority
         self._num_live = Counter[Client]()  # live sequences, by client
         self._num_new = 0  # number of waiting sequences that never ran
         self._num_new_tokens = 0  # tokens of the prompts of these
@@ -97,7 +97,7 @@ class WaitingQueue:
             if sequence.spec.client:
                 self._check_share(sequence)
         sequence.order = sequence.arrival_s + sequence.spec.priority * self._priority_ageing_s, next(self._numbers)
-        tenants = self._tenants.setdefault(self.class_of(sequence), FlowGroup())
+        tenants = self._tenants[self.class_of(sequence)]
         sequence.flow = tenants.enter_client(sequence.spec.tenant, sequence.spec.client)
         self._num_live[sequence.spec.client_id] += 1
 
@@ -131,10 +131,11 @@ class WaitingQueue:
         sequence.status = SequenceStatus.WAITING
         self._settle(sequence)
         self._count(sequence, 1)
-        for resource in sequence.resources:
+        resources = sequence.resources
+        for resource in resources:
             insert(self._of_resource.setdefault(resource, []), sequence)
         self._missing.update(missing)
-        if self._lacks_any(sequence):
+        if not self._missing.isdisjoint(resources):
             self._parked.add(sequence)
         else:
             self._line_up(sequence)
@@ -169,7 +170,7 @@ class WaitingQueue:
         if resource in self._missing:
             self._missing.remove(resource)
             for sequence in self._of_resource[resource]:
-                if not self._lacks_any(sequence):
+                if self._missing.isdisjoint(sequence.resources):
                     self._parked.remove(sequence)
                     self._line_up(sequence)
 
@@ -189,9 +190,6 @@ class WaitingQueue:
     def class_of(self, sequence: Sequence) -> int:
         """Sequences of the same class share evenly. Without ageing priorities do not matter."""
         return sequence.spec.priority if self._priority_ageing_s else 0
-
-    def _lacks_any(self, sequence: Sequence) -> bool:
-        return not self._missing.isdisjoint(sequence.resources)
 
     def _line_up(self, sequence: Sequence) -> None:
         insert(self._sequences, sequence)

@@ -36,12 +36,11 @@ class Flow:
         return self.num_waiting > 0 if self.clients is None else self.clients.has_waiting
 
     @property
-    def path(self) -> Iterator[Flow]:
+    def path(self) -> tuple[Flow, Flow]:
         """A client's flow, and its tenant's."""
-        flow: Flow | None = self
-        while flow is not None:
-            yield flow
-            flow = flow.group.owner
+        tenant = self.group.owner
+        assert tenant is not None, "only clients have sequences"
+        return self, tenant
 
     def charge(self, num_tokens: int) -> None:
         """Adds to the cost of a client and of its tenant."""
