@@ -268,7 +268,7 @@ def gateway_configs(
                     peer_addresses=tuple(other for other in peers if other != peers[index]),
                     shared_counts=counts,
                     process_index=index,
-                    change_lock=run_dir / CHANGE_LOCK_NAME,
+                    change_lock=counts_dir / CHANGE_LOCK_NAME,  # there a full disk keeps nobody from it
                     control_address=control_address(run_dir),
                 ),
             )

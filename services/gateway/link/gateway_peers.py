@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -108,20 +108,23 @@ class GatewayPeers:
         """A context that only one process is in; waits for it. A process that ends, however it does, leaves it.
 
         Yields what such processes were changing, which is to be finished first. `what` is changed here: a line of text.
-        Without `waits` nothing is to be finished here while another process is in it, since that one does so.
+        Without `waits` nothing is to be finished here while another process is in it, since that one does so. Raises
+        `PeerError` if there is no room to note what is changed.
         """
         if self._change_lock is None:
             yield []
             return
-        file = os.open(self._change_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with _names_file(self._change_lock):
+            file = os.open(self._change_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             while not _lock(file):  # another process holds it
                 if not waits:
                     yield []
                     return
                 await asyncio.sleep(LOCK_RETRY_S)
-            unfinished = os.pread(file, MAX_UNFINISHED_BYTES, 0).decode()
-            os.pwrite(file, f"{what}\n".encode(), len(unfinished.encode()))
+            with _names_file(self._change_lock):
+                unfinished = os.pread(file, MAX_UNFINISHED_BYTES, 0).decode()
+                os.pwrite(file, f"{what}\n".encode(), len(unfinished.encode()))
             try:
                 yield list(filter(None, unfinished.split("\n")))
             except Exception:  # but not the end of this process
@@ -155,6 +158,15 @@ def encode_owner(owner: Owner) -> gateway_peers_pb2.Owner:
 def decode_owner(message: gateway_peers_pb2.Owner) -> Owner:
     """The owner of a message."""
     return message.key_name, message.client
+
+
+@contextlib.contextmanager
+def _names_file(path: Path) -> Iterator[None]:
+    """Turns an `OSError` into a `PeerError` that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise PeerError(f"adapters cannot be changed now: {path}: {error.strerror}") from error
 
 
 def _lock(file: int) -> bool:

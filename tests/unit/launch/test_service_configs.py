@@ -72,7 +72,7 @@ def test_gateway_processes_share_ports_and_have_their_own_sockets_and_metrics(tm
     for_peers = [each.peer_address for each in options]
     assert for_peers == ["unix:/run/x/peer-0.sock", "unix:/run/x/peer-1.sock", "unix:/run/x/peer-2.sock"]
     assert options[1].peer_addresses == (for_peers[0], for_peers[2])
-    assert {each.change_lock for each in options} == {RUN_DIR / "gateways.lock"}
+    assert {each.change_lock for each in options} == {tmp_path / "gateways.lock"}, "in memory: a disk may be full"
     assert [each.gateway.metrics_address for each in configs] == [f"127.0.0.1:{port}" for port in (9100, 9110, 9120)]
     file = tmp_path / "config.toml"
     file.write_text(dump_config(configs[1]))

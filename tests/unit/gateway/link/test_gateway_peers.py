@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
+import os
 import shutil
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -240,6 +242,27 @@ def test_an_adapter_is_loaded_by_all_gateways_whichever_way_the_key_is_given(tmp
             assert [await names_at(each, headers) for each in gateways] == [set()] * 3
 
     with_gateways(tmp_path, test, api_keys_file=keys_file(tmp_path), lora_directory=adapters)
+
+
+def test_without_room_to_note_the_change_an_error_says_so_and_no_gateway_loads_it(
+    tmp_path: Path, adapters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def test(gateways: Gateways, workers: list[FakeDense]) -> None:
+        body = {"lora_name": "c", "lora_path": "a"}
+        with monkeypatch.context() as full:
+            full.setattr(os, "pwrite", fill)
+            answer = await post(gateways[0], LOAD, body, {})
+        error = answer.json()["error"]
+        assert answer.status_code == 503, error
+        expected = f"adapters cannot be changed now: {tmp_path / 'lock'}: No space left on device"
+        assert error["message"] == expected
+        assert [await names_at(each, {}) for each in gateways] == [set()] * 3
+        assert (await post(gateways[0], LOAD, body, {})).status_code == 200
+
+    with_gateways(tmp_path, test, lora_directory=adapters)
 
 
 def test_an_adapter_that_one_gateway_cannot_load_is_loaded_by_none(tmp_path: Path, adapters: Path) -> None:
