@@ -32,8 +32,8 @@ from services.attn_worker.layers.select import select_backend
 from services.attn_worker.metrics import AttentionMetrics
 from services.attn_worker.moved_blocks import MovedBlocks
 from services.attn_worker.rehearsal import Rehearsal
+from services.attn_worker.runner.lane_runners import CudaLaneRunner, TurnLayerRunner
 from services.attn_worker.runner.layer_runner import EagerLayerRunner, LayerRunner, TakeExtraRows
-from services.attn_worker.runner.turn_layer_runner import TurnLayerRunner
 from services.attn_worker.split_context.parted_attention import PartedTorchAttention
 from services.attn_worker.split_context.parted_cache import PartedKVCache
 from services.common.attention.rope import length_dependent_beyond
@@ -286,8 +286,6 @@ def _build_runner(
     backend = make_backend(backend_setup)
     if limits.num_lanes == 1:
         return make_runner(backend), backend.storage
-    from services.attn_worker.runner.cuda_lane_runner import CudaLaneRunner
-
     shared = replace(backend_setup, storage=backend.storage)
     others = [make_backend(shared) for _ in range(1, limits.num_lanes)]
     return CudaLaneRunner([make_runner(each) for each in (backend, *others)]), backend.storage

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from services.dense_worker.features.drafting.device_drafter import DeviceDrafter, last_rows, may_be_drafted
-from services.dense_worker.features.drafting.draft_model.graphs import DraftGraphs
-from services.dense_worker.features.drafting.draft_model.model import DraftModel
+from services.dense_worker.features.drafting.draft_model.model import DraftGraphs, DraftModel
 from services.dense_worker.features.drafting.kv_cache.draft_attention import padded_tables
 from services.dense_worker.features.drafting.kv_cache.draft_blocks import (
     BLOCK_SIZE,

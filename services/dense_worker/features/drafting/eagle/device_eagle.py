@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from services.dense_worker.features.drafting.device_drafter import DeviceDrafter, DraftedRows, last_rows, may_be_drafted
-from services.dense_worker.features.drafting.eagle.eagle_model import EagleModel
-from services.dense_worker.features.drafting.eagle.graphs import EagleGraphs
+from services.dense_worker.features.drafting.eagle.eagle_model import EagleGraphs, EagleModel
 from services.dense_worker.features.drafting.kv_cache.draft_attention import padded_tables
 from services.dense_worker.features.drafting.kv_cache.draft_blocks import (
     BLOCK_SIZE,

@@ -15,10 +15,13 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 
+from services.common.batch_buckets import bucket_for
+from services.common.cuda_graphs import StepGraphs
 from services.common.families.shape import Activation
 from services.dense_worker.features.drafting.draft_model.model import KERNELS
 from services.dense_worker.features.drafting.eagle.eagle_config import EagleConfig
 from services.dense_worker.features.drafting.kv_cache.draft_attention import DraftAttention
+from services.dense_worker.features.drafting.kv_cache.draft_blocks import block_buckets
 from services.dense_worker.kernels.linear.activation import ACTIVATIONS
 from services.dense_worker.kernels.norm.norm import RmsNorm
 
@@ -118,3 +121,53 @@ class EagleModel:
         with sdpa_kernel(KERNELS):
             rows = self._attention.begin(positions[:, None], tables, starts)
             return self._layer.forward(token_ids, hidden, partial(self._attention.forward, 0, rows=rows))
+
+
+class EagleGraphs:
+    """The passes of an `EagleModel` on a GPU for one sequence: a captured CUDA graph for each power of two of blocks.
+
+    A layer takes longer to launch, kernel by kernel, than to run. Several sequences run without a graph.
+    """
+
+    def __init__(self, model: EagleModel) -> None:
+        """Captures all graphs, and waits for the device."""
+        self._model = model
+        self._num_blocks = block_buckets(model.max_len)
+        # The inputs of all graphs. Padding has position -1, so that captures write to the spare block only.
+        integers = torch.zeros(3, 1, dtype=torch.int64, device=model.device)
+        self._token_ids, self._positions, self._starts = integers
+        self._positions.fill_(-1)
+        self._tables = torch.zeros(1, self._num_blocks[-1], dtype=torch.int64, device=model.device)
+        self._hidden = torch.zeros(1, model.hidden_size, dtype=model.dtype, device=model.device)
+        self._output = torch.zeros_like(self._hidden)
+        self._logits = torch.zeros(1, model.vocab_size, dtype=torch.float32, device=model.device)
+        torch.cuda.synchronize()
+        self._graphs: StepGraphs[int] = StepGraphs(torch.cuda.Stream(), self._run, self._run)
+        self._graphs.capture_all(reversed(self._num_blocks))
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        tables: torch.Tensor,
+        starts: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `EagleModel.forward`. The next pass overwrites what it returns, but may have it as its input."""
+        num_seqs, num_blocks = tables.shape
+        if num_seqs > 1:
+            return self._model.forward(token_ids, hidden, positions, tables, starts)
+        self._token_ids.copy_(token_ids)
+        self._hidden.copy_(hidden)
+        self._positions.copy_(positions)
+        self._starts.copy_(starts)
+        self._tables.zero_()
+        self._tables[:, :num_blocks] = tables
+        self._graphs.find(bucket_for(self._num_blocks, num_blocks)).replay()
+        return self._logits, self._output
+
+    def _run(self, num_blocks: int) -> None:
+        tables = self._tables[:, :num_blocks]
+        logits, output = self._model.forward(self._token_ids, self._hidden, self._positions, tables, self._starts)
+        self._logits.copy_(logits)
+        self._output.copy_(output)

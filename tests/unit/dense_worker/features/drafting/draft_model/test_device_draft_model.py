@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 
 from services.common.model_config import load_model_config
 from services.common.sampling_params import ReasoningLimit, SamplingParams
-from services.dense_worker.features.drafting.draft_model import device_draft_model, graphs
+from services.dense_worker.features.drafting.draft_model import device_draft_model, model
 from services.dense_worker.features.drafting.draft_model.device_draft_model import DeviceDraftModel, PendingModelDrafts
-from services.dense_worker.features.drafting.draft_model.graphs import DraftGraphs
 from services.dense_worker.features.drafting.draft_model.load import unsupported_part
-from services.dense_worker.features.drafting.draft_model.model import DraftModel
+from services.dense_worker.features.drafting.draft_model.model import DraftGraphs, DraftModel
 from services.dense_worker.features.drafting.kv_cache import draft_blocks
 from services.dense_worker.features.drafting.kv_cache.draft_blocks import BLOCK_SIZE, MAX_LATE_TOKENS
 from services.dense_worker.model.weights import load_weights
@@ -296,8 +295,8 @@ class EagerDraftGraphs(EagerGraphs):
 
 def test_passes_of_graphs_are_those_of_the_model(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are padded, and read their inputs where these always are. Here they run as plain functions."""
-    monkeypatch.setattr(graphs, "StepGraphs", EagerDraftGraphs)
-    monkeypatch.setattr(graphs.torch, "cuda", SimpleNamespace(synchronize=lambda: None, Stream=lambda: None))
+    monkeypatch.setattr(model, "StepGraphs", EagerDraftGraphs)
+    monkeypatch.setattr(model.torch, "cuda", SimpleNamespace(synchronize=lambda: None, Stream=lambda: None))
     drafting = DraftedSteps(path)
     first, second = drafting.open([5, 9, 17, 3] * 17), drafting.open([101, 4], SamplingParams(seed=4))
     with torch.inference_mode():

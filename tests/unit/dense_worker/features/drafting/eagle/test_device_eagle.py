@@ -16,10 +16,9 @@ from transformers import PreTrainedModel
 from services.common.model_config import load_model_config
 from services.common.sampling_params import ReasoningLimit, SamplingParams
 from services.dense_worker.features.drafting.device_drafter import PendingDrafts
-from services.dense_worker.features.drafting.eagle import graphs
+from services.dense_worker.features.drafting.eagle import eagle_model
 from services.dense_worker.features.drafting.eagle.device_eagle import DeviceEagle
-from services.dense_worker.features.drafting.eagle.eagle_model import EagleModel
-from services.dense_worker.features.drafting.eagle.graphs import EagleGraphs
+from services.dense_worker.features.drafting.eagle.eagle_model import EagleGraphs, EagleModel
 from services.dense_worker.features.drafting.eagle.load_eagle import StoredHead
 from services.dense_worker.features.drafting.kv_cache import draft_blocks
 from services.dense_worker.features.drafting.kv_cache.draft_blocks import BLOCK_SIZE
@@ -289,8 +288,8 @@ def test_sequences_of_different_lengths_are_padded_in_groups(
 
 def test_passes_of_graphs_are_those_of_the_head(drafting: DraftedSteps, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are padded, and read their inputs where these always are. Here they run as plain functions."""
-    monkeypatch.setattr(graphs, "StepGraphs", EagerDraftGraphs)
-    monkeypatch.setattr(graphs.torch, "cuda", SimpleNamespace(synchronize=lambda: None, Stream=lambda: None))
+    monkeypatch.setattr(eagle_model, "StepGraphs", EagerDraftGraphs)
+    monkeypatch.setattr(eagle_model.torch, "cuda", SimpleNamespace(synchronize=lambda: None, Stream=lambda: None))
     first, second = drafting.open([5, 9, 17, 3] * 17), drafting.open([101, 4], SamplingParams(temperature=0.8, seed=4))
     with torch.inference_mode():
         captured = EagleGraphs(drafting.on_device._model)

@@ -1,9 +1,11 @@
-"""`TurnLayerRunner`: runs the steps of several lanes by turns on the engine thread, as on a CPU."""
+"""The runners of several lanes: `TurnLayerRunner` runs their steps by turns on the engine thread, as on a CPU;
+`CudaLaneRunner` runs them on a GPU, each lane on a stream of its own."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,24 +13,45 @@ from services.attn_worker.cache.block_storage import BlockCopies
 from services.attn_worker.cache.step_metadata import StepMetadata
 from services.attn_worker.layers import AttentionBackend
 from services.attn_worker.runner.layer_runner import LayerRunner, RunningStep
-from services.channel import Flag, qkv_flag
+from services.channel import Channel, Flag, qkv_flag
 from services.channel.turns import Turn, TurnChannel, Turns
 from services.common.attention.learned import Learned
 
+if TYPE_CHECKING:
+    from services.attn_worker.runner.cuda_layer_runner import CudaLayerRunner
 
-class TurnLayerRunner(LayerRunner):
-    """For backends that act at once. Each lane has a backend of its own, and all have one storage."""
+
+class LaneRunner(LayerRunner):
+    """Of all lanes. They have one storage, whose blocks the next step copies, in whatever lane it is."""
+
+    def __init__(self) -> None:
+        self._copies: list[BlockCopies] = []  # that the next step makes first
+
+    def fence(self) -> None:
+        raise AssertionError("`check_lanes` refuses a host tier")
+
+    def copy_blocks(self, copies: BlockCopies) -> None:
+        """The next step that is launched makes the copies, before its layers."""
+        self._copies.append(copies)
+
+    def _take_copies(self) -> list[BlockCopies]:
+        copies, self._copies = self._copies, []
+        return copies
+
+
+class TurnLayerRunner(LaneRunner):
+    """For backends that act at once. Each lane has a backend of its own."""
 
     def __init__(
         self, backends: Sequence[AttentionBackend], num_layers: int, on_step: Callable[[float, float], None]
     ) -> None:
         """`on_step` gets the duration of each step, and what part of it was spent waiting, in seconds."""
+        super().__init__()
         self._backends = backends
         self._num_layers = num_layers
         self._on_step = on_step
         self._turns = Turns()
         self._backend_of: dict[TurnChannel, AttentionBackend] = {}
-        self._copies: list[BlockCopies] = []  # that the next step makes first
 
     def attach(self, channels: Iterable[TurnChannel], learned: Learned) -> None:
         """Deals the backends to the channels, and passes the values on."""
@@ -38,17 +61,9 @@ class TurnLayerRunner(LayerRunner):
         self._copies.clear()
         self._backend_of = dict(zip(channels, self._backends, strict=True))
 
-    def fence(self) -> None:
-        raise AssertionError("`check_lanes` refuses a host tier")
-
-    def copy_blocks(self, copies: BlockCopies) -> None:
-        """The next step that is launched makes the copies, before its layers."""
-        self._copies.append(copies)
-
     def launch(self, step: StepMetadata, channel: TurnChannel, after: Collection[RunningStep] = ()) -> RunningStep:
         """Adds a step to those of its lane."""
-        copies, self._copies = self._copies, []
-        turn = Turn(channel, self._run(step, channel, copies), after)
+        turn = Turn(channel, self._run(step, channel, self._take_copies()), after)
         self._turns.add(turn)
         return _TurnStep(self._turns, turn)
 
@@ -86,3 +101,27 @@ class _TurnStep(RunningStep):
 
     def drop(self) -> None:
         self._turns.remove(self._turn)
+
+
+class CudaLaneRunner(LaneRunner):
+    """Made of one for each lane, with graphs and workspaces of its own."""
+
+    def __init__(self, runners: Sequence[CudaLayerRunner]) -> None:
+        super().__init__()
+        self._runners = runners
+        self._runner_of: dict[Channel, CudaLayerRunner] = {}
+
+    def attach(self, channels: Iterable[Channel], learned: Learned) -> None:
+        """Deals the runners to the channels; each captures its graphs."""
+        self._copies.clear()
+        self._runner_of = dict(zip(channels, self._runners, strict=True))
+        for channel, runner in self._runner_of.items():
+            runner.attach([channel], learned)
+
+    def launch(self, step: StepMetadata, channel: Channel, after: Collection[RunningStep] = ()) -> RunningStep:
+        """Enqueues a step on the stream of its lane, after the copies."""
+        runner = self._runner_of[channel]
+        runner.come_after(after)
+        for each in self._take_copies():
+            runner.copy_blocks(each)
+        return runner.launch(step, channel)
