@@ -18,6 +18,7 @@ CLIENTS = {  # the group of each program
     "vectors_with_langchain.py": "agents",
     "vectors_with_litellm.py": "litellm",
     "vectors_with_haystack.py": "vectors",
+    "vectors_with_cohere.py": "vectors",
     "vectors_with_ollama.py": "ollama",
     "ranks_with_cohere.py": "vectors",
 }

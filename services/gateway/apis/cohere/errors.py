@@ -17,7 +17,7 @@ class CohereErrorBody(TypedDict):
 
 
 COHERE = Dialect(
-    lambda scope: scope["path"] in ("/v2/rerank", "/v2/embed", *CHAT_PATHS),
+    lambda scope: scope["path"] in ("/v2/rerank", "/v2/embed", "/v1/embed", *CHAT_PATHS),
     CohereErrorBody,
     lambda error, scope: {"id": scope["state"]["request_id"], "message": error_text(error)},
 )

@@ -1,4 +1,4 @@
-"""POST /v2/embed, as in Cohere's reference and in vLLM."""
+"""POST /v2/embed and /v1/embed, as in Cohere's reference; vLLM has the former."""
 
 from __future__ import annotations
 
@@ -76,15 +76,34 @@ class CohereEmbedAnswer(TypedDict):
     meta: dict[str, Any]
 
 
+class CohereFloatsAnswer(TypedDict):
+    """The vectors of /v1/embed, in the order of the texts, where no form was asked for."""
+
+    id: str
+    response_type: Literal["embeddings_floats"]
+    texts: list[str]
+    embeddings: list[list[float]]
+    meta: dict[str, Any]
+
+
 def cohere_vector_routes(vectors: Vectors) -> APIRouter:
-    """The route for embeddings of one gateway."""
+    """The routes for embeddings of one gateway."""
     service = vectors.service
     router = json_router(service, "Vectors", ERROR_RESPONSES)
 
     @router.post("/v2/embed", responses={200: {"model": CohereEmbedAnswer}})
     async def embed(body: CohereEmbedRequest, request: Request) -> Response:
         """The vector of each text, in one or several forms."""
+        return answer(body, request, body.embedding_types or ["float"], version="2")
+
+    @router.post("/v1/embed", responses={200: {"model": CohereFloatsAnswer | CohereEmbedAnswer}})
+    async def embed_v1(body: CohereEmbedRequest, request: Request) -> Response:
+        """The same by Cohere's older API: a list of vectors, unless forms are named."""
+        return answer(body, request, body.embedding_types or [], version="1")
+
+    def answer(body: CohereEmbedRequest, request: Request, asked: Sequence[Kind], version: str) -> Response:
         request_id: str = request.state.request_id
+        kinds = dict.fromkeys(asked)
         embeds = vectors.embeds
         vectors.check_dimensions(body.output_dimension)
         prefix = _prefix_of(body.input_type, embeds.prompts)
@@ -100,21 +119,25 @@ def cohere_vector_routes(vectors: Vectors) -> APIRouter:
         )
 
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
-            def values_of(each: PooledInput) -> np.ndarray:
-                return shaped(each.values, body.output_dimension, embeds.normalizes)
+            def vectors_as(kind: Kind) -> Iterator[bytes]:
+                shapes = (shaped(each.values, body.output_dimension, embeds.normalizes) for each in pooled)
+                return list_pieces(_pieces(values, kind) for values in shapes)
 
             num_tokens = sum(each.num_tokens for each in pooled)
             meta = {
-                "api_version": {"version": "2"},
+                "api_version": {"version": version},
                 "billed_units": {"input_tokens": num_tokens},
                 "tokens": {"input_tokens": num_tokens},
             }
-            head = {"id": request_id, "response_type": "embeddings_by_type", "texts": body.texts, "meta": meta}
+            form = "embeddings_by_type" if kinds else "embeddings_floats"
+            head = {"id": request_id, "response_type": form, "texts": body.texts, "meta": meta}
             yield to_json(head)[:-1] + b',"embeddings":'
-            for index, kind in enumerate(dict.fromkeys(body.embedding_types or ("float",))):
+            for index, kind in enumerate(kinds):
                 yield (b"," if index else b"{") + to_json(kind) + b":"
-                yield from list_pieces(_pieces(values_of(each), kind) for each in pooled)
-            yield b"}}"
+                yield from vectors_as(kind)
+            if not kinds:
+                yield from vectors_as("float")
+            yield b"}}" if kinds else b"}"
 
         return PooledAnswer(vectors, inputs, options, write, "texts")
 

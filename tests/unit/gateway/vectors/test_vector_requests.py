@@ -505,6 +505,12 @@ def test_cohere_gets_vectors_in_several_forms(tmp_path: Path) -> None:
         plain = {"texts": texts, "output_dimension": 2}
         cut = (await client.post(EMBED, json=plain, headers=HEADERS)).json()["embeddings"]["float"]
         assert [len(each) for each in cut] == [2, 2]
+        older = (await client.post("/v1/embed", json=body, headers=HEADERS)).json()
+        assert older["embeddings"] == found and older["meta"] == answer["meta"] | {"api_version": {"version": "1"}}
+        older = (await client.post("/v1/embed", json={"texts": texts}, headers=HEADERS)).json()
+        assert older["response_type"] == "embeddings_floats" and older["embeddings"] == found["float"]
+        error = await client.post("/v1/embed", json={"texts": []}, headers=HEADERS)
+        assert error.status_code == 400 and error.json().keys() == {"id", "message"}
 
     serve(tmp_path, test)
 
