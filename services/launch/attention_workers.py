@@ -99,7 +99,6 @@ class AttentionWorkers:
             await uninterrupted(self._end(child, timeout_s))  # the dense worker has left it, whatever the caller wants
 
     async def _keep(self, child: Child) -> None:
-        child.may_restart = True  # from now on: telling may take seconds
         try:
             await self._tell_successors(lambda addresses: (*addresses, child.address))
         except OSError as error:
@@ -131,9 +130,10 @@ class AttentionWorkers:
         adding = asyncio.ensure_future(self._ask_dense(_add, child.address, timeout_s))
         try:
             await asyncio.wait([adding, child.watching], return_when=asyncio.FIRST_COMPLETED)
-            if not adding.done():
+            if child.watching.done():  # also if it has been attached before
                 raise PeerError(f"it ended: {child.last_end}")
             adding.result()
+            child.may_restart = True  # before anything else: it may die at any time from now on
         finally:
             adding.cancel()
             await asyncio.gather(adding, return_exceptions=True)

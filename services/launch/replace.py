@@ -172,6 +172,7 @@ class DenseReplacer:
                 if wait_s is not None:
                     await _drain(old_stub, wait_s)
                 pause_ms, backend = await self._switch(old, old_stub, new, new_stub)
+                new.leave_standby(old)  # before anything else: it may die at any time from now on
         except BaseException as error:
             await new.end()
             reason = _describe(error)
@@ -179,7 +180,6 @@ class DenseReplacer:
             if isinstance(error, TwostrokeError | grpc.aio.AioRpcError | OSError):
                 raise RolledBack(f"{reason}; the present dense worker, process {old.pid}, goes on") from error
             raise
-        new.leave_standby(old)
         self._children.replace(old, new)
         old.stop()
         await uninterrupted(old.wait(old.config.launch.stop_grace_s))  # nothing else would kill it
@@ -248,7 +248,8 @@ class DenseReplacer:
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait([task, new.watching], return_when=asyncio.FIRST_COMPLETED)
-            if task.done() and not isinstance(task.exception(), grpc.aio.AioRpcError | PeerError):
+            # Both may be done: the launcher must not keep a worker whose end it has taken note of.
+            if not new.watching.done() and not isinstance(task.exception(), grpc.aio.AioRpcError | PeerError):
                 return task.result()
             await asyncio.wait([new.watching], timeout=self._error_grace_s)
             if new.watching.done():

@@ -189,6 +189,43 @@ def test_a_change_whose_caller_goes_away_before_the_answer_is_undone(tmp_path: P
     run(cancel())
 
 
+@pytest.mark.parametrize("num_turns", range(10))
+def test_a_worker_that_dies_when_it_has_just_been_attached_is_started_again_or_not_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_turns: int
+) -> None:
+    """After so many turns of the event loop. A child that may not restart would end the launcher with its error."""
+
+    async def add() -> None:
+        launcher = Launcher(tmp_path)
+        child, loop = launcher.child, asyncio.get_running_loop()
+        child.may_restart, child.last_end, has_died = False, "signal SIGKILL", loop.create_future()
+        child.start = lambda: setattr(child, "watching", loop.create_future())
+        launcher.children.adopt = lambda child: launcher.events.append("adopted")
+
+        def die(num_left: int) -> None:
+            if num_left:
+                loop.call_soon(die, num_left - 1)
+                return
+            if not child.may_restart:
+                child.watching.set_exception(PeerError("attn_worker ended before the cluster could serve"))
+            has_died.set_result(child.may_restart)
+
+        async def attach(*_: object) -> None:
+            if not has_died.done() and "asked" not in launcher.events:
+                launcher.events.append("asked")
+                loop.call_soon(die, num_turns)
+
+        monkeypatch.setattr(launcher.workers, "_ask_dense", attach)
+        try:
+            await launcher.workers.add()
+        except PeerError as error:
+            assert "it ended: signal SIGKILL" in str(error) and "adopted" not in launcher.events
+        else:
+            assert await has_died and "adopted" in launcher.events
+
+    run(add())
+
+
 def test_the_successor_of_a_dense_worker_that_dies_meanwhile_is_asked_to_drain(tmp_path: Path) -> None:
     async def drain() -> None:
         launcher = Launcher(tmp_path)

@@ -8,13 +8,14 @@ import itertools
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.common.config import dump_config, load_config
-from services.common.errors import ConfigError, InvalidRequest, RolledBack, TwostrokeError
+from services.common.errors import ConfigError, InvalidRequest, PeerError, RolledBack, TwostrokeError
 from services.launch.switched_address import SwitchedAddress
 from services.pb import dense_pb2
 from services.pb.launch_pb2 import ReplaceDenseRequest
@@ -196,6 +197,43 @@ def test_an_old_worker_comes_back_to_its_address_although_the_disk_has_become_fu
     assert world.calls.index("new stop") < world.calls.index("old take over")
     assert world.serves == "old" and world.members == ["old"]
     assert not world.old._is_stopping, "it is restarted when it dies"
+
+
+@pytest.mark.parametrize("num_turns", range(10))
+def test_a_new_worker_that_dies_when_it_has_just_taken_over_does_not_end_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_turns: int
+) -> None:
+    """After so many turns of the event loop: either the old one goes on, or the new one is started again."""
+
+    async def main() -> tuple[World, bool]:
+        world = World(tmp_path, nothing)
+        monkeypatch.setattr(world.replacer, "_check_service", check)
+        world.change_new = lambda child: monkeypatch.setattr(child, "start", partial(start, child))
+        try:
+            await world.replace()
+        except RolledBack:
+            return world, True
+        return world, False
+
+    def start(child: FakeChild) -> None:
+        servers.append(asyncio.create_task(child.watch()))
+        child.watching = asyncio.get_running_loop().create_future()
+
+    async def check(new: FakeChild, stub: object) -> dense_pb2.DenseInfo:
+        die_after(new, num_turns)
+        return dense_pb2.DenseInfo()
+
+    def die_after(new: FakeChild, num_left: int) -> None:
+        if num_left:
+            asyncio.get_running_loop().call_soon(die_after, new, num_left - 1)
+        elif not new.may_restart:
+            new.last_end = "signal SIGKILL"
+            new.watching.set_exception(PeerError("dense_worker ended before the cluster could serve"))
+
+    servers = list[asyncio.Task[None]]()
+    world, was_undone = asyncio.run(main())
+    assert world.serves == ("old" if was_undone else "new")
+    assert not world.children._failure.done()
 
 
 def test_an_old_worker_that_cannot_leave_continues(tmp_path: Path) -> None:
