@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from services.gateway.http.json_line import json_line
+from services.gateway.http.json_pieces import json_line
 
 log = structlog.get_logger()
 

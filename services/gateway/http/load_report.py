@@ -9,7 +9,7 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.http.headers import header_values
-from services.gateway.http.json_line import json_line
+from services.gateway.http.json_pieces import json_line
 from services.gateway.link.worker_load import Load, WorkerLoad
 
 ASKING_HEADER, HEADER = b"endpoint-load-metrics-format", b"endpoint-load-metrics"

@@ -20,7 +20,7 @@ from services.common.shorten import quote
 from services.gateway.http.connection import while_connected
 from services.gateway.http.errors import describe, dialect_of, error_response
 from services.gateway.http.headers import header_values
-from services.gateway.http.json_line import json_line
+from services.gateway.http.json_pieces import json_line
 from services.gateway.resources.memory_budget import HeldMemory, hold_body
 from services.gateway.resume.recording import AnswerReader, Received, Recording
 from services.gateway.resume.resumption import Call, Resumption

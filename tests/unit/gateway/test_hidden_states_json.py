@@ -11,10 +11,10 @@ from annotated_types import Le
 
 from services.common.config import SchedulerSection
 from services.common.sampling_params import SamplingParams
-from services.gateway.apis.shared.json_pieces import json_at_once, json_pieces
 from services.gateway.features.feature import RequestSize
 from services.gateway.features.hidden_states import OF_ANSWER, HiddenStates, HiddenStatesList
 from services.gateway.features.token_rows import RowRecord, TokenRows
+from services.gateway.http.json_pieces import json_line, json_pieces
 from services.step import SequenceSpec
 
 
@@ -30,8 +30,8 @@ def strict(encoded: bytes) -> object:
 def test_what_is_no_number_is_null() -> None:
     rows = np.array([[1.0, 2.0], [0.5, np.nan], [np.inf, -1.5]], "<f4")
     states = HiddenStatesList(TokenRows(3, rows.tobytes()), num_prompt_tokens=1)
-    assert strict(json_at_once({"hidden_states": states.last})) == {"hidden_states": [None, -1.5]}
-    for encoded in (b"".join(json_pieces(states)), json_at_once(states)):  # of a long prompt, and of a short one
+    assert strict(json_line({"hidden_states": states.last})) == {"hidden_states": [None, -1.5]}
+    for encoded in (b"".join(json_pieces(states)), json_line(states)):  # of a long prompt, and of a short one
         assert strict(encoded) == [[[1.0, 2.0]], [0.5, None], [None, -1.5]]
 
 

@@ -12,12 +12,12 @@ from services.gateway.apis.anthropic.errors import ERROR_RESPONSES
 from services.gateway.apis.anthropic.format import MessagesFormat, param_names
 from services.gateway.apis.anthropic.schema import CountTokensRequest, MessagesRequest, RenderedMessages
 from services.gateway.apis.shared.answer import Answer, PiecewiseAnswer
-from services.gateway.apis.shared.json_pieces import json_pieces
 from services.gateway.apis.shared.rendered import RenderedPrompt
 from services.gateway.apis.shared.routes import NAMED_STREAM_CONTENT, json_router, streamed
 from services.gateway.apis.shared.to_message import sampling_options
 from services.gateway.core.request_service import BYTES_PER_TOKEN_ID, RequestService
 from services.gateway.http.field_names import client_field_names
+from services.gateway.http.json_pieces import json_pieces
 from services.gateway.http.json_route import next_turn
 from services.pb import gateway_pb2
 

@@ -16,11 +16,11 @@ from services.gateway.apis.cohere.schema import (
     LogprobItem,
 )
 from services.gateway.apis.shared.answer import DONE, Format
-from services.gateway.apis.shared.json_pieces import LazyList
 from services.gateway.apis.shared.logprobs import LEAST_LOGPROB
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import error_text
+from services.gateway.http.json_pieces import LazyList
 from services.gateway.link.journal_entry import FinishReason
 from services.gateway.text.deltas import CallArguments, CallBegin, CallEnd, ContentDelta, Delta, ReasoningDelta
 

@@ -18,10 +18,10 @@ from services.common.shorten import quote
 from services.gateway.apis.cohere.errors import ERROR_RESPONSES
 from services.gateway.apis.shared.generation_fields import Priority
 from services.gateway.apis.shared.inputs import Texts
-from services.gateway.apis.shared.json_pieces import list_pieces
 from services.gateway.apis.shared.pooled_answer import PooledAnswer, number_pieces
 from services.gateway.apis.shared.request_model import RequestModel, at_most
 from services.gateway.apis.shared.routes import json_router
+from services.gateway.http.json_pieces import list_pieces
 from services.gateway.vectors.vectors import InputOptions, PooledInput, VectorInput, Vectors, shaped
 
 Kind = Literal["float", "base64", "binary", "ubinary"]

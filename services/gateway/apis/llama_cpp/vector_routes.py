@@ -12,9 +12,9 @@ from typing_extensions import TypedDict
 
 from services.gateway.apis.llama_cpp.errors import ERROR_RESPONSES
 from services.gateway.apis.shared.inputs import Input, InputFields, input_list
-from services.gateway.apis.shared.json_pieces import list_pieces
 from services.gateway.apis.shared.pooled_answer import PooledAnswer, vector_json
 from services.gateway.apis.shared.routes import json_router
+from services.gateway.http.json_pieces import list_pieces
 from services.gateway.vectors.vectors import PooledInput, Vectors
 
 EUCLID = 2  # llama.cpp's number of the norm

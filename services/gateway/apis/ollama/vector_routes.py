@@ -16,10 +16,10 @@ from services.gateway.apis.ollama.conversion import name_without_tag
 from services.gateway.apis.ollama.errors import ERROR_RESPONSES
 from services.gateway.apis.shared.generation_fields import IGNORED
 from services.gateway.apis.shared.inputs import Texts, input_list
-from services.gateway.apis.shared.json_pieces import list_pieces
 from services.gateway.apis.shared.pooled_answer import PooledAnswer, vector_json
 from services.gateway.apis.shared.request_model import RequestModel
 from services.gateway.apis.shared.routes import json_router
+from services.gateway.http.json_pieces import list_pieces
 from services.gateway.vectors.vectors import InputOptions, PooledInput, VectorInput, Vectors
 
 

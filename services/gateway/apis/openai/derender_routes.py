@@ -23,7 +23,6 @@ from services.gateway.apis.openai.completion_schema import CompletionObject
 from services.gateway.apis.openai.conversion import chat_message, refuse_embeds
 from services.gateway.apis.openai.logprobs import LegacyLogprobsBuilder
 from services.gateway.apis.shared.answer import PiecewiseAnswer
-from services.gateway.apis.shared.json_pieces import json_pieces
 from services.gateway.apis.shared.logprobs import chat_logprobs
 from services.gateway.apis.shared.request_model import RequestModel, TokenIdList, at_most
 from services.gateway.apis.shared.routes import json_router
@@ -31,6 +30,7 @@ from services.gateway.core.answer_text import answer_text
 from services.gateway.core.chunks import Completion, Finish
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.field_names import client_field_names
+from services.gateway.http.json_pieces import json_pieces
 from services.gateway.link.journal_entry import FinishReason, Timings
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.read_request import check_counts, check_token_ids, read_request

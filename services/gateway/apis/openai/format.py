@@ -13,7 +13,7 @@ from services.gateway.apis.shared.feature_fields import asked_reports, report_ob
 from services.gateway.core.chunks import Finish, Prompt
 from services.gateway.core.request_service import RequestService
 from services.gateway.features.report import ReportPart
-from services.gateway.http.json_line import json_line
+from services.gateway.http.json_pieces import json_line
 from services.gateway.resources.repeatable import created_at
 
 PLACEHOLDER = "\N{OBJECT REPLACEMENT CHARACTER}"  # in the place of a text

@@ -23,12 +23,12 @@ from services.gateway.apis.openai.fields import OpenAIFields
 from services.gateway.apis.openai.token_answer_schema import TokenSampling
 from services.gateway.apis.shared.answer import PiecewiseAnswer
 from services.gateway.apis.shared.feature_fields import NO_FEATURES
-from services.gateway.apis.shared.json_pieces import WrittenJson, json_pieces
 from services.gateway.apis.shared.prompts import check_prompts
 from services.gateway.apis.shared.rendered import RenderedPrompt
 from services.gateway.apis.shared.routes import json_router
 from services.gateway.core.request_service import BYTES_PER_TOKEN_ID, RequestService
 from services.gateway.http.field_names import client_field_names
+from services.gateway.http.json_pieces import WrittenJson, json_pieces
 from services.pb import gateway_pb2
 
 # Fields that stand in the body, or have had their effect on the prompt.

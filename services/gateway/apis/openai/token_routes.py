@@ -34,9 +34,9 @@ from services.gateway.apis.openai.token_schema import (
 )
 from services.gateway.apis.shared.answer import PiecewiseAnswer
 from services.gateway.apis.shared.inputs import prompt_text
-from services.gateway.apis.shared.json_pieces import MAX_PIECE_VALUES, json_pieces, list_pieces, text_pieces
 from services.gateway.apis.shared.routes import json_router
 from services.gateway.core.request_service import BYTES_PER_TOKEN_ID, BYTES_PER_TOKEN_TEXT, RequestService
+from services.gateway.http.json_pieces import MAX_PIECE_VALUES, json_pieces, list_pieces, text_pieces
 from services.gateway.resources.heavy_work import MAX_INLINE_BYTES
 from services.gateway.text.detokenizer import token_bytes
 from services.gateway.text.tokenizer import Tokenizer, TokenSpan

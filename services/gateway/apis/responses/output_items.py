@@ -9,8 +9,8 @@ from pydantic_core import from_json
 
 from services.common.token_logprobs import LogprobRows
 from services.gateway.apis.responses.tool_conversion import OfferedTool, ToolKind
-from services.gateway.apis.shared.json_pieces import LazyList
 from services.gateway.apis.shared.logprobs import chat_logprobs
+from services.gateway.http.json_pieces import LazyList
 from services.gateway.text.deltas import CallArguments, CallBegin, CallEnd, ContentDelta, Delta, ReasoningDelta
 from services.gateway.text.tokenizer import Tokenizer
 

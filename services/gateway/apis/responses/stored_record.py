@@ -17,7 +17,7 @@ from services.gateway.apis.responses.event_log import EventLog
 from services.gateway.apis.responses.items import Input
 from services.gateway.apis.responses.response_store import ResponseStore, StoredResponse
 from services.gateway.apis.responses.schema import ResponsesRequest
-from services.gateway.apis.shared.json_pieces import LazyList
+from services.gateway.http.json_pieces import LazyList
 from services.gateway.http.json_route import parse_json
 from services.gateway.resources.heavy_work import MAX_INLINE_BYTES, HeavyWork
 from services.gateway.resources.memory_budget import BYTES_PER_BODY_BYTE, HeldMemory

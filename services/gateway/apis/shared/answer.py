@@ -15,12 +15,12 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.apis.shared.generations import Generations
-from services.gateway.apis.shared.json_pieces import json_at_once, json_pieces
 from services.gateway.core.chunks import MAX_INLINE_VALUES, Chunk, Completion, Prompt, is_large
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.connection import BodyWriter, while_connected
 from services.gateway.http.errors import describe
 from services.gateway.http.field_names import client_field_names
+from services.gateway.http.json_pieces import json_line, json_pieces
 from services.gateway.request.read_request import check_can_stream
 from services.gateway.resources.heavy_work import HeavyWork
 from services.gateway.resources.repeatable import check_one_prompt, current_run, note_failure, opening
@@ -108,7 +108,7 @@ class Answer(Response):
                 return
         finally:
             await generations.close()  # when a large answer has been sent: its memory is counted until then
-        body = json_at_once(self._format.whole(answers))
+        body = json_line(self._format.whole(answers))
         await Response(body, media_type="application/json")(scope, receive, send)
 
     def _whole_pieces(self, answers: Sequence[tuple[Sequence[Completion], Prompt | None]]) -> Iterator[bytes]:
@@ -149,7 +149,7 @@ class Answer(Response):
 
     def _events(self, objects: Sequence[Any]) -> bytes:
         if self._format.is_lines:
-            return b"".join([json_at_once(each) + b"\n" for each in objects])
+            return b"".join([json_line(each) + b"\n" for each in objects])
         return events(objects, has_names=self._format.has_event_names)
 
     def _is_large(self, chunk: Chunk) -> bool:
@@ -285,7 +285,7 @@ class PiecewiseAnswer(Response):
 
 
 def _event(value: Any, has_name: bool) -> bytes:
-    return _start(value, has_name) + json_at_once(value) + b"\n\n"
+    return _start(value, has_name) + json_line(value) + b"\n\n"
 
 
 def _start(event: Any, has_name: bool) -> bytes:

@@ -11,8 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 from services.common.errors import InvalidRequest
 from services.gateway.apis.shared.answer import send_pieces
-from services.gateway.apis.shared.json_pieces import list_pieces
 from services.gateway.http.connection import while_connected
+from services.gateway.http.json_pieces import list_pieces
 from services.gateway.resources.heavy_work import HeavyWork
 from services.gateway.resources.memory_budget import HeldMemory
 from services.gateway.resources.repeatable import current_run

@@ -9,12 +9,12 @@ from typing import Any, Literal
 from services.common.errors import AbortedByCaller
 from services.common.token_logprobs import TokenLogprobs
 from services.gateway.apis.shared.answer import Format
-from services.gateway.apis.shared.json_pieces import LazyList
 from services.gateway.apis.tgi.conversion import PARAM_NAMES
 from services.gateway.apis.tgi.errors import TgiErrorBody, tgi_error
 from services.gateway.apis.tgi.schema import TgiAnswer, TgiEvent, TgiRequest, TgiSequence, TgiToken
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.core.request_service import RequestService
+from services.gateway.http.json_pieces import LazyList
 from services.gateway.link.journal_entry import FinishReason
 from services.gateway.text.detokenizer import Detokenizer
 

@@ -14,7 +14,6 @@ from starlette.types import Receive, Scope, Send
 
 from services.common.errors import InvalidRequest
 from services.gateway.apis.shared.answer import STREAM_HEADERS, events, send_pieces
-from services.gateway.apis.shared.json_pieces import json_pieces
 from services.gateway.apis.triton.errors import text_error
 from services.gateway.apis.triton.http_body import HEADER_LENGTH
 from services.gateway.apis.triton.inference import InferRequest, InferResponse, Triton
@@ -22,6 +21,7 @@ from services.gateway.apis.triton.models import VERSION
 from services.gateway.apis.triton.tensors import Tensor, values_of
 from services.gateway.core.chunks import MAX_INLINE_VALUES
 from services.gateway.http.connection import while_connected
+from services.gateway.http.json_pieces import json_pieces
 
 # The JSON of outputs, and the raw bytes that follow it.
 Describe = Callable[[Sequence[Tensor]], tuple[dict[str, Any], Sequence[bytes | memoryview]]]

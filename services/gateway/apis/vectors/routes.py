@@ -9,11 +9,11 @@ import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from services.gateway.apis.shared.json_pieces import list_pieces
 from services.gateway.apis.shared.pooled_answer import PooledAnswer, list_answer, number_pieces
 from services.gateway.apis.shared.routes import json_router
 from services.gateway.apis.vectors.binary_answer import BinaryAnswer
 from services.gateway.apis.vectors.schema import EmbeddingList, EmbeddingRequest
+from services.gateway.http.json_pieces import list_pieces
 from services.gateway.vectors.vectors import PooledInput, Vectors, shaped
 
 ROWS = 48  # of an input with a vector for each token that are shaped at once; their bytes are whole groups of base64

@@ -14,7 +14,6 @@ from pydantic_core import to_json
 
 from services.common.errors import InvalidRequest
 from services.common.pooling.pooling_config import PoolingConfig, TokenHead
-from services.gateway.apis.shared.json_pieces import list_pieces
 from services.gateway.apis.shared.pooled_answer import PooledAnswer, list_answer, usage_of
 from services.gateway.apis.shared.routes import json_router
 from services.gateway.apis.vectors.binary_answer import BinaryAnswer
@@ -37,6 +36,7 @@ from services.gateway.apis.vectors.schema import (
     ScoreList,
     ScoreRequest,
 )
+from services.gateway.http.json_pieces import list_pieces
 from services.gateway.vectors.scores import probabilities, score_pairs
 from services.gateway.vectors.sparse import without_edges
 from services.gateway.vectors.vectors import InputOptions, PooledInput, Vectors, shaped

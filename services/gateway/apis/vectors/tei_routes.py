@@ -22,10 +22,10 @@ from services.common.pooling.pooling_config import TokenHead
 from services.gateway import __version__
 from services.gateway.apis.shared.answer import PiecewiseAnswer
 from services.gateway.apis.shared.inputs import Input, Texts, input_list, prompt_text
-from services.gateway.apis.shared.json_pieces import list_pieces, text_pieces
 from services.gateway.apis.shared.pooled_answer import PooledAnswer, number_pieces, vector_json
 from services.gateway.apis.shared.request_model import RequestModel, TokenLists, at_most
 from services.gateway.apis.shared.routes import json_router
+from services.gateway.http.json_pieces import list_pieces, text_pieces
 from services.gateway.resources.heavy_work import MAX_INLINE_BYTES
 from services.gateway.vectors.scores import probabilities, score_pairs
 from services.gateway.vectors.sparse import sparse_vector

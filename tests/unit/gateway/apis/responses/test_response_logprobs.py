@@ -15,9 +15,9 @@ from services.common.config import EMBEDDED_MODEL
 from services.common.token_logprobs import LogprobRows
 from services.gateway.apis.responses.format import ResponsesFormat
 from services.gateway.apis.responses.schema import ResponsesRequest
-from services.gateway.apis.shared.json_pieces import json_pieces
 from services.gateway.core.chunks import Chunk, Completion, Finish
 from services.gateway.core.request_service import BYTES_PER_LOGPROB
+from services.gateway.http.json_pieces import json_pieces
 from services.gateway.link.journal_entry import FinishReason, Timings
 from services.gateway.text.tokenizer import Tokenizer, load_tokenizer
 from services.pb import sampling_pb2

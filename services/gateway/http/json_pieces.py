@@ -1,4 +1,4 @@
-"""Encodes large answers as JSON piece by piece, so that other work can be done in between.
+"""Encodes answers as JSON: in a line that is one to every reader, or piece by piece with other work in between.
 
 A list may be given as an iterator, whose elements are made when they are encoded: so the objects of a large answer,
 which take ten times the memory of what they tell, never exist all at once.
@@ -9,13 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from pydantic_core import to_json
+
 from services.gateway.features.report import JsonPieces
-from services.gateway.http.json_line import json_line
 
 MAX_PIECE_VALUES = 1024  # less than a millisecond, with what makes them
 UNLIKE = ("choices", "output")  # lists with large elements
 MAX_PIECE_CHARACTERS = 2**16  # of a long text; less than a millisecond, too
 PLAIN = (str, float, int, bool, type(None))
+# U+0085, U+2028 and U+2029 end a line for `str.splitlines`, and for clients that read an answer with it (httpx's
+# `iter_lines`), but neither in JSON (RFC 8259) nor in event streams (HTML standard).
+_ENDS_OF_LINES = ((b"\xc2\x85", rb"\u0085"), (b"\xe2\x80\xa8", rb"\u2028"), (b"\xe2\x80\xa9", rb"\u2029"))
+
+
+def json_line(value: Any) -> bytes:
+    """The JSON of a value that is not large, with what ends a line for some readers escaped."""
+    encoded = to_json(value, fallback=iter)  # of `JsonPieces`
+    if not encoded.isascii():
+        for end, escaped in _ENDS_OF_LINES:
+            encoded = encoded.replace(end, escaped)
+    return encoded
 
 
 class LazyList(JsonPieces):
@@ -39,11 +52,6 @@ class WrittenJson(JsonPieces):
 
     def json_pieces(self) -> Iterator[bytes]:
         yield self._json
-
-
-def json_at_once(value: Any) -> bytes:
-    """The JSON of a value that is not large."""
-    return json_line(value, fallback=iter)  # of `JsonPieces`
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
