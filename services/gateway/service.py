@@ -35,8 +35,7 @@ from services.gateway.core.request_service import RequestService
 from services.gateway.http.envelope import fit_bodies
 from services.gateway.http.server import HttpServer
 from services.gateway.images.picture_reader import PictureReader, picture_text
-from services.gateway.link.dense_pool import DensePool
-from services.gateway.link.dense_progress import DenseProgress
+from services.gateway.link.dense_pool import DensePool, DenseProgress
 from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.link.journal import Journal
 from services.gateway.link.worker_load import WorkerLoad

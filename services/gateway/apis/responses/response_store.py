@@ -8,6 +8,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 import structlog
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from services.gateway.apis.responses.event_log import EventLog
 
@@ -36,6 +38,22 @@ class StoredResponse:
     def conversation(self) -> tuple[bytes, ...]:
         """JSON lists; joined they are all items, those of the answer last."""
         return (*self.input_items, self.output_items)
+
+
+class StoredAnswer(Response):
+    """A stored response as the answer to a request: its bytes are those in the store, however many read them."""
+
+    media_type = "application/json"
+
+    def __init__(self, stored: StoredResponse) -> None:
+        super().__init__(headers={"content-length": str(sum(map(len, stored.response)))})
+        self._pieces = stored.response
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        for piece in self._pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class _Shelf(OrderedDict[str, StoredResponse]):

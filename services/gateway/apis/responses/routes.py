@@ -15,9 +15,8 @@ from services.gateway.apis.responses.background import BackgroundResponses
 from services.gateway.apis.responses.conversion import responses_message
 from services.gateway.apis.responses.event_log import LoggedEvents
 from services.gateway.apis.responses.format import PARAM_NAMES, ResponsesFormat
-from services.gateway.apis.responses.response_store import ResponseStore
+from services.gateway.apis.responses.response_store import ResponseStore, StoredAnswer
 from services.gateway.apis.responses.schema import ResponsesRequest
-from services.gateway.apis.responses.stored_answer import StoredAnswer
 from services.gateway.apis.responses.stored_record import FIELD, ResponseRecord, owner_of
 from services.gateway.apis.responses.tool_conversion import OfferedTool, offered_tools
 from services.gateway.apis.shared.answer import Answer

@@ -12,9 +12,8 @@ from services.common.shorten import quote
 from services.gateway.apis.responses.answer_objects import ResponseObject
 from services.gateway.apis.responses.background import BackgroundResponses
 from services.gateway.apis.responses.event_log import LoggedEvents
-from services.gateway.apis.responses.response_store import ResponseStore, StoredResponse
+from services.gateway.apis.responses.response_store import ResponseStore, StoredAnswer, StoredResponse
 from services.gateway.apis.responses.schema import LOGPROBS
-from services.gateway.apis.responses.stored_answer import StoredAnswer
 from services.gateway.apis.responses.stored_record import owner_of, read_conversation
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import ERROR_RESPONSES
