@@ -194,6 +194,9 @@ class GatewaySection(Section):
     max_stored_responses: Count = 1024
     max_stored_response_bytes: Count = 32 * 2**20  # of one API key or address; each has its whole conversation
     max_all_stored_response_bytes: Count = 256 * 2**20  # of all together
+    # of all of SGLang's sessions (/open_session) together, in the memory of the one gateway process: not with several
+    # launch.gateway_processes. One API key, or without keys one address, may have a quarter. 0: there are no sessions
+    max_session_bytes: Annotated[int, Field(ge=0)] = 0
     # whether a client that names its request may come back for the rest of its answer, also after the death of this
     # process if the launcher has started it. Such a request goes on without its client and keeps what it has sent;
     # docs/operations.md says what it costs
@@ -486,11 +489,12 @@ class Config(Section):
             raise ValueError(f"gateway.lora_modules and gateway.lora_directory {needed}")
         if self.gateway.enable_prompt_embeds and self.dense.backend == "tensorrt":
             raise ValueError("gateway.enable_prompt_embeds: TensorRT takes no embeddings: set dense.backend to torch")
-        if self.gateway.store_responses and self.launch.gateway_processes not in (1, "auto"):
-            raise ValueError(
-                f"gateway.store_responses: launch.gateway_processes is {self.launch.gateway_processes}, must be 1, for "
-                "a gateway would not find what another one has stored"
-            )
+        for key in ("store_responses", "max_session_bytes"):
+            if getattr(self.gateway, key) and self.launch.gateway_processes not in (1, "auto"):
+                raise ValueError(
+                    f"gateway.{key}: launch.gateway_processes is {self.launch.gateway_processes}, must be 1, for "
+                    "a gateway would not find what another one has stored"
+                )
         if self.gateway.lora_directory is not None and not self.gateway.lora_directory.is_dir():
             raise ValueError(f"gateway.lora_directory {str(self.gateway.lora_directory)!r} is not a directory")
         if self.gateway.weights_directory is not None and not self.gateway.weights_directory.is_dir():

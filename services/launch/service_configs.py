@@ -67,7 +67,9 @@ def num_gateways(config: Config) -> int:
         return config.launch.gateway_processes
     if not all(is_on_gpu(getattr(config, name).device) for name in SECTIONS.values()):
         return 1  # a worker needs the cores, whichever launcher starts it
-    if section.store_responses or not _is_shareable(section.address) or not _is_shareable(section.http_address):
+    if section.store_responses or section.max_session_bytes:
+        return 1
+    if not _is_shareable(section.address) or not _is_shareable(section.http_address):
         return 1
     if section.metrics_address is not None or config.metrics.compat != "none":
         return 1  # who watches one process there would not see the others

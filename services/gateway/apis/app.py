@@ -42,6 +42,8 @@ from services.gateway.apis.server.page_routes import page_routes
 from services.gateway.apis.server.routes import server_routes
 from services.gateway.apis.server.weight_routes import weight_routes
 from services.gateway.apis.sglang.routes import generate_routes
+from services.gateway.apis.sglang.session_routes import session_routes
+from services.gateway.apis.sglang.sessions import Sessions
 from services.gateway.apis.tgi.errors import TGI
 from services.gateway.apis.tgi.routes import text_generation_routes
 from services.gateway.apis.triton.errors import TRITON
@@ -96,12 +98,13 @@ def build_app(
     app.add_middleware(LoadReport, worker_load=worker_load)
     app.add_middleware(Authorize, access=service.access, memory=service.memory)
     add_error_handlers(app, service.metrics)
-    store = _response_store(service.section)
+    store, sessions = _response_store(service.section), Sessions(service.section.max_session_bytes)
     routers = [
         completion_routes(service),
         generate_routes(service, peers, worker_load),
         text_generation_routes(service),
-        same_path_routes(vectors),
+        same_path_routes(vectors, sessions),
+        session_routes(service, sessions),
         llama_cpp_routes(service),
         ollama_routes(service),
         cohere_chat_routes(service),

@@ -11,6 +11,7 @@ from pydantic import Discriminator, Tag
 
 from services.gateway.apis.sglang.routes import answer_generate
 from services.gateway.apis.sglang.schema import GenerateBody, GenerateObject
+from services.gateway.apis.sglang.sessions import Sessions
 from services.gateway.apis.shared.routes import json_router, streamed
 from services.gateway.apis.tgi.errors import ERROR_RESPONSES as TGI_ERRORS
 from services.gateway.apis.tgi.routes import answer_text, is_text_body, note_body, text_server_info
@@ -25,7 +26,7 @@ AnyGenerateBody = Annotated[
 ]
 
 
-def same_path_routes(vectors: Vectors) -> APIRouter:
+def same_path_routes(vectors: Vectors, sessions: Sessions) -> APIRouter:
     """The routes of one gateway. The body tells which one is meant, or what the model is for."""
     service = vectors.service
     router = json_router(service, "Generation", note_body=note_body)
@@ -41,7 +42,7 @@ def same_path_routes(vectors: Vectors) -> APIRouter:
         """SGLang's own route: continues one or several prompts. With `inputs` it is Text Generation Inference's."""
         if isinstance(body, TgiRequest):
             return answer_text(service, body, request)
-        return answer_generate(service, body, request)
+        return await answer_generate(service, sessions, body, request)
 
     @router.get("/info", responses={200: {"model": ModelInfo | TextServerInfo}})
     async def info() -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from services.common.token_logprobs import TokenLogprobs
 from services.gateway.apis.sglang.schema import FinishObject, GenerateBody, GenerateObject, LogprobTriple, MetaInfo
+from services.gateway.apis.sglang.sessions import Turn
 from services.gateway.apis.shared.answer import DONE, Format
 from services.gateway.apis.shared.feature_fields import report_objects
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
@@ -36,13 +37,17 @@ class GenerateFormat(Format):
 
     end_of_stream = DONE
 
-    def __init__(self, service: RequestService, body: GenerateBody, request_id: str) -> None:
+    def __init__(
+        self, service: RequestService, body: GenerateBody, request_id: str, turn: Turn | None = None
+    ) -> None:
+        """`turn`: of a session, which keeps the answer."""
         prompt = "text" if body.input_ids is None else "input_ids"
         self.param_names: Mapping[str, str] = {"prompt": prompt, "prompt_token_ids": prompt, **PARAM_NAMES}
         self._tokenizer = service.tokenizer
         self._weight_version = service.model.weights_hash
         self._body = body
         self._request_id = request_id
+        self._turn = turn
         self._each = each = body.each  # of the prompts
         self._num_answers = next((one.sampling_params.n or 1 for one in each), 1)  # to each prompt
         self.repeats_prompt = any(one.shows_prompt_logprobs for one in each)
@@ -109,6 +114,8 @@ class GenerateFormat(Format):
                 about |= write("input", prompt.token_ids[start:], prompt.logprobs[max(0, start - 1) :], first)
             else:
                 about |= write("input", [], [])
+        if finish is not None and self._turn is not None:
+            self._turn.end(self._prompts[prompt_index], answer.token_ids)
         if finish is not None:
             about |= report_objects(body, answer.reports, finish.num_prompt_tokens)
         text = "" if body.sampling_params.hides_prompt else answer.text

@@ -17,13 +17,15 @@ from services.gateway.apis.sglang.schema import (
     ServerDetails,
     WeightVersion,
 )
+from services.gateway.apis.sglang.sessions import Sessions, Turn
 from services.gateway.apis.shared.answer import Answer
 from services.gateway.apis.shared.prompts import check_prompts
 from services.gateway.apis.shared.routes import json_router
-from services.gateway.core.request_service import RequestService
+from services.gateway.core.request_service import BYTES_PER_TOKEN_ID, RequestService
 from services.gateway.http.field_names import client_field_names
 from services.gateway.link.gateway_peers import GatewayPeers
 from services.gateway.link.worker_load import WorkerLoad
+from services.gateway.request.mixed_prompt import without_texts_between
 
 
 def generate_routes(service: RequestService, peers: GatewayPeers, worker_load: WorkerLoad) -> APIRouter:
@@ -94,16 +96,39 @@ def generate_routes(service: RequestService, peers: GatewayPeers, worker_load: W
     return router
 
 
-def answer_generate(service: RequestService, body: GenerateBody, request: Request) -> Answer:
+async def answer_generate(
+    service: RequestService, sessions: Sessions, body: GenerateBody, request: Request
+) -> Answer:
     """The answer to one or several prompts of /generate."""
     request_id: str = request.state.request_id if isinstance(body.rid, list) else body.rid or request.state.request_id
+    turn = None
+    if body.session_params is not None:
+        turn = sessions.turn(request.state.caller.owner, body.session_params, request_id)
+        body = await _behind(turn, body, service, request)
     each_body = body.each
     for each in each_body[:1]:
         each.sampling_params.log_unknown_fields(request)
     limits = service.limits
-    answer_format = GenerateFormat(service, body, request_id)
+    answer_format = GenerateFormat(service, body, request_id, turn)
     are_cut = all(each.sampling_params.truncate_prompt_tokens is not None for each in each_body)
     with client_field_names(answer_format.param_names):
         check_prompts(body.prompts, limits, are_cut=are_cut)
     messages = generate_messages(body, request_id, limits)
     return Answer(service, messages, answer_format, is_stream=bool(body.stream))
+
+
+async def _behind(turn: Turn, body: GenerateBody, service: RequestService, request: Request) -> GenerateBody:
+    """The body with what precedes it in its session. Special tokens stand at the beginning of a session alone."""
+    if turn.before is None:
+        return body
+    num_bytes = 2 * BYTES_PER_TOKEN_ID * len(turn.before)
+    await request.state.held.reserve(num_bytes, "a session's earlier tokens", "session_params", "begin another one")
+    [prompt] = body.prompts
+    if isinstance(prompt, str):
+        limits = service.limits
+        pieces = [*turn.before, prompt]
+        token_ids = await without_texts_between(pieces, limits.model, limits.max_prompt_len, "text", None)
+    else:
+        is_marked = prompt[:1] == [service.tokenizer.hf_tokenizer.bos_token_id]
+        token_ids = [*turn.before, *prompt[is_marked:]]
+    return body.model_copy(update={"text": None, "input_ids": token_ids})

@@ -16,7 +16,7 @@ from services.gateway.apis.shared.feature_fields import FeatureFields, ReportObj
 from services.gateway.apis.shared.generation_fields import BeamFields, Echo, LogitBias, SamplingFields, Suffix
 from services.gateway.apis.shared.other_servers import LLAMA_CPP_OPTIONS, OF_CHATS, UNSUPPORTED
 from services.gateway.apis.shared.prompts import Prompt, prompt_list
-from services.gateway.apis.shared.request_model import CountOrAll, Int64, RequestModel, UInt32, at_most
+from services.gateway.apis.shared.request_model import CountOrAll, Int32, Int64, RequestModel, UInt32, at_most
 from services.gateway.apis.shared.structured_output import StructuredOutputFields
 
 DEFAULT_TOKENS = 128  # SGLang's default of max_new_tokens
@@ -89,6 +89,38 @@ class GenerateSampling(SamplingFields, BeamFields, StructuredOutputFields):
         return self.max_new_tokens == 0 and not self.echo
 
 
+SessionName = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class SessionParams(RequestModel):
+    """What precedes a request of a session."""
+
+    id: SessionName = Field(description="What /open_session has answered")
+    rid: SessionName | None = Field(
+        None, description="The request of the session whose prompt and answer precede this one's prompt; null: none"
+    )
+    offset: Int32 | None = Field(
+        None, description="Keep only so many tokens of them, or all but so many if it is negative; 0, the default: all"
+    )
+    replace: bool | None = Field(None, description="Forget the requests that follow that one, or with none all")
+    drop_previous_output: bool | None = Field(None, description="Leave out its answer")
+
+
+class OpenSessionBody(RequestModel):
+    """A new session."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"streaming": (False,), "timeout": ()}
+
+    session_id: SessionName | None = Field(None, description="Its id; default: a random one")
+    capacity_of_str_len: Int64 | None = Field(None, description="Accepted and ignored, as SGLang does")
+
+
+class CloseSessionBody(RequestModel):
+    """A session to forget."""
+
+    session_id: SessionName
+
+
 class GenerateBody(FeatureFields):
     """Prompts to continue. With several prompts or answers, the response is a list."""
 
@@ -98,7 +130,6 @@ class GenerateBody(FeatureFields):
         "video_data": ([],),
         "input_embeds": (),
         "positional_embed_overrides": (),
-        "session_params": ({},),
         "custom_logit_processor": ("",),
         "lora_id": ("",),
         "max_thinking_tokens": (),
@@ -146,6 +177,7 @@ class GenerateBody(FeatureFields):
     lora_path: _of_all_or_each(str | None) = Field(  # type: ignore[valid-type]
         None, description="The name of an adapter"
     )
+    session_params: SessionParams | None = Field(None, description="What precedes the prompt, of a session")
     priority: Priority = None
     cache_salt: _of_all_or_each(str | None) = Field(  # type: ignore[valid-type]
         None, description="Only requests with the same salt share prompt prefixes"
@@ -180,7 +212,14 @@ class GenerateBody(FeatureFields):
         if len({each.sampling_params.n or 1 for each in self.each}) > 1:
             context = {"field": "sampling_params"}
             raise PydanticCustomError("n", "n must be the same for all prompts", context)
+        if self.session_params is not None and (self.is_batch or (self.each[0].sampling_params.n or 1) > 1):
+            raise PydanticCustomError("session", "is for one prompt with one answer", {"field": "session_params"})
         return self
+
+    @pydantic.field_validator("session_params", mode="before")
+    @classmethod
+    def _no_session(cls, value: Any) -> Any:
+        return None if value == {} else value
 
     def _check_lists(self) -> None:
         """Options for each of several prompts are as many as these."""
