@@ -152,11 +152,11 @@ def importing() -> Iterator[None]:
     The garbage collector skips these modules now and later. It would take a fifth of the import time, and each later
     full collection would stop all streams for a quarter of a second. transformers, whenever it is imported, is made to
     believe that torch is not installed: we use it only for a config.json or a tokenizer, for which it would import
-    torch's compiler (2 s).
+    torch's compiler (2 s). torch, likewise, is imported without a part that takes a third of its import.
     """
     gc.disable()
-    if not any(isinstance(finder, _FindsTransformers) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _FindsTransformers())
+    if not any(isinstance(finder, _FindsLargePackages) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _FindsLargePackages())
     yield
     gc.freeze()
     gc.enable()
@@ -194,16 +194,42 @@ def import_at_low_priority(module: str) -> None:
         thread.submit(importlib.import_module, module).result()
 
 
-class _FindsTransformers(importlib.abc.MetaPathFinder):
-    """Hides torch while transformers is imported, by whichever module needs it first."""
+class _FindsLargePackages(importlib.abc.MetaPathFinder):
+    """Loads torch and transformers as services want them, whichever module needs them first."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name != "transformers":
+        loader = {"torch": _LeavesOutCompiling, "transformers": _HidesTorch}.get(name)
+        if loader is None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _HidesTorch(spec.loader)
+            spec.loader = loader(spec.loader)
         return spec
+
+
+class _LeavesOutCompiling(importlib.abc.Loader):
+    """The loader of torch, without what only compilers and exports need: what operators make of tensors without data.
+
+    Who exports imports `torch._meta_registrations` before, which then does all that it would have done here.
+    """
+
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = "_meta_registrations"
+        sys.modules[f"torch.{name}"] = ModuleType(name)
+        try:
+            self._loader.exec_module(module)
+        finally:
+            del sys.modules[f"torch.{name}"]
+        delattr(module, name)
+        torch_c = sys.modules["torch._C"]
+        if hasattr(torch_c, "_set_generator_metaclass"):  # torch 2.13 makes no generator before
+            torch_c._set_generator_metaclass(importlib.import_module("torch._opaque_base").OpaqueBaseMeta)
 
 
 class _HidesTorch(importlib.abc.Loader):

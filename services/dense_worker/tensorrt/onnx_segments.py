@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import onnx
 import torch
+import torch._meta_registrations  # which services leave out until here, see `services.common.process.importing`
 from onnx import TensorProto, helper
 from torch import nn
 

@@ -164,6 +164,23 @@ assert not is_torch_available()
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
+def test_a_service_imports_torch_without_what_only_compilers_need_and_draws_the_same_numbers() -> None:
+    program = """
+import contextlib, sys
+from services.common.process import importing
+with importing() if sys.argv[1] == "service" else contextlib.nullcontext():
+    import torch
+print("torch._meta_registrations" in sys.modules, hasattr(torch, "_meta_registrations"))
+print(torch.randn(3, generator=torch.Generator().manual_seed(7)).tolist())
+"""
+    service, plain = (
+        subprocess.check_output([sys.executable, "-c", program, of], text=True, timeout=120).splitlines()
+        for of in ("service", "plain")
+    )
+    assert (service[0], plain[0]) == ("False False", "True True")
+    assert service[1] == plain[1]
+
+
 def test_a_process_is_not_taken_for_ending_because_no_file_can_be_opened() -> None:
     assert not is_ending(os.getpid())
     limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import subprocess
 import sys
 from collections import Counter
 from functools import cache
@@ -213,6 +214,23 @@ def test_export_is_deterministic_and_does_not_depend_on_depth() -> None:
         small_config("qwen3", num_hidden_layers=33, **VARIANTS["qwen3"][1]), torch.float16
     )
     assert again == networks_of("qwen3", torch.float16)
+
+
+def test_a_worker_exports_the_same_graphs() -> None:
+    program = """
+import hashlib
+from services.common.process import importing
+with importing():  # as a worker, without what torch needs for an export
+    from services.dense_worker.tensorrt import prepare
+import torch
+from services.dense_worker.tensorrt.onnx_segments import export_networks
+from tests.support.model_configs import small_config
+for name, network in export_networks(small_config("llama"), torch.float16).items():
+    print(name, hashlib.sha256(network).hexdigest())
+"""
+    found = subprocess.check_output([sys.executable, "-c", program], text=True, timeout=120).splitlines()
+    expected = export_networks(small_config("llama"), torch.float16)
+    assert found == [f"{name} {hashlib.sha256(network).hexdigest()}" for name, network in expected.items()]
 
 
 def test_a_70b_model_is_exported_without_its_memory() -> None:
