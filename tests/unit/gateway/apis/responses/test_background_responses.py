@@ -66,6 +66,21 @@ def test_a_response_is_found_when_it_has_ended(tmp_path: Path) -> None:
     with_api(tmp_path, dense_of([*ids(" one two"), EOS]), test, store_responses=True)
 
 
+def test_the_same_post_with_its_key_begins_no_second_response(tmp_path: Path) -> None:
+    async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
+        begin: dict[str, Any] = {"model": MODEL, "input": "Hi", "background": True}
+        first, again, other = [
+            await api.responses.create(**begin, extra_headers={"Idempotency-Key": key}) for key in ("a", "a", "b")
+        ]
+        assert first.id == again.id != other.id and again.status == "queued"
+        for each in (first, other):
+            assert (await until_ended(api, each.id)).status == "completed"
+        assert len(dense.submits) == 2
+
+    dense = dense_of([*ids(" one two"), EOS])
+    with_api(tmp_path, dense, test, store_responses=True, resume=True)
+
+
 def test_a_running_response_can_be_cancelled_and_deleted(tmp_path: Path) -> None:
     async def test(api: openai.AsyncOpenAI, gateway: RunningGateway) -> None:
         begin: dict[str, Any] = {"model": MODEL, "input": "Hi", "background": True, "max_output_tokens": 1500}
