@@ -6,20 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.gateway.apis.openai.answer_objects import RequestMetrics
-from services.gateway.apis.openai.chat_schema import ChatRequest
-from services.gateway.apis.openai.fields import OpenAIFields
 from services.gateway.apis.openai.format import OpenAIFormat
 from services.gateway.apis.shared.answer import Format
 from services.gateway.apis.shared.timings import TimingsSoFar, prompt_progress, timings
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
-
-
-def measured(form: OpenAIFormat, body: OpenAIFields, *, has_metrics: bool) -> Format:
-    """`form` itself if nothing is asked for. `has_metrics`: whether the server gives vLLM's `metrics`."""
-    has_progress = isinstance(body, ChatRequest) and body.has_progress
-    if not has_metrics and not body.timings_per_token and not has_progress:
-        return form
-    return MeasuredFormat(form, has_timings=bool(body.timings_per_token), has_metrics=has_metrics)
 
 
 class MeasuredFormat(Format):

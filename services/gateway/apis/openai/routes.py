@@ -16,10 +16,12 @@ from services.gateway.apis.openai.conversion import (
     read_chat_embeds,
     token_answer_message,
 )
-from services.gateway.apis.openai.measured_format import measured
+from services.gateway.apis.openai.fields import OpenAIFields
+from services.gateway.apis.openai.format import OpenAIFormat
+from services.gateway.apis.openai.measured_format import MeasuredFormat
 from services.gateway.apis.openai.token_answer_format import PARAM_NAMES, TokenAnswerFormat
 from services.gateway.apis.openai.token_answer_schema import TokenAnswerObject, TokenAnswerRequest
-from services.gateway.apis.shared.answer import Answer
+from services.gateway.apis.shared.answer import Answer, Format
 from services.gateway.apis.shared.prompts import check_prompts
 from services.gateway.apis.shared.routes import json_router, streamed
 from services.gateway.core.request_service import RequestService
@@ -46,7 +48,7 @@ def completion_routes(service: RequestService) -> APIRouter:
         return Answer(
             service,
             await completion_messages(body, request_id, limits),
-            measured(CompletionFormat(service, body, request_id), body, has_metrics=service.section.request_metrics),
+            _measured(CompletionFormat(service, body, request_id), body, service),
             is_stream=bool(body.stream),
         )
 
@@ -62,7 +64,7 @@ def completion_routes(service: RequestService) -> APIRouter:
         return Answer(
             service,
             [message],
-            measured(ChatFormat(service, kept, request_id), kept, has_metrics=service.section.request_metrics),
+            _measured(ChatFormat(service, kept, request_id), kept, service),
             is_stream=bool(body.stream),
         )
 
@@ -85,7 +87,7 @@ def completion_routes(service: RequestService) -> APIRouter:
         return Answer(
             service,
             messages,
-            measured(BatchChatFormat(service, kept, request_id), kept, has_metrics=service.section.request_metrics),
+            _measured(BatchChatFormat(service, kept, request_id), kept, service),
             is_stream=False,
         )
 
@@ -104,6 +106,15 @@ def completion_routes(service: RequestService) -> APIRouter:
         )
 
     return router
+
+
+def _measured(form: OpenAIFormat, body: OpenAIFields, service: RequestService) -> Format:
+    """`form` itself, unless times or progress are wanted beside what it gives."""
+    has_timings, has_metrics = bool(body.timings_per_token), service.section.request_metrics
+    has_progress = isinstance(body, ChatRequest) and body.has_progress
+    if not (has_timings or has_metrics or has_progress):
+        return form
+    return MeasuredFormat(form, has_timings=has_timings, has_metrics=has_metrics)
 
 
 def _check_options(message: gateway_pb2.GenerateRequest) -> None:
