@@ -28,6 +28,7 @@ from services.common.several_lanes import check_lanes
 from services.common.several_ranks import check_ranks
 from services.common.split_context import check_split_context
 from services.dense_worker.backends.select import PreparedBackend, SelectedBackend, prepare_backend
+from services.dense_worker.encoders.source.runnable_encoder import example_input
 from services.dense_worker.engine.attachment import Attachment
 from services.dense_worker.features.drafting.drafter import Drafter
 from services.dense_worker.features.drafting.load_drafter import PreparedDrafter, prepare_drafter
@@ -97,6 +98,7 @@ class LoadedModel:
             hidden_size=config.hidden_size if self.gives_hidden_states else 0,
             continues_sequences=continues_sequences,
             rehearses=attachment.rehearses,
+            num_example_rows=0 if config.encoder is None else example_input(config.encoder, 1).num_rows,
         )
 
 

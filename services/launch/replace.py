@@ -26,7 +26,15 @@ from services.launch.child import DENSE_ROLE, Child, MakeChild, dense_stub
 from services.launch.children import Children
 from services.launch.standby import Standby
 from services.launch.switched_address import SwitchedAddress
-from services.pb import attn_pb2, attn_pb2_grpc, dense_pb2, dense_pb2_grpc, sampling_pb2, sequence_pb2
+from services.pb import (
+    attn_pb2,
+    attn_pb2_grpc,
+    dense_pb2,
+    dense_pb2_grpc,
+    sampling_pb2,
+    sequence_pb2,
+    source_pb2,
+)
 from services.pb.launch_pb2 import ReplaceDenseRequest
 from services.rpc.client import open_channel, read_peer_tls
 from services.rpc.server import uninterrupted
@@ -40,6 +48,8 @@ RESERVED = "dense.address"  # the launcher's own
 ERROR_GRACE_S = 3.0
 MOST_URGENT = -(2**31)
 TOKEN_ID = 0  # every vocabulary has it
+SOURCE = "source"  # the feature that reads the input of an encoder
+EXAMPLE_HASH = "00" * 32  # of an input that nobody else has
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,22 +230,24 @@ class DenseReplacer:
     async def _check_service(self, new: Child, stub: dense_pb2_grpc.DenseWorkerStub) -> dense_pb2.DenseInfo:
         """Raises `PeerError` if the attached new worker cannot serve."""
         timeout_s = new.config.peers.rpc_timeout_s
-        if self._attention_address is not None:
-            await self._check_steps(self._attention_address, new, stub, timeout_s)
         with _names_limit(f"the new dense worker, process {new.pid}, has not answered", timeout_s):
-            return await stub.GetInfo(dense_pb2.GetInfoRequest(), timeout=timeout_s)
+            info = await stub.GetInfo(dense_pb2.GetInfoRequest(), timeout=timeout_s)
+        if self._attention_address is not None:
+            await self._check_steps(self._attention_address, new, stub, info)
+        return info
 
     async def _check_steps(
-        self, attention_address: str, new: Child, stub: dense_pb2_grpc.DenseWorkerStub, timeout_s: float
+        self, attention_address: str, new: Child, stub: dense_pb2_grpc.DenseWorkerStub, info: dense_pb2.DenseInfo
     ) -> None:
         """Raises `PeerError` if the attention worker runs no step."""
         peers = new.config.peers
+        timeout_s = peers.rpc_timeout_s
         async with open_channel(attention_address, peers.max_message_bytes, read_peer_tls(peers)) as channel:
             attention = attn_pb2_grpc.AttentionWorkerStub(channel)
             request = attn_pb2.GetStatusRequest()
             with _names_limit("the attention worker has not answered", timeout_s):
                 before = await attention.GetStatus(request, timeout=timeout_s, wait_for_ready=True)
-            if not await compute_one_token(stub, timeout_s):  # sequences of gateways may fill all steps
+            if not await compute_one_token(stub, info, timeout_s):  # sequences of gateways may fill all steps
                 with _names_limit("the attention worker has not answered", timeout_s):
                     after = await attention.GetStatus(request, timeout=timeout_s)
                 if after.num_steps == before.num_steps:
@@ -314,7 +326,9 @@ def _describe(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-async def compute_one_token(dense: dense_pb2_grpc.DenseWorkerStub, timeout_s: float) -> bool:
+async def compute_one_token(
+    dense: dense_pb2_grpc.DenseWorkerStub, info: dense_pb2.DenseInfo, timeout_s: float
+) -> bool:
     """Runs a sequence with priority over those of gateways. Returns whether it ran in time: a worker may be full.
 
     Raises `PeerError` if the worker breaks.
@@ -326,6 +340,9 @@ async def compute_one_token(dense: dense_pb2_grpc.DenseWorkerStub, timeout_s: fl
         max_tokens=1,
         priority=MOST_URGENT,
     )
+    if info.num_example_rows:
+        spec.source.CopyFrom(sequence_pb2.SourceRef(hash=EXAMPLE_HASH, num_rows=info.num_example_rows))
+        spec.features[SOURCE] = source_pb2.Source(example=True).SerializeToString()
     submit = dense_pb2.Submit(seq_id=secrets.randbits(64), spec=spec)
     call = dense.Connect()
     try:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0csource.proto\x12\x0ctwostroke.v1\"e\n\x06Source\x12,\n\x06tokens\x18\x01 \x01(\x0b\x32\x1a.twostroke.v1.SourceTokensH\x00\x12\x11\n\x07log_mel\x18\x02 \x01(\x0cH\x00\x12\x11\n\x07picture\x18\x03 \x01(\x0cH\x00\x42\x07\n\x05input\"-\n\x0cSourceTokens\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x10\n\x08pictures\x18\x02 \x03(\x0c\"t\n\tAlignment\x12\x13\n\x0b\x66irst_token\x18\x01 \x01(\r\x12\x10\n\x08num_rows\x18\x02 \x01(\r\x12*\n\x05heads\x18\x03 \x03(\x0b\x32\x1b.twostroke.v1.AlignmentHead\x12\x14\n\x0c\x66ilter_width\x18\x04 \x01(\r\",\n\rAlignmentHead\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0c\n\x04head\x18\x02 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0csource.proto\x12\x0ctwostroke.v1\"x\n\x06Source\x12,\n\x06tokens\x18\x01 \x01(\x0b\x32\x1a.twostroke.v1.SourceTokensH\x00\x12\x11\n\x07log_mel\x18\x02 \x01(\x0cH\x00\x12\x11\n\x07picture\x18\x03 \x01(\x0cH\x00\x12\x11\n\x07\x65xample\x18\x04 \x01(\x08H\x00\x42\x07\n\x05input\"-\n\x0cSourceTokens\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x10\n\x08pictures\x18\x02 \x03(\x0c\"t\n\tAlignment\x12\x13\n\x0b\x66irst_token\x18\x01 \x01(\r\x12\x10\n\x08num_rows\x18\x02 \x01(\r\x12*\n\x05heads\x18\x03 \x03(\x0b\x32\x1b.twostroke.v1.AlignmentHead\x12\x14\n\x0c\x66ilter_width\x18\x04 \x01(\r\",\n\rAlignmentHead\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0c\n\x04head\x18\x02 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,11 +32,11 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'source_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SOURCE']._serialized_start=30
-  _globals['_SOURCE']._serialized_end=131
-  _globals['_SOURCETOKENS']._serialized_start=133
-  _globals['_SOURCETOKENS']._serialized_end=178
-  _globals['_ALIGNMENT']._serialized_start=180
-  _globals['_ALIGNMENT']._serialized_end=296
-  _globals['_ALIGNMENTHEAD']._serialized_start=298
-  _globals['_ALIGNMENTHEAD']._serialized_end=342
+  _globals['_SOURCE']._serialized_end=150
+  _globals['_SOURCETOKENS']._serialized_start=152
+  _globals['_SOURCETOKENS']._serialized_end=197
+  _globals['_ALIGNMENT']._serialized_start=199
+  _globals['_ALIGNMENT']._serialized_end=315
+  _globals['_ALIGNMENTHEAD']._serialized_start=317
+  _globals['_ALIGNMENTHEAD']._serialized_end=361
 # @@protoc_insertion_point(module_scope)

@@ -7,14 +7,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Source(_message.Message):
-    __slots__ = ("tokens", "log_mel", "picture")
+    __slots__ = ("tokens", "log_mel", "picture", "example")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOG_MEL_FIELD_NUMBER: _ClassVar[int]
     PICTURE_FIELD_NUMBER: _ClassVar[int]
+    EXAMPLE_FIELD_NUMBER: _ClassVar[int]
     tokens: SourceTokens
     log_mel: bytes
     picture: bytes
-    def __init__(self, tokens: _Optional[_Union[SourceTokens, _Mapping]] = ..., log_mel: _Optional[bytes] = ..., picture: _Optional[bytes] = ...) -> None: ...
+    example: bool
+    def __init__(self, tokens: _Optional[_Union[SourceTokens, _Mapping]] = ..., log_mel: _Optional[bytes] = ..., picture: _Optional[bytes] = ..., example: _Optional[bool] = ...) -> None: ...
 
 class SourceTokens(_message.Message):
     __slots__ = ("ids", "pictures")

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, WhisperFeatureExtractor, WhisperForCondi
 from transformers.models.whisper.tokenization_whisper import _combine_tokens_into_words
 
 from tests.support.clients.interrupted import over_a_kill
-from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, running_cluster
+from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, ctl, running_cluster
 from tests.support.speech import (
     END,
     FIRST_TIMESTAMP,
@@ -439,6 +439,19 @@ def test_words_are_the_same_over_the_death_of_a_worker(
     found = over_a_kill(words, lambda: cluster.attention_status().num_sequences, 1, lambda: cluster.kill(role))
     assert found == expected and len(expected) > 10
     assert cluster.pid_of(role) != pid
+
+
+def test_the_dense_worker_can_be_replaced(path: Path, cluster: Cluster, client: openai.OpenAI) -> None:
+    file = upload(sound_of(LONG_S, seed=6))
+
+    def text() -> str:
+        return client.audio.transcriptions.create(model=path.name, file=file, language="en", temperature=0).text
+
+    expected, pid = text(), cluster.pid_of("dense_worker")
+    replaced = ctl(cluster, "replace-dense")
+    assert replaced.returncode == 0, replaced.stderr
+    assert cluster.pid_of("dense_worker") != pid and text() == expected
+    cluster.wait_idle()
 
 
 def test_openapi_knows_the_routes(http: httpx2.Client) -> None:

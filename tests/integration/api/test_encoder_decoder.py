@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import openai
 import pytest
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 from services.pb import gateway_pb2, sampling_pb2
 from tests.support.clients.openai_client import openai_client
 from tests.support.clients.streams import collect_all
-from tests.support.cluster import Cluster, request, running_cluster
+from tests.support.cluster import Cluster, ctl, request, running_cluster
 from tests.support.dense.encoder_decoder_models import (
     load_true_encoder_decoder,
     make_encoder_decoder,
@@ -92,6 +93,18 @@ def test_streams_equal_transformers_over_the_death_of_each_worker(
         assert [each.token_ids[0] for each in found] == expected
         cluster.wait_idle()
         assert cluster.pid_of(role) != pid
+
+
+def test_the_dense_worker_is_replaced_under_streams(
+    served: tuple[Path, Cluster], truth: PreTrainedModel, prompts: list[list[int]]
+) -> None:
+    cluster, replaced = served[1], list[CompletedProcess[str]]()
+    pid = cluster.pid_of("dense_worker")
+    found = collect_all(cluster.gateway, messages(prompts), lambda: replaced.append(ctl(cluster, "replace-dense")))
+    assert replaced[0].returncode == 0, replaced[0].stderr
+    assert [each.token_ids[0] for each in found] == [true_tokens(truth, prompt) for prompt in prompts]
+    assert cluster.pid_of("dense_worker") != pid
+    cluster.wait_idle()
 
 
 def test_several_answers_and_log_probabilities(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import openai
 import pytest
@@ -17,7 +18,7 @@ from transformers import NougatImageProcessorPil, PreTrainedModel
 from services.pb import gateway_pb2, sampling_pb2
 from tests.support.clients.openai_client import openai_client
 from tests.support.clients.streams import collect_all
-from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, running_cluster
+from tests.support.cluster import REQUEST_TIMEOUT_S, Cluster, ctl, running_cluster
 from tests.support.dense.encoder_decoder_models import (
     NOUGAT_PROCESSOR,
     load_true_encoder_decoder,
@@ -144,3 +145,12 @@ def test_streams_survive_kills_beside_hostile_pages(server: Server) -> None:
         found = collect_all(server.cluster.gateway, messages, lambda roles=roles: disturb(*roles))
         assert [each.token_ids[0] for each in found] == [*expected, expected[0]]
         server.cluster.wait_idle()
+
+
+def test_the_dense_worker_is_replaced_under_streams(server: Server) -> None:
+    replaced = list[CompletedProcess[str]]()
+    messages = [page_message(page, NUM_LONG_TOKENS) for page in PAGES]
+    found = collect_all(server.cluster.gateway, messages, lambda: replaced.append(ctl(server.cluster, "replace-dense")))
+    assert replaced[0].returncode == 0, replaced[0].stderr
+    assert [each.token_ids[0] for each in found] == [server.expected(page, NUM_LONG_TOKENS)[0] for page in PAGES]
+    server.cluster.wait_idle()

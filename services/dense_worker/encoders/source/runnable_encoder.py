@@ -52,7 +52,7 @@ class RunnableEncoder:
         """Runs a GPU's largest usual batch, so that its memory is there and its kernels are loaded. No pictures."""
         if self._stream is None:
             return
-        example = _example(config, max_rows)
+        example = example_input(config, max_rows)
         self.begin([example] * max(1, max_rows // self.size(example))).advance()
         self._stream.synchronize()
 
@@ -85,7 +85,7 @@ class RunnableEncoder:
         return data.to(self._dtype) if data.is_floating_point() else data
 
 
-def _example(config: EncoderConfig, max_rows: int) -> SourceInput:
+def example_input(config: EncoderConfig, max_rows: int) -> SourceInput:
     """An input of the largest size, of up to so many tokens."""
     if config.swin is not None:
         height, width = config.swin.height, config.swin.width

@@ -23,7 +23,7 @@ from services.common.vision.layout import PictureShape
 from services.dense_worker.encoders.encoder import EncoderCounts
 from services.dense_worker.encoders.encoder_runs import EncoderRuns
 from services.dense_worker.encoders.source.picture_tokens import SourceTokens
-from services.dense_worker.encoders.source.runnable_encoder import SourceInput
+from services.dense_worker.encoders.source.runnable_encoder import SourceInput, example_input
 from services.dense_worker.encoders.source.source_encoder import SourceEncoder
 from services.dense_worker.encoders.vision.picture import Picture
 from services.dense_worker.features.feature import Event, Feature
@@ -152,7 +152,10 @@ class SourceFeature(Feature):
         assert self._runs is not None, "the model has an encoder"
         message = source_pb2.Source.FromString(spec.features[NAME])
         num_rows = self._config.max_source_len
-        if self._config.swin is not None:
+        if message.example:
+            example = example_input(self._config, 1)
+            data, num_rows = example.data, example.num_rows
+        elif self._config.swin is not None:
             data = self._read_picture(message, self._config.swin, stream)
         elif self._config.vocab_size:
             data = _read_tokens(message, self._config)

@@ -100,7 +100,7 @@ def test_the_largest_input_with_which_a_gpu_is_warmed_up_can_be_read(variant: st
     config, pixels = load_model_config(path).encoder, PixelScale(1 / 255, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     assert config is not None
     runnable = RunnableEncoder(WholeModel(path).weights.encoder, pixels, torch.float32, torch.device("cpu"))
-    example = runnable_encoder._example(config, 16)
+    example = runnable_encoder.example_input(config, 16)
     assert runnable.size(example) > 0
     run, encoded = runnable.begin([example]), None
     while encoded is None:
