@@ -231,14 +231,11 @@ class _Answer:
         request = entry.request
         # Whether a chunk that is not the last one has nothing but text and tokens.
         self.is_plain = not (
-            prompt_text
-            or entry.records
-            or request.stop
-            or request.stop_regex
-            or request.is_stepwise
+            request.may_be_cut
             or request.returns_prompt
-            or request.parsing is not None
+            or request.is_stepwise
             or request.num_logprobs is not None
+            or entry.records
         )
 
     def next_chunk(self) -> Chunk:
