@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
 import importlib.abc
@@ -198,7 +199,7 @@ class _FindsLargePackages(importlib.abc.MetaPathFinder):
     """Loads torch and transformers as services want them, whichever module needs them first."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        loader = {"torch": _LeavesOutCompiling, "transformers": _HidesTorch}.get(name)
+        loader = _LOADERS.get(name)
         if loader is None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
@@ -207,17 +208,24 @@ class _FindsLargePackages(importlib.abc.MetaPathFinder):
         return spec
 
 
-class _LeavesOutCompiling(importlib.abc.Loader):
-    """The loader of torch, without what only compilers and exports need: what operators make of tensors without data.
-
-    Who exports imports `torch._meta_registrations` before, which then does all that it would have done here.
-    """
+class _Loader(importlib.abc.Loader):
+    """Loads a module as another loader does."""
 
     def __init__(self, loader: importlib.abc.Loader) -> None:
         self._loader = loader
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+
+
+class _LeavesOutCompiling(_Loader):
+    """Of torch, without what only compilers and exports need: what operators make of tensors without data.
+
+    Who exports imports `torch._meta_registrations` before, which then does all that it would have done here.
+    """
 
     def exec_module(self, module: ModuleType) -> None:
         name = "_meta_registrations"
@@ -232,14 +240,8 @@ class _LeavesOutCompiling(importlib.abc.Loader):
             torch_c._set_generator_metaclass(importlib.import_module("torch._opaque_base").OpaqueBaseMeta)
 
 
-class _HidesTorch(importlib.abc.Loader):
-    """The loader of transformers."""
-
-    def __init__(self, loader: importlib.abc.Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
+class _HidesTorch(_Loader):
+    """Of transformers."""
 
     def exec_module(self, module: ModuleType) -> None:
         os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # otherwise it prints advice to install torch
@@ -255,6 +257,23 @@ class _HidesTorch(importlib.abc.Loader):
             importlib.import_module("transformers.utils").is_torch_available()  # transformers caches the answer
         finally:
             importlib.util.find_spec = find_spec
+
+
+class _ReadsFoldersOnce(_Loader):
+    """Of the part of transformers that reads its 3,300 source files for what they export, those of models twice."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        read = getattr(module, "create_import_structure_from_path", None)
+        if read is not None:
+            module.create_import_structure_from_path = functools.cache(read)  # type: ignore[attr-defined]
+
+
+_LOADERS = {
+    "torch": _LeavesOutCompiling,
+    "transformers": _HidesTorch,
+    "transformers.utils.import_utils": _ReadsFoldersOnce,
+}
 
 
 def proportional_bytes(pid: int) -> int:

@@ -181,6 +181,23 @@ print(torch.randn(3, generator=torch.Generator().manual_seed(7)).tolist())
     assert service[1] == plain[1]
 
 
+def test_transformers_reads_what_its_models_export_once() -> None:
+    program = """
+import builtins, collections
+from services.common.process import importing
+read, open_as_before = collections.Counter(), open
+def open_and_count(file, *args, **options):
+    read[str(file)] += 1
+    return open_as_before(file, *args, **options)
+builtins.open = open_and_count
+with importing():
+    from transformers import AutoTokenizer
+assert AutoTokenizer.__module__ == "transformers.models.auto.tokenization_auto"
+print({count for file, count in read.items() if "/transformers/models/mamba/" in file})
+"""
+    assert subprocess.check_output([sys.executable, "-c", program], text=True, timeout=120).strip() == "{1}"
+
+
 def test_a_process_is_not_taken_for_ending_because_no_file_can_be_opened() -> None:
     assert not is_ending(os.getpid())
     limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
