@@ -22,7 +22,7 @@ from pathlib import Path
 from services.common.early_start import EARLY_FLAG
 from services.common.process import anonymous_bytes, holding_back_signals
 
-MODULES = ("services.attn_worker", "services.dense_worker", "services.gateway")
+MODULES = ("services.dense_worker", "services.gateway", "services.attn_worker")  # first what takes longest
 
 
 def start_process(

@@ -270,8 +270,6 @@ class Launcher(Service):
             child.may_restart = True
         for watch in self._health:
             watch.note_started()
-        if self._mps is not None and config.launch.runs_all:  # else the attention worker may have no context yet
-            await self._check_mps(self._mps)
         gateways = self._children.of_role("gateway")
         prompt = arguments.sample_prompt if arguments.prompt is None else arguments.prompt
         if prompt is not None:
@@ -285,6 +283,10 @@ class Launcher(Service):
             else:
                 log.info("started", services=",".join(config.launch.services))
             await self._manager.ready(f"serving {config.model.name or config.model.path.name}")
+        # Clients need not wait for the daemon's answers. With one worker only, the other one may have no context yet.
+        if self._mps is not None and config.launch.runs_all:
+            await self._check_mps(self._mps)
+        if arguments.prompt is None:
             await asyncio.Event().wait()
 
     async def _wait_started(self) -> None:
