@@ -52,6 +52,7 @@ def main() -> None:
     """Serves until standard input ends."""
     os.nice(NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway decides when this process ends
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # nobody reads the answer if the gateway has died
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for limit in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE):
         resource.setrlimit(limit, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))

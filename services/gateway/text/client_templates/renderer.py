@@ -29,6 +29,7 @@ def main() -> None:
     """Serves until standard input ends."""
     os.nice(NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway decides when this process ends
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # nobody reads the answer if the gateway has died
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # it has no files to write
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
