@@ -184,7 +184,7 @@ class Scheduler:
             sequence.status = SequenceStatus.OPENING
             state = sequence.describe_to_runner()
             news = sequence.describe_to_caches(self._prefix_generation)
-            session.openings[sequence.seq_id] = Opening(sequence, news[0], state, time.monotonic())
+            session.begin_opening(Opening(sequence, news[0], state, time.monotonic()))
             session.to_open += news
             if sequence.is_suspect:
                 break
@@ -210,8 +210,8 @@ class Scheduler:
         )
 
     def _start_empty(self, sequence: Sequence) -> None:
-        """Lets the next plans open a sequence and run it."""
-        self.session.to_open.append(sequence.describe(self._prefix_generation, starts_empty=True))
+        """Lets the first plan that runs a sequence open it."""
+        self.session.starting[sequence.seq_id] = sequence.describe(self._prefix_generation, starts_empty=True)
         sequence.note_found(0)
         self._waiting.note_opened(sequence)
         self.session.enter(sequence)
@@ -224,7 +224,7 @@ class Scheduler:
         Raises `PeerError` if the sequence was not being opened.
         """
         session = self.session
-        opening = session.openings.pop(answer.seq_id, None)
+        opening = session.end_opening(answer.seq_id)
         if opening is None:
             if answer.seq_id in session.closing:
                 return None  # another one of its KV caches was lost meanwhile, or it has ended
@@ -295,7 +295,7 @@ class Scheduler:
     def plan_openings(self) -> StepPlan | None:
         """The openings of the next step alone, which are sent ahead of it; None: there are none that have an answer."""
         session = self.session
-        if all([each.starts_empty for each in session.to_open]):
+        if not session.to_open:
             return None
         return StepPlan(session.last_step_id + 1, new_sequences=session.take_openings())
 
@@ -499,7 +499,7 @@ class Scheduler:
             self._await_caches(sum(each.num_blocks for each in session.ledgers.values()))
         for opening in [each for each in session.openings.values() if cache_id in each.sequence.cache_ids]:
             lost.append(opening.sequence)
-            del session.openings[opening.sequence.seq_id]
+            session.end_opening(opening.sequence.seq_id)
             session.closing.discard(opening.sequence.seq_id)
             session.release_reservation(opening.sequence)
             session.close_rest(opening.sequence, cache_id)

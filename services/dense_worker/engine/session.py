@@ -144,7 +144,9 @@ class Session:
         # Running sequences that are not in the cache yet, with those from which they will be forked.
         self.to_fork: dict[Sequence, Sequence] = {}
         self.to_open: list[NewSequence] = []  # those of the openings that no plan has
+        self.starting: dict[int, NewSequence] = {}  # by seq_id, of running sequences that their first step opens
         self.openings: dict[int, Opening] = {}  # by seq_id, the oldest first; cancelled ones included
+        self.num_opening_rows = 0  # that these will have in a step together
         self.in_flight: tuple[ScheduledStep, ...] = ()  # the oldest first; when the session ends, the rest is void
         self.unanswered: dict[int, ScheduledStep] = {}  # by step_id: those without the last answer, or in flight
         self.num_completed = 0  # number of completed steps
@@ -241,6 +243,17 @@ class Session:
         most = self.attachment.max_num_sequences
         return most is None or len(self.running) + len(self.openings) < most
 
+    def begin_opening(self, opening: Opening) -> None:
+        """A sequence is being opened."""
+        self.openings[opening.sequence.seq_id] = opening
+        self.num_opening_rows += opening.sequence.num_rows
+
+    def end_opening(self, seq_id: int) -> Opening | None:
+        """A sequence is not being opened any more; None: it was not."""
+        if (opening := self.openings.pop(seq_id, None)) is not None:
+            self.num_opening_rows -= opening.sequence.num_rows
+        return opening
+
     def check_openings(self, now_s: float, timeout_s: float) -> None:
         """Raises `PeerError` if the oldest opening has had no answer for longer than `timeout_s`."""
         oldest = next(iter(self.openings.values()), None)
@@ -319,8 +332,7 @@ class Session:
         self.to_fork.pop(sequence, None)
         sequence.leave_cache()
         self.request_ids.pop(sequence.seq_id, None)
-        # One that no plan has opened is unknown to its cache, which does not mind, and known to the runner.
-        self.to_open = [each for each in self.to_open if each.seq_id != sequence.seq_id or not each.starts_empty]
+        self.starting.pop(sequence.seq_id, None)  # its cache, to which it is unknown, does not mind its closing
         self._close_ids({sequence.seq_id, *sequence.open_seq_ids}, sequence.lane)
         self.release_features(sequence)
 
@@ -443,7 +455,7 @@ class Session:
             (*of_lane.to_close, *of_lane.dead_rows),
             self._take_sampled(),
             tuple(builder.forks),
-            self.take_openings(),
+            (*self.take_openings(), *self._take_starting(builder)),
             tuple(builder.forced),
             lane,
             evicts_blocks=builder.evicts_blocks,
@@ -461,9 +473,15 @@ class Session:
         return step
 
     def take_openings(self) -> tuple[NewSequence, ...]:
-        """The sequences that the next plan opens."""
+        """The sequences that the next plan opens for an answer."""
         new_sequences, self.to_open = tuple(self.to_open), []
         return new_sequences
+
+    def _take_starting(self, builder: PlanBuilder) -> Iterator[NewSequence]:
+        """The sequences that a plan opens and runs at once."""
+        for sequence, *_ in builder.planned if self.starting else ():
+            if (new := self.starting.pop(sequence.seq_id, None)) is not None:
+                yield new
 
     def _take_sampled(self) -> TokenColumns:
         """The tokens that became known since the last plan."""

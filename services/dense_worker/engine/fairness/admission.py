@@ -91,10 +91,8 @@ class Admission:
     def num_places(self) -> int:
         """Free places. Each row takes one."""
         session = self._session
-        num_taken = sum([len(lane.to_close_later) for lane in session.lanes])
-        if session.openings:
-            num_taken += sum([each.sequence.num_rows for each in session.openings.values()])
-        return self._limits.max_num_seqs - session.num_running_rows - num_taken
+        num_leaving = sum([len(lane.to_close_later) for lane in session.lanes])
+        return self._limits.max_num_seqs - session.num_running_rows - session.num_opening_rows - num_leaving
 
     def forget(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended."""

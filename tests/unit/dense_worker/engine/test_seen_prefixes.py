@@ -74,6 +74,24 @@ def test_a_first_sequence_runs_in_the_plan_that_opens_it() -> None:
     assert open_at_cache(cache, published) == [0] and not cache.plan_step(published.plan).errors
 
 
+def test_each_plan_opens_only_those_that_it_runs() -> None:
+    cache = build_cache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN)
+    scheduler = started(cache)
+    for seq_id in (1, 2, 3):
+        scheduler.add(make(seq_id, [seq_id] * 9))
+    assert len(scheduler.next_to_open()) == 3
+    opened = []
+    for _ in range(2):  # steps of 16 tokens: 9 and 7, then a token, 2 and 9
+        published = scheduler.schedule()
+        assert published is not None
+        opened.append([each.seq_id for each in published.plan.new_sequences])
+        open_at_cache(cache, published)
+        assert not cache.plan_step(published.plan).errors
+        cache.commit_step()
+        scheduler.update(published, sample(published.plan))
+    assert opened == [[1, 2], [3]]
+
+
 def test_nothing_is_known_of_a_cache_that_was_not_empty() -> None:
     cache = build_cache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN)
     scheduler, sequence = started(cache, is_empty=False), make(1, [5] * 9)
