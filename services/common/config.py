@@ -265,6 +265,10 @@ class SchedulerSection(Section):
     max_num_waiting: Count = 10_000  # maximum number of waiting sequences that never ran, of all gateways together
     max_num_waiting_tokens: Count = 10_000_000  # the same limit in prompt tokens
     priority_ageing_s: Annotated[float, Field(ge=0)] = 1.0  # seconds of waiting that make up for one priority
+    # by how many seconds a request is put ahead of others for each token that it may get (max_tokens). 0: requests
+    # begin in the order in which they come; 0.05: about the time of a token, so that of a batch of requests the longest
+    # begin first, and it ends earlier. For requests whose max_tokens is about what they will get
+    head_start_s: Annotated[float, Field(ge=0, le=1)] = 0.0
     max_beam_width: Count = 16  # maximum number of beams of a search; also at most max_num_seqs
     # ngram: a sequence's next tokens are copied from its own text; suffix: also from earlier answers to its client;
     # medusa, eagle3: by heads that were trained for the model; draft_model: by a smaller model

@@ -332,6 +332,7 @@ def scheduler_limits(config: Config, max_model_len: int, *, measures_steps: bool
         policy=scheduler.policy,
         max_num_waiting_tokens=scheduler.max_num_waiting_tokens,
         priority_ageing_s=scheduler.priority_ageing_s,
+        head_start_s=scheduler.head_start_s,
         return_timeout_s=config.peers.connect_timeout_s,
         measures_steps=measures_steps,
     )

@@ -19,6 +19,7 @@ class SchedulerLimits:
     policy: Policy
     max_num_waiting_tokens: int = 10_000_000
     priority_ageing_s: float = 1.0
+    head_start_s: float = 0.0
     turn_tokens: int = 48  # with fewer, more is copied; with more, fewer sequences fit, and the last ones end later
     return_timeout_s: float = 120.0  # in which an attention worker that has died comes back, or never
     measures_steps: bool = False  # so that prompts do not make steps with streams long; see `PromptPace`

@@ -59,7 +59,9 @@ class Scheduler:
         self.drafting = drafting or Drafting()
         self.features = features
         self._sequences: dict[int, Sequence] = {}
-        self._waiting = WaitingQueue(limits.max_num_waiting, limits.max_num_waiting_tokens, limits.priority_ageing_s)
+        self._waiting = WaitingQueue(
+            limits.max_num_waiting, limits.max_num_waiting_tokens, limits.priority_ageing_s, limits.head_start_s
+        )
         self.session = Session(NO_ATTACHMENT, self._waiting)  # until the first attachment
         self.session.has_ended = True
         self._suspects = _Suspects()

@@ -1,11 +1,13 @@
 """`WaitingQueue`: the order of sequences, their time limits, and the size of the queue. Part of the scheduler.
 
-    order = arrival_s + priority · priority_ageing_s
+    order = arrival_s + priority · priority_ageing_s - max_tokens · head_start_s
 
 The lowest order decides which priority goes first. For every `priority_ageing_s` of waiting, a sequence gains one
-priority over newcomers. All sequences age at the same rate, so the order of two sequences never changes and a sorted
-list suffices. Only sequences that arrive within `(priority - lowest priority) · priority_ageing_s` after a sequence can
-overtake it. With priorities from -100 to 100 and 1 s that is at most 200 s, so no sequence starves.
+priority over newcomers. With a head start those that may take longest begin first, so that fewer steps are left in
+which only a few of them run. All sequences age at the same rate, so the order of two sequences never changes and a
+sorted list suffices. Only sequences that arrive within `(priority - lowest priority) · priority_ageing_s`, and a head
+start, after a sequence can overtake it. With priorities from -100 to 100 and 1 s that is at most 200 s, so no sequence
+starves.
 
 The sequences of one priority are divided by tenants, and those of a tenant by clients: first comes the tenant that has
 cost the fewest tokens of prompts and outputs, then its client with the fewest, then that client's sequences in order.
@@ -37,10 +39,13 @@ CHECK_INTERVAL_S = 0.25  # checking 10,000 sequences takes about 1 ms
 class WaitingQueue:
     """Waiting sequences in order. The limits count only sequences that never ran: others cannot be refused."""
 
-    def __init__(self, max_num_sequences: int, max_num_tokens: int, priority_ageing_s: float) -> None:
+    def __init__(
+        self, max_num_sequences: int, max_num_tokens: int, priority_ageing_s: float, head_start_s: float = 0.0
+    ) -> None:
         self._max_num_sequences = max_num_sequences
         self._max_num_tokens = max_num_tokens  # tokens of their prompts
         self._priority_ageing_s = priority_ageing_s
+        self._head_start_s = head_start_s  # for each token that a sequence may get
         self._sequences: list[Sequence] = []
         self._of_client = defaultdict[Flow, list[Sequence]](list)  # the same sequences
         self._of_resource: dict[ResourceKey, list[Sequence]] = {}  # those that need one, parked ones included
@@ -96,15 +101,18 @@ class WaitingQueue:
                 )
             if sequence.spec.client:
                 self._check_share(sequence)
-        sequence.order = sequence.arrival_s + sequence.spec.priority * self._priority_ageing_s, next(self._numbers)
+        sequence.order = self._begin_s(sequence), next(self._numbers)
         tenants = self._tenants[self.class_of(sequence)]
         sequence.flow = tenants.enter_client(sequence.spec.tenant, sequence.spec.client)
         self._num_live[sequence.spec.client_id] += 1
 
     def order_after_turn(self, sequence: Sequence) -> tuple[float, int]:
         """The order of a sequence that has had turns: behind those that came as early and have fewer tokens."""
-        begin_s = sequence.arrival_s + sequence.spec.priority * self._priority_ageing_s
-        return begin_s + TURN_S_PER_TOKEN * len(sequence.output_token_ids), sequence.order[1]
+        return self._begin_s(sequence) + TURN_S_PER_TOKEN * len(sequence.output_token_ids), sequence.order[1]
+
+    def _begin_s(self, sequence: Sequence) -> float:
+        spec = sequence.spec
+        return sequence.arrival_s + spec.priority * self._priority_ageing_s - spec.max_tokens * self._head_start_s
 
     def _check_share(self, sequence: Sequence) -> None:
         """Raises `CapacityError` if a new sequence's client would take the room that is kept for others."""

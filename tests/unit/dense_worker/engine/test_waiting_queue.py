@@ -57,18 +57,44 @@ def test_the_order_follows_arrival_and_priority(
     assert drain(queue) == expected
 
 
-@given(arrivals, st.floats(0, 10))
-def test_overtaking_ends_at_the_stated_bound(times: list[tuple[float, int]], ageing_s: float) -> None:
+@given(arrivals, st.floats(0, 10), st.floats(0, 1))
+def test_overtaking_ends_at_the_stated_bound(
+    times: list[tuple[float, int]], ageing_s: float, head_start_s: float
+) -> None:
     times.sort()
-    queue = WaitingQueue(100, 10_000, ageing_s)
+    queue = WaitingQueue(100, 10_000, ageing_s, head_start_s)
     for seq_id, (arrival_s, priority) in enumerate(times):
-        queue.admit(sequence := arriving(seq_id, arrival_s, priority))
+        queue.admit(sequence := arriving(seq_id, arrival_s, priority, max_tokens=1 + seq_id % 8))
         queue.push(sequence)
     served = drain(queue)
     for position, seq_id in enumerate(served):
         arrival_s, priority = times[seq_id]
-        latest = arrival_s + (priority + 100) * ageing_s
+        latest = arrival_s + (priority + 100) * ageing_s + 7 * head_start_s
         assert all(times[earlier][0] <= latest * (1 + 1e-9) for earlier in served[:position])
+
+
+@pytest.mark.parametrize(
+    ("head_start_s", "expected"), [(0.0, [1, 2, 3, 4]), (0.1, [1, 4, 2, 3]), (1.0, [4, 2, 1, 3])]
+)
+def test_a_request_for_more_tokens_goes_ahead_of_those_that_came_shortly_before(
+    head_start_s: float, expected: list[int]
+) -> None:
+    queue = WaitingQueue(100, 10_000, 1.0, head_start_s)
+    for seq_id, (arrival_s, max_tokens) in enumerate([(0.0, 8), (1.5, 10), (2.0, 8), (2.5, 24)], start=1):
+        queue.admit(sequence := arriving(seq_id, arrival_s, max_tokens=max_tokens))
+        queue.push(sequence)
+    assert drain(queue) == expected
+
+
+@pytest.mark.parametrize(("head_start_s", "num_steps"), [(0.0, 30), (0.05, 20)])
+def test_a_batch_whose_longest_request_begins_first_takes_fewer_steps(head_start_s: float, num_steps: int) -> None:
+    cluster = Cluster(num_blocks=64, max_num_seqs=2, max_num_batched_tokens=16, head_start_s=head_start_s)
+    sequences = [make_sequence(seq_id, 3, max_tokens) for seq_id, max_tokens in ((1, 10), (2, 10), (3, 20))]
+    for each in sequences:
+        cluster.scheduler.add(each)
+    cluster.run_until_idle()
+    assert all(each.output_token_ids == expected_output(each) for each in sequences)
+    assert len([plan for plan in cluster.plans if len(plan.entries)]) in range(num_steps, num_steps + 3)
 
 
 def test_the_range_of_priorities_is_documented() -> None:
