@@ -87,11 +87,9 @@ class DirectRoutes:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_post = scope["type"] == "http" and scope["method"] == "POST"
-        handle = self._handlers.get(scope["path"]) if is_post else None
+        handle = self._handlers.get(scope["path"]) if scope["method"] == "POST" else None
         if handle is None:
-            if scope["type"] == "http":
-                await self._heavy_work.beginning()
+            await self._heavy_work.beginning()
             await self._router(scope, receive, send)
             return
         response = await handle(Request(scope, receive, send))
