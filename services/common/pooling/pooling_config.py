@@ -112,14 +112,6 @@ class PoolingConfig:
         return self.method is PoolingMethod.ALL
 
     @property
-    def classifies_tokens(self) -> bool:
-        """Whether its classifier, made for inputs, has values for each token as well: what follows the state is linear.
-
-        A classifier of an encoder reads the state of the first token through layers that no other token has.
-        """
-        return self.head in (ClassifierHead.SCORE, ClassifierHead.TOKENS)
-
-    @property
     def is_scorer(self) -> bool:
         """Whether its only value says how well two texts belong together."""
         return self.is_classifier and len(self.labels) == 1 and not self.has_each_token

@@ -76,6 +76,16 @@ def test_probabilities_are_those_of_transformers(served: Served) -> None:
         torch.testing.assert_close(torch.tensor([each[field] for each in raw]), values, rtol=0, atol=TOLERANCE)
 
 
+def test_a_token_may_be_asked_for_what_the_input_is(served: Served) -> None:
+    """`wanted` reads the state of the first one."""
+    texts = ["w1 w2 w3", "w4"]
+    data = served.post("/pooling", {"input": texts, "task": "token_classify"})["data"]
+    for each, text in zip(data, texts, strict=True):
+        assert len(each["data"]) == len(served.tokenizer(text).input_ids) and each["data"][1] != each["data"][0]
+        first = wanted(served, text).sigmoid()
+        torch.testing.assert_close(torch.tensor(each["data"][0]), first, rtol=0, atol=TOLERANCE)
+
+
 DOCUMENTS = ["w7 w8", "w1 w2", " ".join(WORDS[:30]), "w50", "w3 w2 w1"]
 
 

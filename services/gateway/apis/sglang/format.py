@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from services.common.errors import InvalidRequest
 from services.common.token_logprobs import TokenLogprobs
 from services.gateway.apis.sglang.schema import FinishObject, GenerateBody, GenerateObject, LogprobTriple, MetaInfo
 from services.gateway.apis.sglang.sessions import Turn
@@ -60,6 +61,11 @@ class GenerateFormat(Format):
 
     async def begin(self, prompts: Sequence[list[int]]) -> None:
         self._prompts = prompts
+        for body, prompt in zip(self._each, prompts, strict=True):
+            start = body.logprob_start_len or 0
+            if body.return_logprob and start >= len(prompt):
+                message = f"logprob_start_len is {start}, the prompt has {len(prompt)} tokens: use a smaller one"
+                raise InvalidRequest(message, "logprob_start_len")
 
     def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Any]:
         index, body = prompt_index * self._num_answers + chunk.index, self._each[prompt_index]

@@ -160,7 +160,7 @@ class PoolingRequest(EmbeddingRequest):
     task: Literal["embed", "classify", "score", "token_embed", "token_classify"] | None = Field(
         None,
         description="What the model is for; default: what it is for. A model for embed does token_embed, too: then "
-        "data is a list of the vectors of all tokens, special ones included. A decoder that classifies inputs does "
+        "data is a list of the vectors of all tokens, special ones included. A classifier of inputs does "
         "token_classify, too: the same of each token",
     )
     use_activation: UseActivation = None  # of embeddings: `normalize`

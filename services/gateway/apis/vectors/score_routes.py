@@ -147,7 +147,7 @@ def score_routes(vectors: Vectors) -> APIRouter:
             raise InvalidRequest(f"task is {body.task!r}, this model does {', '.join(tasks)}", "task")
         head = _HEADS.get(body.task) if not pooling.has_each_token else None
         head = head if head in pooling.token_heads else None
-        is_of_tokens = body.task == "token_embed" or (body.task == "token_classify" and pooling.classifies_tokens)
+        is_of_tokens = body.task == "token_embed" or (body.task == "token_classify" and pooling.is_classifier)
         options = replace(options, all_tokens=is_of_tokens or head is not None, token_head=head)
         vectors.check_dimensions(body.dimensions)
         if body.dimensions is not None and head is TokenHead.SPARSE:
@@ -240,7 +240,7 @@ def _tasks_of(pooling: PoolingConfig) -> tuple[str, ...]:
     if pooling.has_each_token:
         return ("token_classify",) if pooling.is_classifier else ("token_embed",)
     if pooling.is_classifier:
-        return ("classify", "score", *(["token_classify"] if pooling.classifies_tokens else []))
+        return "classify", "score", "token_classify"
     return ("embed", "token_embed", *(["token_classify"] if TokenHead.SPARSE in pooling.token_heads else []))
 
 

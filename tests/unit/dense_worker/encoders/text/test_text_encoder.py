@@ -97,6 +97,20 @@ def values_of_tokens(path: Path, inputs: list[list[int]], indexes: list[int]) ->
     return pooling, states.tokens(indexes)
 
 
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+@torch.inference_mode()
+def test_a_classifier_of_inputs_has_values_for_each_token(name: str, tmp_path: Path) -> None:
+    """Its layers read the first state that they are given."""
+    model, inputs = make_encoder(tmp_path, *VARIANTS[name], num_labels=3), random_inputs()
+    states = model.base_model(torch.tensor([inputs[1]])).last_hidden_state
+    read = [states[:, start:] for start in range(states.shape[1])]
+    if name == "bert":
+        read = [model.bert.pooler(each) for each in read]
+    wanted = torch.cat([model.classifier(each) for each in read])
+    _, found = values_of_tokens(tmp_path, inputs, [1])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=5e-5)
+
+
 @pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "mpnet", "modernbert", "deberta"])
 @torch.inference_mode()
 def test_classifiers_of_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
