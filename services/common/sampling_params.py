@@ -40,10 +40,10 @@ class Number:
 
     def check(self, name: str, value: float) -> None:
         """Raises `InvalidRequest`, naming option, value and limit, for a value out of the range."""
+        if self.low <= value <= self.high and value != math.inf and not (self.is_low_excluded and value == self.low):
+            return
         if not math.isfinite(value):
             raise InvalidRequest(f"{name} is {value}, must be a finite number", _field(name))
-        if self.low <= value <= self.high and not (self.is_low_excluded and value == self.low):
-            return
         if self.high == math.inf:
             bound = f"at least {self.low:g}"
         elif self.is_low_excluded:

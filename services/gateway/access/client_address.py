@@ -67,6 +67,7 @@ class ClientAddresses:
         return ip is not None and any(ip in network for network in self._networks)
 
 
+@functools.lru_cache(MAX_REMEMBERED)
 def number_of(kind: str, name: str) -> int:
     """A number of 64 bits for a key's name or a client's address. Messages carry it in place of the name itself."""
     return int.from_bytes(hashlib.blake2b(f"{kind}:{name}".encode(errors="surrogatepass"), digest_size=8).digest())

@@ -116,6 +116,7 @@ class RequestService:
         self.pictures = model.pictures
         self._held_forms = HeldForms(memory)
         self._being_read = BeingRead()
+        self._last_limits: tuple[ServedModel, ModelLimits] | None = None  # of the last request
 
     @property
     def model(self) -> ServedModel:
@@ -129,7 +130,11 @@ class RequestService:
 
     def _limits_with(self, names: ModelNames) -> ModelLimits:
         model, section = self._dense.model, self.section
-        return ModelLimits(
+        if self._last_limits is not None:
+            last_model, limits = self._last_limits
+            if last_model is model and limits.names is names:
+                return limits
+        limits = ModelLimits(
             self.local_model,
             names,
             vocab_size=model.vocab_size,
@@ -141,6 +146,8 @@ class RequestService:
             strict_max_tokens=section.strict_max_tokens,
             queue_timeout_s=section.queue_timeout_s,
         )
+        self._last_limits = model, limits
+        return limits
 
     @property
     def max_input_tokens(self) -> int:

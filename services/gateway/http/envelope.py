@@ -152,7 +152,11 @@ class HostCheck:
 
     def refuse(self, headers: Collection[tuple[bytes, bytes]]) -> PermissionDenied | None:
         """The error if the request's Host or Origin is foreign, else None."""
-        hosts = _values(headers, b"host")
+        found: dict[bytes, list[str]] = {b"host": [], b"sec-fetch-site": [], b"origin": []}
+        for name, value in headers:
+            if name in found:
+                found[name].append(value.decode("latin-1"))
+        hosts = found[b"host"]
         for host in hosts:
             if self._hosts is not None and not _is_local(name := _name_of(host)) and name not in self._hosts:
                 return PermissionDenied(
@@ -160,8 +164,8 @@ class HostCheck:
                     "gateway.allowed_hosts",
                     "host",
                 )
-        is_same_origin = "same-origin" in _values(headers, b"sec-fetch-site")  # a proxy may change Host
-        for origin in _values(headers, b"origin"):
+        is_same_origin = "same-origin" in found[b"sec-fetch-site"]  # a proxy may change Host
+        for origin in found[b"origin"]:
             if "*" in self._origins or origin in self._origins or is_same_origin or _is_of_host(origin, hosts):
                 continue
             return PermissionDenied(
@@ -206,6 +210,3 @@ def _name_of(host: str) -> str:
         return host.partition("]")[0].lower() + "]"
     return host.partition(":")[0].lower().removesuffix(".")
 
-
-def _values(headers: Collection[tuple[bytes, bytes]], wanted: bytes) -> list[str]:
-    return [value.decode("latin-1") for value in header_values(headers, wanted)]

@@ -5,8 +5,8 @@ It is on every answer. As with vLLM, a body may have it as `request_id`; the hea
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 from collections.abc import Iterable
 
 from starlette.types import Scope
@@ -17,6 +17,7 @@ REQUEST_ID_HEADER = "x-request-id"
 ANTHROPIC_HEADER = "request-id"  # a second name, where Anthropic's client looks for the id
 MAX_CHARACTERS = 100  # a request with several prompts appends a number, and the gateway's limit is 128
 MAX_CHARACTERS_OF_BODY = 115  # it may have been made of a header's, as chatcmpl-ID-NUMBER
+_NAME = REQUEST_ID_HEADER.encode()
 _PRINTABLE = re.compile(rb"[\x21-\x7e]+")
 
 
@@ -27,7 +28,7 @@ def header_values(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> list[b
 
 def new_request_id() -> str:
     """A new random id."""
-    return secrets.token_hex(12)
+    return os.urandom(12).hex()
 
 
 def read_request_id(scope: Scope) -> str:
@@ -56,4 +57,4 @@ def fault_in(request_id: bytes, most: int) -> str | None:
 
 
 def _in_headers(scope: Scope) -> list[bytes]:
-    return header_values(scope["headers"], REQUEST_ID_HEADER.encode())
+    return header_values(scope["headers"], _NAME)

@@ -204,9 +204,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(431, f"the request has more than {MAX_HEADERS} headers, the limit", "headers_too_large")
             raise TooManyHeadersError  # ends the parser, which then reports it
         if self._is_in_headers:  # trailers after the body have no effect, so they are not kept
-            if name.lower() == b"content-length" and value.isdigit():
+            name = name.lower()
+            if name == b"expect":
+                super().on_header(name, value)
+                return
+            if name == b"content-length" and value.isdigit():
                 self._num_body_left = int(value)
-            super().on_header(name, value)
+            self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         num_bytes = len(self.url) + sum(map(len, chain.from_iterable(self.headers))) + 4 * len(self.headers)

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any
 
 from fastapi.responses import Response
-from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.apis.shared.generations import Generations
@@ -20,6 +19,7 @@ from services.gateway.core.request_service import RequestService
 from services.gateway.http.connection import BodyWriter, while_connected
 from services.gateway.http.errors import describe
 from services.gateway.http.field_names import client_field_names
+from services.gateway.http.headers import header_values
 from services.gateway.http.json_pieces import json_line, json_pieces
 from services.gateway.request.read_request import check_can_stream
 from services.gateway.resources.heavy_work import HeavyWork
@@ -163,7 +163,8 @@ class Answer(Response):
         return is_large([chunk], [chunk.prompt])
 
     async def _start(self, generations: Generations, scope: Scope) -> None:
-        traceparent = Headers(scope=scope).get("traceparent", "")
+        given = header_values(scope["headers"], b"traceparent")
+        traceparent = given[0].decode("latin-1") if given else ""
         for message in self._messages:
             message.traceparent = traceparent
         if self._is_stream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -47,13 +48,18 @@ def sampling_options(body: RequestModel, defaults: SamplingDefaults = NO_DEFAULT
 
     `defaults` are those of options that it does not give.
     """
-    fields = type(body).model_fields  # what else a client sends are attributes, too
-    options = {**defaults, **_given(body, [name for name in (*NUMBERS, "top_k", "seed") if name in fields])}
+    options = {**defaults, **_given(body, _option_names(type(body)))}
     if options.get("top_k") in (0, -1):
         del options["top_k"]
     if "seed" in options:
         options["seed"] %= 2**64
     return options
+
+
+@functools.cache
+def _option_names(kind: type[RequestModel]) -> tuple[str, ...]:
+    """Which of these fields bodies of this kind have: what else a client sends are attributes, too."""
+    return tuple(name for name in (*NUMBERS, "top_k", "seed") if name in kind.model_fields)
 
 
 def sampling_message(
