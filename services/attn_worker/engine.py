@@ -164,7 +164,7 @@ class AttentionEngine:
     ) -> None:
         """Launches one step on its lane's channel; its plan arrived at `received_s` on `time.perf_counter`.
 
-        `on_accepted` gets what the plan does to the cache, before its layers run.
+        `on_accepted` gets what the plan does to the cache, before its layers run, if it frees blocks or has errors.
 
         Raises the errors of `Channel.wait`; all unfinished steps are then rolled back.
         """
@@ -175,15 +175,17 @@ class AttentionEngine:
         step = self.cache.plan_step(plan)
         if step.errors:
             channel.add_errors(len(step.errors))
-        errors = {seq_id: str(error) for seq_id, error in step.errors.items()}
-        on_accepted(PlanAccepted(plan.step_id, step.num_freed_blocks, self.cache.num_free_blocks, errors))
+        frees_blocks = plan.frees_blocks
+        if frees_blocks or step.errors:
+            errors = {seq_id: str(error) for seq_id, error in step.errors.items()}
+            on_accepted(PlanAccepted(plan.step_id, step.num_freed_blocks, self.cache.num_free_blocks, errors))
         for seq_id in plan.close_seq_ids:
             request_ids.pop(seq_id, None)
         for fork in plan.forks:
             request_ids[fork.child_seq_id] = request_ids.get(fork.parent_seq_id, "")
         attachment.launching = plan if plan.entries else None
         before = attachment.before_reuse
-        if plan.frees_blocks:
+        if frees_blocks:
             attachment.before_reuse = tuple(running for running, _ in attachment.running)
         try:
             if any(step.block_copies):

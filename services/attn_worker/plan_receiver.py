@@ -10,8 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
-import structlog
-
 from services.attn_worker.attachment import Attachment
 from services.attn_worker.cache.cached_sequence import OpenResult
 from services.attn_worker.engine import AttentionEngine
@@ -20,8 +18,6 @@ from services.pb import attn_pb2, step_pb2
 from services.rpc.spans import Span, Tracer
 from services.step import NewSequence, PlanAccepted, SequenceOpened, StepPlan
 from services.step.codec import decode_plan, encode_accepted, encode_opened
-
-log = structlog.get_logger()
 
 # Takes an answer to send, or an error that ends the stream of plans. May be called from any thread.
 PutAnswer: TypeAlias = Callable[[attn_pb2.PlanAnswer | Exception], None]
@@ -76,13 +72,12 @@ class PlanReceiver:
         if not plan.is_step:
             return
         try:
-            self._engine.run_step(self._attachment, plan, received_s, partial(self._accept, plan))
+            self._engine.run_step(self._attachment, plan, received_s, self._accept)
         except Exception as error:  # of this attachment, not of the thread
             self._put(error)
 
-    def _accept(self, plan: StepPlan, accepted: PlanAccepted) -> None:
-        if plan.frees_blocks or accepted.errors:
-            self._put(encode_accepted(accepted))
+    def _accept(self, accepted: PlanAccepted) -> None:
+        self._put(encode_accepted(accepted))
 
     def _open(self, new: NewSequence) -> None:
         """The answer may come later, or an error that ends the stream."""
@@ -98,7 +93,6 @@ class PlanReceiver:
             span.end("the attention worker was stopped, or the dense worker was lost")
         elif isinstance(opened, OpenResult):
             span.end(num_cached_tokens=opened.num_cached_tokens, num_held_blocks=opened.num_held_blocks)
-            log.debug("opened", request_id=new.request_id, num_cached_tokens=opened.num_cached_tokens)
             if not new.starts_empty:
                 self._put(encode_opened(opened))
         else:

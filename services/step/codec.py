@@ -187,9 +187,8 @@ def _decode_column(message: step_pb2.StepPlan, name: str, wire_type: np.dtype) -
 
 
 def _check_lengths(message: step_pb2.StepPlan, what: str, columns: Sequence[Sized]) -> None:
-    lengths = [*map(len, columns)]
-    if lengths.count(lengths[0]) < len(lengths):
-        found = ", ".join(map(str, lengths))
+    if len({*map(len, columns)}) > 1:
+        found = ", ".join(str(len(each)) for each in columns)
         raise InvalidRequest(f"columns of plan {message.step_id} differ in length: those of its {what} have {found}")
 
 

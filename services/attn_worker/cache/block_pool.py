@@ -5,6 +5,7 @@ Owned by `KVCache`, on the attention worker's engine thread. It touches no tenso
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -14,6 +15,7 @@ from services.common.errors import CapacityError
 DIGEST_SIZE_BYTES = 16
 
 
+@functools.lru_cache(1024)
 def root_digest(weights_hash: bytes, prefix_key: bytes, rope_len: int | None = None, generation: int = 0) -> bytes:
     """The parent digest of a sequence's first block: sequences with different roots never share a block.
 
@@ -71,11 +73,14 @@ class BlockPool:
     def allocate(self, num_blocks: int) -> list[int]:
         """Takes `num_blocks` blocks, each with ref count 1 and no hash. Raises CapacityError if there are too few."""
         self.check_room(num_blocks)
-        blank, ref_counts, taken = self._blank, self._ref_counts, list[int]()
-        for _ in range(num_blocks):
-            block_id = blank.pop() if blank else self._evict()
-            ref_counts[block_id] = 1
-            taken.append(block_id)
+        first = max(0, len(self._blank) - num_blocks)
+        taken = self._blank[first:]
+        del self._blank[first:]
+        taken.reverse()
+        while len(taken) < num_blocks:
+            taken.append(self._evict())
+        for block_id in taken:
+            self._ref_counts[block_id] = 1
         return taken
 
     def check_room(self, num_blocks: int) -> None:

@@ -72,12 +72,13 @@ class PrefixCache:
         if not self._is_enabled:
             return 0
         num_tokens, digests = len(sequence.token_ids), sequence.digests
-        self._add_digests(sequence, most // self._block_size)
+        if num_blocks := most // self._block_size:
+            self._add_digests(sequence, num_blocks)
         num_offered = []
         for group in self._groups:
             num_offered.append(len(digests))
             del digests[group.match(digests) :]
-        while any((num_matching := group.match(digests)) < len(digests) for group in self._groups):
+        while digests and any((num_matching := group.match(digests)) < len(digests) for group in self._groups):
             del digests[num_matching:]  # what ends earlier because of a later group may not do for an earlier one
         rows, row = self._rows, sequence.row
         rows.num_hashed_blocks[row] = len(digests)
@@ -96,6 +97,8 @@ class PrefixCache:
         Returns how many blocks left the free ones, and those whose content must be loaded.
         """
         digests, first = sequence.digests, len(sequence.digests)
+        if most_tokens // self._block_size <= first:
+            return 0, ()
         most = min(most_tokens // self._block_size, first + main.pool.num_free_blocks)
         while len(digests) < most:
             digest = self.digest(sequence, len(digests))
