@@ -144,14 +144,18 @@ class SamplingParams:
             raise InvalidRequest(f"top_k is {self.top_k}, must be at least 1 (omit it to keep all tokens)", "top_k")
         if not 0 <= self.seed <= MAX_SEED:
             raise InvalidRequest(f"seed is {self.seed}, must be from 0 to {MAX_SEED} (2**64 - 1)", "seed")
-        _check_count("logit_bias", "tokens", len(self.logit_bias), 0, MAX_LOGIT_BIASES)
-        for token_id, bias in self.logit_bias:
-            _BIAS.check(f"logit_bias[{token_id}]", bias)
-        _check_count("bad_words", "words", len(self.bad_words), 0, MAX_BAD_TOKEN_SEQUENCES)
-        for i, word in enumerate(self.bad_words):
-            _check_count(f"bad_words[{i}]", "tokens", len(word), 1, MAX_BAD_WORD_TOKENS)
-        _check_count("allowed_token_ids", "tokens", len(self.allowed_token_ids), 0, MAX_ALLOWED_TOKENS)
-        _check_count("logprob_token_ids", "tokens", len(self.logprob_token_ids), 0, MAX_LOGPROB_TOKENS)
+        if self.logit_bias:
+            _check_count("logit_bias", "tokens", len(self.logit_bias), 0, MAX_LOGIT_BIASES)
+            for token_id, bias in self.logit_bias:
+                _BIAS.check(f"logit_bias[{token_id}]", bias)
+        if self.bad_words:
+            _check_count("bad_words", "words", len(self.bad_words), 0, MAX_BAD_TOKEN_SEQUENCES)
+            for i, word in enumerate(self.bad_words):
+                _check_count(f"bad_words[{i}]", "tokens", len(word), 1, MAX_BAD_WORD_TOKENS)
+        if self.allowed_token_ids:
+            _check_count("allowed_token_ids", "tokens", len(self.allowed_token_ids), 0, MAX_ALLOWED_TOKENS)
+        if self.logprob_token_ids:
+            _check_count("logprob_token_ids", "tokens", len(self.logprob_token_ids), 0, MAX_LOGPROB_TOKENS)
         if self.structured_output is not None:
             self.structured_output.validate()
 

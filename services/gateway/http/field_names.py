@@ -22,10 +22,15 @@ def client_field_names(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except TwostrokeError as error:
-        if error.param is not None and names:
-            error.param = _PATH.sub(lambda match: _rename(match, names), error.param)
-            error.args = (_PATH.sub(lambda match: _rename(match, names), str(error)), *error.args[1:])
+        rename_fields(error, names)
         raise
+
+
+def rename_fields(error: TwostrokeError, names: Mapping[str, str]) -> None:
+    """The same for an error that has been raised."""
+    if error.param is not None and names:
+        error.param = _PATH.sub(lambda match: _rename(match, names), error.param)
+        error.args = (_PATH.sub(lambda match: _rename(match, names), str(error)), *error.args[1:])
 
 
 def _rename(match: re.Match[str], names: Mapping[str, str]) -> str:

@@ -191,6 +191,8 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._limit_reading(self.section.body_timeout_s)
             self._num_frame_bytes += len(data)  # `on_body` resets it
         super().data_received(data)
+        if not self._is_in_headers and self._read_deadline is None and not self._is_refused:
+            self._limit_reading(self.section.body_timeout_s)
         # While the headers are incomplete, everything received belongs to them.
         if self._is_in_headers and self._num_header_bytes > self.section.max_header_bytes:
             self._refuse_headers()
@@ -223,7 +225,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._is_in_headers, self._num_frame_bytes = False, 0
         self.flow.take_paused_s()
-        self._limit_reading(self.section.body_timeout_s)
+        self._clear_read_deadline()  # a body that has not come with them has a limit of its own, see `_parse`
 
     def on_body(self, body: bytes) -> None:
         self._num_frame_bytes = 0

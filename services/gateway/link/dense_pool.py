@@ -209,6 +209,8 @@ class DensePool:
         return list(client.sequences.unfinished())  # ended sequences stay and are closed here
 
     def _least_busy(self) -> DenseClient:
+        if len(self._clients) == 1:
+            return self._clients[0]
         connected = [client for client in self._clients if client.is_connected]
         candidates = self._first_of_each_worker(connected) or self._clients
         return min(candidates, key=lambda client: len(client.sequences))

@@ -13,12 +13,13 @@ from typing import Any
 from fastapi.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from services.common.errors import TwostrokeError
 from services.gateway.apis.shared.generations import Generations
 from services.gateway.core.chunks import MAX_INLINE_VALUES, Chunk, Completion, Prompt, is_large
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.connection import BodyWriter, while_connected
 from services.gateway.http.errors import describe
-from services.gateway.http.field_names import client_field_names
+from services.gateway.http.field_names import rename_fields
 from services.gateway.http.headers import header_values
 from services.gateway.http.json_pieces import json_line, json_pieces
 from services.gateway.request.read_request import check_can_stream
@@ -84,8 +85,7 @@ class Answer(Response):
         *,
         is_stream: bool,
     ) -> None:
-        super().__init__()
-        self._service = service
+        self._service = service  # nothing of `Response`, which prepares headers for a body that is there
         self._messages = messages
         self._format = answer_format
         self._is_stream = is_stream
@@ -171,8 +171,11 @@ class Answer(Response):
             for message in self._messages:
                 check_can_stream(message)
             check_one_prompt(len(self._messages))
-        with client_field_names(self._format.param_names):
+        try:
             await generations.start(self._messages, scope["state"]["caller"])
+        except TwostrokeError as error:
+            rename_fields(error, self._format.param_names)
+            raise
         await self._format.begin([generation.request.spec.prompt_token_ids for generation in generations.running])
 
     async def _turn_if_large(self, scope: Scope) -> None:

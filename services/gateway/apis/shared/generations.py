@@ -36,9 +36,11 @@ class Generations:
         `in_one_message`: see `Part`.
         """
         service = self._service
-        with service.metrics.noting_rejection():
-            _check_num_answers(messages, service.section)
-            caller.usage.check_prompts(len(messages), sum(map(num_answers_of, messages)))
+        num_answers = sum(map(num_answers_of, messages))
+        if num_answers > 1:  # a single one is checked when it is opened
+            with service.metrics.noting_rejection():
+                _check_num_answers(messages, num_answers, service.section)
+                caller.usage.check_prompts(len(messages), num_answers)
         if len(messages) > 1:
             await self._start_batch(messages, caller, in_one_message)
             return
@@ -144,9 +146,10 @@ class Generations:
             self._readers[asyncio.ensure_future(generation.next_chunk())] = prompt_index
 
 
-def _check_num_answers(messages: Sequence[gateway_pb2.GenerateRequest], section: GatewaySection) -> None:
+def _check_num_answers(
+    messages: Sequence[gateway_pb2.GenerateRequest], num_answers: int, section: GatewaySection
+) -> None:
     """Raises `InvalidRequest` for too many answers. Of one prompt, where it is read if `max_n` allows no more."""
-    num_answers = sum(map(num_answers_of, messages))
     if num_answers <= section.max_answers or (len(messages) == 1 and section.max_n <= section.max_answers):
         return
     field = "best_of" if messages[0].best_of >= messages[0].n else "n"
