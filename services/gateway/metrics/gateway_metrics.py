@@ -47,7 +47,6 @@ class GatewayMetrics:
     """Metrics of answers: a request with n answers counts n times, and so do its prompt's tokens, as in `Usage`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._num_first_tokens = 0  # of all answers
         self._registry = registry
         self._collectors: list[Collector] = []
         self._end_observers: list[Callable[[EndedAnswer], None]] = []
@@ -62,15 +61,19 @@ class GatewayMetrics:
             self._collectors.append(made)
             return made
 
-        self._first_token = histogram(
+        def of_chunks(name: str, text: str) -> _ChunkHistogram:
+            made = _ChunkHistogram(f"twostroke_gateway_{name}", text)
+            registry.register(made)
+            self._collectors.append(made)
+            return made
+
+        self._first_token = of_chunks(
             "time_to_first_token_seconds", "From a request's acceptance until its answer's first token."
         )
-        self._inter_token = _GapHistogram(
-            "twostroke_gateway_inter_token_latency_seconds",
-            "From one chunk of an answer that carries tokens to the next.",
+        self._inter_token = of_chunks(
+            "inter_token_latency_seconds", "From one chunk of an answer that carries tokens to the next."
         )
-        registry.register(self._inter_token)
-        self._collectors.append(self._inter_token)
+        self.on_first_tokens = self._first_token.observe  # called when an answer's first tokens arrive
         self.on_more_tokens = self._inter_token.observe  # called when further tokens arrive, for each chunk
         self._per_token = histogram(
             "time_per_output_token_seconds", "Mean time from one token of an answer to the next, once an answer."
@@ -111,15 +114,10 @@ class GatewayMetrics:
         """Observes one delay of the event loop."""
         self._loop_delay.observe(delay_s)
 
-    def on_first_tokens(self, num_tokens: int, latency_s: float) -> None:
-        """Called when an answer's first tokens arrive."""
-        self._num_first_tokens += num_tokens
-        self._first_token.observe(latency_s)
-
     @property
     def num_generated_tokens(self) -> int:
         """Tokens passed to the handlers of clients."""
-        return self._num_first_tokens + self._inter_token.num_tokens
+        return self._first_token.num_tokens + self._inter_token.num_tokens
 
     def on_end(self, answer: EndedAnswer) -> None:
         """Called when an answer ends."""
@@ -147,8 +145,8 @@ class GatewayMetrics:
             raise
 
 
-class _GapHistogram(Collector):
-    """The gaps between chunks, and the tokens of these. Only the event loop changes it.
+class _ChunkHistogram(Collector):
+    """How long chunks took to come, and their tokens. Only the event loop changes it.
 
     prometheus_client's histogram takes two locks and 0.7 us for each value.
     """
@@ -160,12 +158,12 @@ class _GapHistogram(Collector):
         self._sum_s = 0.0
         self._index, self._above_s, self._most_s = 0, math.inf, -math.inf  # the bucket of the last value and its bounds
 
-    def observe(self, num_tokens: int, gap_s: float) -> None:
-        """Adds a chunk of `num_tokens` that came `gap_s` after the one before."""
+    def observe(self, num_tokens: int, latency_s: float) -> None:
+        """Adds a chunk of `num_tokens` that took so long."""
         self.num_tokens += num_tokens
-        self._sum_s += gap_s
-        if not self._above_s < gap_s <= self._most_s:  # most gaps are about as long as the one before
-            self._find_bucket(gap_s)
+        self._sum_s += latency_s
+        if not self._above_s < latency_s <= self._most_s:  # most take about as long as the one before
+            self._find_bucket(latency_s)
         self._counts[self._index] += 1
 
     def _find_bucket(self, value_s: float) -> None:
