@@ -17,7 +17,7 @@ from services.common.json_files.read_json import read_json
 from services.common.model_config import ModelConfig
 from services.common.pooling.architectures import has_language_head
 from services.common.pooling.pooling_config import read_pooling
-from services.common.process import collect_rarely
+from services.common.process import collect_rarely, collect_young
 from services.common.shared_counts import Counts, SharedCounts
 from services.common.vision.vision_config import VisionConfig, load_vision_config, why_blind
 from services.gateway.access.access import Access
@@ -170,7 +170,7 @@ class Gateway(Service):
             progress.run(),
             *([] if self._resumption is None else [self._resumption.run()]),
             Watchdog("gateway", progress.progress, self._note_stall, stall_timeout_s).run(),
-            _measure_loop_delay(self._metrics),
+            self._measure_loop_delay(),
             self._announce(),
         )
 
@@ -384,16 +384,19 @@ class Gateway(Service):
         num_left = await self._admission.wait_closed(self._section.drain_timeout_s)
         log.info("drained", num_left=num_left)
 
+    async def _measure_loop_delay(self) -> None:
+        """Records how late each of many short sleeps ends, until cancelled: meanwhile no stream gets its tokens. Uses
+        idle moments to collect garbage.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + _LOOP_DELAY_INTERVAL_S
+            await asyncio.sleep(_LOOP_DELAY_INTERVAL_S)
+            self._metrics.on_loop_delay(max(0.0, loop.time() - due))
+            if not self._admission.num_open:
+                collect_young()
+
 
 def _milliseconds(seconds: float) -> int:
     """Milliseconds for gRPC, which uses 32 bits and treats the largest value as no limit."""
     return min(int(1e3 * seconds), MAX_INT)
-
-
-async def _measure_loop_delay(metrics: GatewayMetrics) -> None:
-    """Records how late each of many short sleeps ends, until cancelled: meanwhile no stream gets its tokens."""
-    loop = asyncio.get_running_loop()
-    while True:
-        due = loop.time() + _LOOP_DELAY_INTERVAL_S
-        await asyncio.sleep(_LOOP_DELAY_INTERVAL_S)
-        metrics.on_loop_delay(max(0.0, loop.time() - due))

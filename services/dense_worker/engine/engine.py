@@ -21,6 +21,7 @@ import structlog
 
 from services.common.engine_thread import IDLE_POLL_S
 from services.common.errors import PeerError, TwostrokeError
+from services.common.process import collect_young
 from services.dense_worker.engine import step_report
 from services.dense_worker.engine.attachment import AttachedCache, Attachment, AttachmentEnd, AttentionPort
 from services.dense_worker.engine.gateway_engine import GatewayEngine
@@ -157,6 +158,7 @@ class Engine(GatewayEngine):
             return 0.0
         if not self._is_idle():
             return IDLE_POLL_S
+        collect_young()
         if self._rehearsal is not None:
             self._rehearsal.prepare()
         return 0.0 if self._runner.capture_ahead() else IDLE_POLL_S

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 
-from services.common.process import holding_back_signals, is_ending
+from services.common.process import collect_young, holding_back_signals, is_ending
 
 CHILD = """
 import os, sys, time
@@ -108,6 +110,34 @@ def is_link_to(link: Path, path: Path) -> bool:
         return os.readlink(link) == str(path)
     except FileNotFoundError:  # it has just been closed
         return False
+
+
+def test_young_garbage_is_collected_unless_there_is_hardly_any() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        collect_young()
+        few = make_cycle()
+        collect_young()
+        assert few() is not None
+        kept = [[] for _ in range(300)]
+        collect_young()
+        assert few() is None and len(kept) == 300
+    finally:
+        gc.enable()
+
+
+class Node:
+    """May refer to itself."""
+
+    itself: Node | None = None
+
+
+def make_cycle() -> weakref.ref[Node]:
+    """To garbage that only a collection finds."""
+    node = Node()
+    node.itself = node
+    return weakref.ref(node)
 
 
 COLLECTED_RARELY = """
