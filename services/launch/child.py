@@ -105,6 +105,15 @@ class Child:
                 deadline.check(f"the {self.role} at {self.address} does not serve")
                 await asyncio.sleep(0.05)
 
+    async def answers(self) -> bool:
+        """Whether it answers a health check within a second, whatever the answer is."""
+        async with self.open_channel() as channel:
+            try:
+                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+            except grpc.aio.AioRpcError:
+                return False
+        return True
+
     async def wait_started(self, deadline: StartDeadline) -> None:
         """Returns when a service lacks nothing, or nothing but services of other launchers, which may come later."""
         if self.role == DENSE_ROLE:

@@ -263,8 +263,11 @@ class Launcher(Service):
         config, arguments = self._config, self._arguments
         try:
             await self._wait_started()
-        except PeerError:
+        except PeerError as error:
+            silent = await self._silent_workers()
             await asyncio.gather(*(child.log_hang() for child in self._children))
+            if silent:
+                raise PeerError(f"{error}: no answer from {', '.join(silent)}") from error
             raise
         for child in self._children:
             child.may_restart = True
@@ -310,6 +313,16 @@ class Launcher(Service):
             log.error("NOT under MPS: every handoff is about 20 times slower", roles=",".join(missing))
         else:
             log.info("both workers are MPS clients")
+
+    async def _silent_workers(self) -> list[str]:
+        """Workers that run and do not answer: gateways, and the dense worker, wait for such a one."""
+        workers = self._workers()
+        answers = await asyncio.gather(*(child.answers() for child in workers))
+        return [
+            f"the {child.service_name}, process {child.pid}"
+            for child, has_answered in zip(workers, answers, strict=True)
+            if child.is_running and not has_answered
+        ]
 
     def _workers(self) -> list[Child]:
         return [child for child in self._children if child.role != "gateway"]

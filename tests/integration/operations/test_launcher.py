@@ -27,6 +27,7 @@ from tests.support.cluster import (
     STOP_TIMEOUT_S,
     children_of,
     free_port,
+    runs_role,
     wait_for_log,
 )
 from tests.support.warm_process import WarmProcess, run_warm, warm_server
@@ -158,6 +159,29 @@ def test_after_the_limit_of_restarts_the_cluster_stops_with_the_services_own_err
         last = log_file.read_text().splitlines()[-1]
         assert process.returncode == 1
         assert "attn_worker" in last and "limit is 1 restarts" in last and "SIGKILL" in last
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("role", ["dense_worker", "attn_worker"])
+def test_a_start_that_ends_because_a_worker_hangs_names_that_worker(tmp_path: Path, role: str) -> None:
+    log_file = tmp_path / "log"
+    sockets = [f"{name}=unix:{tmp_path}/{name}.sock" for name in ("gateway.address", "gateway.http_address")]
+    command = [sys.executable, "-m", "services.launch"]
+    for override in (*NO_STANDBYS, *sockets, "launch.start_timeout_s=4"):
+        command += ["--set", override]
+    with log_file.open("w") as log:
+        process = WarmProcess(warm_server(), command, stderr=log.fileno())
+    try:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not (stopped := [pid for pid in children_of(process.pid) if runs_role(pid, role)]):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.01)
+        os.kill(stopped[0], signal.SIGSTOP)
+        assert process.wait(START_TIMEOUT_S) == 1
+        last = log_file.read_text().splitlines()[-1]
+        assert f"does not serve within 4 s: no answer from the {role}, process {stopped[0]}" in last
     finally:
         process.kill()
         process.wait()
