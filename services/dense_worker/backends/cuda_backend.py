@@ -36,7 +36,7 @@ from services.dense_worker.kernels.norm.norm import Norm
 from services.dense_worker.kernels.stroke.row_stroke import RowStroke, StrokeShape, compile_stroke, shape_of
 from services.dense_worker.model.head import Head
 from services.dense_worker.model.layer import AfterAttention, NormedQkv, SequentialResidual
-from services.dense_worker.model.mlp import GatedMlp, PlainMlp
+from services.dense_worker.model.mlp import ActivatedMlp
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.segments import Middle, Segments
 from services.dense_worker.parameters import parts_of_type
@@ -315,11 +315,11 @@ def _norms_between_products(segments: Segments) -> Iterator[tuple[Linear, Norm, 
     """A product that adds to the residual, a norm of the sum, and the only product that reads it."""
     for segment in (*segments.middle, segments.last):
         layer, following = segment.after, segment.before if isinstance(segment, Middle) else segment.head
-        if not isinstance(layer, SequentialResidual) or not isinstance(layer.mlp, GatedMlp | PlainMlp):
+        if not isinstance(layer, SequentialResidual) or not isinstance(layer.mlp, ActivatedMlp):
             continue
         mlp = layer.mlp
         if mlp.norm is not None:
-            yield layer.o, mlp.norm, mlp.gate_up if isinstance(mlp, GatedMlp) else mlp.up
+            yield layer.o, mlp.norm, mlp.first
         if layer.added_input is not None or layer.layer_scalar is not None:
             continue
         if isinstance(following, NormedQkv) and following.norm is not None:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.norm.norm import Norm
-from services.dense_worker.model.mlp import GatedMlp
+from services.dense_worker.model.mlp import ActivatedMlp
 from services.dense_worker.model.operations import ActivatedExperts, Operations, Residual
 from services.dense_worker.parameters import Parameter
 
@@ -18,7 +18,7 @@ from services.dense_worker.parameters import Parameter
 class SharedExpert:
     """An expert that all tokens use: sigmoid(gate(x)) * mlp(x), or mlp(x)."""
 
-    mlp: GatedMlp
+    mlp: ActivatedMlp
     gate: Parameter | None  # [1, hidden]
 
     def forward(self, operations: Operations, x: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ class ExpertMlp:
 class MlpBesideExperts:
     """An MLP and a mixture of experts, both of the residual, each between norms of its own: the sum of the two."""
 
-    mlp: GatedMlp
+    mlp: ActivatedMlp
     norm_after_mlp: Norm
     experts: ExpertMlp
     norm_after_experts: Norm

@@ -28,6 +28,7 @@ from services.common.quantization.schemes import Mxfp4Scheme
 from services.dense_worker.encoders.source.build import build_source_encoder, sinusoidal_table
 from services.dense_worker.kernels.experts.routed_experts import RoutedExperts
 from services.dense_worker.kernels.experts.router import GroupedRouter, Router, ScaledRouter, SoftmaxRouter, SparseMixer
+from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Cut, Linear, PlainWeight, Projection
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.kernels.norm.norm import HeadNorms, LayerNorm, Norm, UnweightedRmsNorm
@@ -49,7 +50,7 @@ from services.dense_worker.model.layer import (
     ParallelResidual,
     SequentialResidual,
 )
-from services.dense_worker.model.mlp import GatedMlp, PlainMlp, XieluMlp
+from services.dense_worker.model.mlp import ActivatedMlp, XieluMlp
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.stored_layout import GroupedHeads, PartsByHead, StackedExperts, Transposed, UnitRows
 from services.dense_worker.parameters import Conversion, Parameter, Source, StoredLayout, StoredTensor
@@ -252,7 +253,7 @@ def build_mlp(layer: Builder, attention_norm: Norm | None, intermediate: int) ->
     if parts.activation is Activation.XIELU:
         numbers = tuple(build_number(layer.path(name)) for name in names.xielu)
         return XieluMlp(norm, first, last, layer.allocator.parameter("xielu", len(numbers), sources=numbers))
-    return (GatedMlp if parts.is_gated else PlainMlp)(norm, first, last, parts.activation)
+    return ActivatedMlp(norm, first, last, MlpActivation(parts.activation, parts.is_gated))
 
 
 def build_number(name: str) -> Source:
@@ -292,7 +293,7 @@ def build_experts(layer: Builder, options: ExpertOptions, *, is_counted: bool) -
         gate = None
         if options.has_shared_gate:
             gate = layer.parameter("shared_expert_gate", f"{names.shared_gate}.weight", 1, hidden)
-        shared = SharedExpert(GatedMlp(None, first, last, parts.activation), gate)
+        shared = SharedExpert(ActivatedMlp(None, first, last, MlpActivation(parts.activation, is_gated=True)), gate)
     router = build_router(layer, options)
     loads = torch.zeros(num_experts, dtype=torch.int64, device=layer.allocator.device) if is_counted else None
     routed = RoutedExperts(router, gate_up, down, parts.activation, options.clamped, loads)
@@ -325,7 +326,7 @@ def build_router(layer: Builder, options: ExpertOptions) -> Router:
 
 def build_beside(layer: Builder, mlp: Mlp | None, experts: ExpertMlp) -> MlpBesideExperts:
     """An MLP and experts side by side."""
-    assert isinstance(mlp, GatedMlp)
+    assert isinstance(mlp, ActivatedMlp)
     names = layer.names.of_experts
     after_mlp = layer.norm("beside_out_norm", names.norm_after_mlp)
     return MlpBesideExperts(mlp, after_mlp, experts, layer.norm("experts_out_norm", names.norm_after))

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from services.common.families.shape import Activation
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.norm.norm import Norm
@@ -34,33 +33,17 @@ class DownMlp:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedMlp(DownMlp):
-    """down(activation(gate(x)) * up(x)) of the normalised residual x; with SiLU this is SwiGLU, with GELU GeGLU."""
+class ActivatedMlp(DownMlp):
+    """down(activation(first(x))) of the normalised residual x. Gated with SiLU it is SwiGLU, with GELU GeGLU."""
 
     norm: Norm | None  # None: x is the residual itself
-    gate_up: Linear  # gate rows, then up rows
+    first: Linear  # if gated gate rows, then up rows; otherwise up rows alone
     down: Linear
-    activation: Activation = Activation.SILU
+    activation: MlpActivation
 
     def activate(self, operations: Operations, residual: Residual) -> tuple[Residual, MlpInput]:
         """Returns the residual, and the input of `down`, [n, intermediate]."""
-        return operations.norm_activate(
-            residual, self.norm, self.gate_up, MlpActivation(self.activation, is_gated=True)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PlainMlp(DownMlp):
-    """down(activation(up(x))) of the normalised residual x."""
-
-    norm: Norm | None  # None: x is the residual itself
-    up: Linear
-    down: Linear
-    activation: Activation
-
-    def activate(self, operations: Operations, residual: Residual) -> tuple[Residual, MlpInput]:
-        """Returns the residual, and the input of `down`, [n, intermediate]."""
-        return operations.norm_activate(residual, self.norm, self.up, MlpActivation(self.activation, is_gated=False))
+        return operations.norm_activate(residual, self.norm, self.first, self.activation)
 
 
 @dataclass(frozen=True, slots=True)

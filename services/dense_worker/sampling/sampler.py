@@ -157,7 +157,6 @@ class Sampler:
                 editor.forget(slot)
         self._note_needs(slot, [False] * len(self._editors))
 
-    @torch.inference_mode()
     def sample(
         self,
         logits: torch.Tensor,
@@ -179,7 +178,7 @@ class Sampler:
         slots = np.asarray(slots, dtype=np.int64)
         options = self._options[slots]
         assert options["is_used"].all(), f"sampling for free slots: {slots[~options['is_used']]}"
-        reported = np.flatnonzero(options["has_logprobs"])
+        reported = options["has_logprobs"].nonzero()[0]
         model_logits = logits[self._upload(reported)] if reported.size else None
 
         edits = self._find_edits(slots, output_lens)
@@ -219,7 +218,6 @@ class Sampler:
         """
         return self._feed_tokens(token_ids, slots, self.last_token)
 
-    @torch.inference_mode()
     def draw(self, logits: torch.Tensor, slots: np.ndarray, positions: torch.Tensor) -> torch.Tensor:
         """What `sample` would choose, int64 [r], if these were the model's logits and editors did nothing.
 
@@ -251,7 +249,7 @@ class Sampler:
         return self._edited[: len(logits)].copy_(logits) if len(logits) <= len(self._edited) else logits.float()
 
     def _choose(self, logits: torch.Tensor, options: np.ndarray, positions: np.ndarray | torch.Tensor) -> torch.Tensor:
-        drawn = np.flatnonzero(~options["is_greedy"])
+        drawn = (~options["is_greedy"]).nonzero()[0]
         if drawn.size == len(options):
             return self._draw(logits, options, positions)
         token_ids = self._find_greatest(logits)

@@ -96,7 +96,7 @@ def exact_stroke(segment: Middle, x: torch.Tensor, residual: torch.Tensor) -> tu
     """A segment of Llama's: qkv and the residual."""
     mlp = segment.after.mlp
     residual = residual.double() + F.linear(x.double(), _matrix(segment.after.o))
-    gate, up = F.linear(rms_norm(residual, mlp.norm.weight.data), _matrix(mlp.gate_up)).chunk(2, dim=1)
+    gate, up = F.linear(rms_norm(residual, mlp.norm.weight.data), _matrix(mlp.first)).chunk(2, dim=1)
     residual = residual + F.linear(F.silu(gate) * up, _matrix(mlp.down))
     return F.linear(rms_norm(residual, segment.before.norm.weight.data), _matrix(segment.before.qkv)), residual
 

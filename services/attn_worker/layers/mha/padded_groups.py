@@ -34,12 +34,12 @@ class PaddedGroup:
 def build_padded_groups(num_tokens: np.ndarray, context_lens: np.ndarray) -> list[PaddedGroup]:
     """Assigns each sequence of the int [num_seqs] arrays to a group of single tokens, first chunks or later chunks."""
     num_tokens, context_lens = num_tokens.astype(np.int64), context_lens.astype(np.int64)
-    first_rows = np.cumsum(num_tokens) - num_tokens
+    first_rows = num_tokens.cumsum() - num_tokens
     is_single = num_tokens == 1
     is_first = (num_tokens == context_lens) & ~is_single
     groups = []
     for members, is_causal in ((is_single, False), (is_first, True), (~is_single & ~is_first, False)):
-        for seqs in _split(np.flatnonzero(members), num_tokens, context_lens):
+        for seqs in _split(members.nonzero()[0], num_tokens, context_lens):
             counts = num_tokens[seqs, None]
             steps = np.arange(counts.max())[None, :]
             offsets = np.minimum(steps, counts - 1)

@@ -110,6 +110,7 @@ class TorchAttention:
         self._kind_ropes: list[set[RopeConfig]] = [set() for _ in self._kinds]
         for kind, rope in zip(self._layer_kinds, config.layer_ropes, strict=True):
             self._kind_ropes[kind].update([] if rope is None else [rope])
+        self._layer_ropes = config.layer_ropes
         self._num_sink_tokens, self._value_dim = config.attention.num_sink_tokens, config.attention.value_dim
         self._ropes: dict[RopeConfig, RotaryEmbedding | UnboundedRotaryEmbedding] = {
             rope: UnboundedRotaryEmbedding(rope, device)
@@ -170,7 +171,7 @@ class TorchAttention:
         rows = self._rows[self._layer_kinds[layer]]
         out = rows_of_layer(out, rows.out_size)
         torch.nan_to_num(rows_of_layer(qkv, rows.qkv.shape[1]), 0.0, 0.0, 0.0, out=rows.qkv)
-        rope = self._config.layer_ropes[layer]
+        rope = self._layer_ropes[layer]
         if self._sink_query is not None:
             self._sink_query.copy_(rows.query)
             if rope is not None:
@@ -310,8 +311,7 @@ class TorchAttention:
         cache.
         """
         self._sink_query: torch.Tensor | None = None
-        window = self._spec.window
-        if not self._num_sink_tokens or window is None:
+        if not self._num_sink_tokens or (window := self._spec.window) is None:
             return
         last_place = self._num_sink_tokens + window - 1
         if not len(step.positions) or step.positions.max() <= last_place:

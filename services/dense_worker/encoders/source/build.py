@@ -18,11 +18,12 @@ from services.dense_worker.encoders.source.source_encoder import (
 )
 from services.dense_worker.encoders.source.swin_encoder import build_swin_encoder
 from services.dense_worker.encoders.vision.blip2 import build_blip2_tower
+from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import Cut, Linear
 from services.dense_worker.model.allocator import WeightAllocator
 from services.dense_worker.model.builder import Builder
 from services.dense_worker.model.layer import DecoderLayer, NormedQkv, NormedResidual, SequentialResidual
-from services.dense_worker.model.mlp import GatedMlp, PlainMlp
+from services.dense_worker.model.mlp import ActivatedMlp
 from services.dense_worker.parameters import Conversion, Parameter, Source
 
 _BASE = 10000.0  # of the frequencies of positions
@@ -126,9 +127,8 @@ def _build_layer(model: Builder, encoder: EncoderConfig, index: int) -> DecoderL
     first = layer.linear("gate_up" if parts.is_gated else "up", hidden, *merged, has_bias=config.mlp_bias)
     last = layer.linear("down", intermediate, down, cut=Cut.IN, has_bias=config.mlp_bias)
     has_norms_before = parts.residual is not ResidualKind.NORMED
-    mlp = (GatedMlp if parts.is_gated else PlainMlp)(
-        mlp_norm if has_norms_before else None, first, last, parts.activation
-    )
+    activation = MlpActivation(parts.activation, parts.is_gated)
+    mlp = ActivatedMlp(mlp_norm if has_norms_before else None, first, last, activation)
     if has_norms_before:
         return DecoderLayer(NormedQkv(input_norm, qkv, None), SequentialResidual(o, mlp))
     return DecoderLayer(NormedQkv(None, qkv, None), NormedResidual(o, input_norm, mlp, mlp_norm))

@@ -15,11 +15,12 @@ import torch
 
 from services.common.families.shape import Activation
 from services.common.quantization.schemes import Activations, Element
+from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear import MAX_IN_FEATURES, Linear, PlainWeight
 from services.dense_worker.kernels.linear.quantized.scaled_weight import ScaledWeight
 from services.dense_worker.kernels.norm.norm import RmsNorm
 from services.dense_worker.model.layer import AfterAttention, NormedQkv, SequentialResidual
-from services.dense_worker.model.mlp import GatedMlp
+from services.dense_worker.model.mlp import ActivatedMlp
 from services.dense_worker.model.segments import Middle
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class RowStroke:
         launches, arrivals = self._counters
         params = _Params(self._exchanged.data_ptr(), launches.data_ptr(), arrivals.data_ptr())
         after, before = segment.after, segment.before
-        linears = {"o": after.o, "gate_up": after.mlp.gate_up, "down": after.mlp.down, "qkv": before.qkv}
+        linears = {"o": after.o, "gate_up": after.mlp.first, "down": after.mlp.down, "qkv": before.qkv}
         for name, linear in linears.items():
             setattr(params, name, linear.weight.matrix.data.data_ptr())
             if self.shape.is_fp8:
@@ -142,7 +143,7 @@ def shape_of(segment: Middle, launcher: KernelLauncher, dtype: torch.dtype) -> S
     norms = after.mlp.norm, before.norm
     if not all(isinstance(norm, RmsNorm) for norm in norms) or norms[0].eps != norms[1].eps:
         return "the norms are not RMSNorm with one eps"
-    linears = after.o, after.mlp.gate_up, after.mlp.down, before.qkv
+    linears = after.o, after.mlp.first, after.mlp.down, before.qkv
     if any(linear.bias is not None for linear in linears):
         return "a layer has a bias"
     is_fp8 = all(_is_fp8(linear) for linear in linears)
@@ -156,18 +157,18 @@ def shape_of(segment: Middle, launcher: KernelLauncher, dtype: torch.dtype) -> S
         return f"in_features are {sizes}, the kernel needs multiples of {_FEATURES}"
     if max(sizes) > MAX_IN_FEATURES:
         return f"in_features are {sizes}, at most {MAX_IN_FEATURES} fit into registers"
-    outputs = [linear.out_features // (1 + (linear is after.mlp.gate_up)) for linear in linears]
+    outputs = [linear.out_features // (1 + (linear is after.mlp.first)) for linear in linears]
     if any(size > launcher.num_sms * _NUM_WARPS * 32 for size in outputs):
         return f"out_features are {outputs}, a program has no threads for so many rows"
     return StrokeShape(sizes[1], sizes[0], sizes[2], outputs[3], is_fp8)
 
 
 def _is_llama(after: AfterAttention) -> bool:
-    if not isinstance(after, SequentialResidual) or not isinstance(after.mlp, GatedMlp):
+    if not isinstance(after, SequentialResidual) or not isinstance(after.mlp, ActivatedMlp):
         return False
     is_normed = after.norm_after_attention is not None or after.norm_after_mlp is not None
     is_scaled = after.multiplier != 1.0 or after.added_input is not None or after.layer_scalar is not None
-    return not is_normed and not is_scaled and after.mlp.activation is Activation.SILU
+    return not is_normed and not is_scaled and after.mlp.activation == MlpActivation(Activation.SILU, is_gated=True)
 
 
 def _is_fp8(linear: Linear) -> bool:
