@@ -37,11 +37,11 @@ from services.dense_worker.features.grammar.grammar_mask import GrammarMask
 from services.dense_worker.features.grammar.grammars import Grammars
 from services.dense_worker.features.images.prepare_images import PreparedImages, prepare_images, why_no_pictures
 from services.dense_worker.features.installed import make_features
-from services.dense_worker.kernels.experts.expert_loads import ExpertLoads
 from services.dense_worker.kernels.experts.routed_experts import ExpertLinear, RoutedExperts
 from services.dense_worker.kernels.linear.linear import Linear
 from services.dense_worker.kernels.lora.tensors import LoraStore
 from services.dense_worker.kernels.lora.torch_lora import TorchLora
+from services.dense_worker.metrics import ExpertLoads
 from services.dense_worker.model.held_weights import HeldWeights
 from services.dense_worker.model.learned import load_learned
 from services.dense_worker.model.model_weights import ModelWeights

@@ -9,7 +9,7 @@ import torch
 
 from services.dense_worker.encoders.vision.load import Tower
 from services.dense_worker.encoders.vision.operations import TorchTowerOperations
-from services.dense_worker.encoders.vision.tensorrt.tensorrt_operations import (
+from services.dense_worker.encoders.vision.tensorrt.tower_plans import (
     TensorRTTowerOperations,
     weights_of_tower,
 )

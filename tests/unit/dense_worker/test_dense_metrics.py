@@ -16,8 +16,7 @@ from services.dense_worker.engine.observer import EngineCounts, StepStats
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceOutput
 from services.dense_worker.engine.step_report import record_first_tokens, record_started
 from services.dense_worker.features.drafting.drafting import DraftCounts
-from services.dense_worker.kernels.experts.expert_loads import ExpertLoads
-from services.dense_worker.metrics import DenseMetrics
+from services.dense_worker.metrics import DenseMetrics, ExpertLoads
 from tests.support.dense.sequences import new_sequence
 from tests.support.scrape import Row, read_table
 

@@ -24,11 +24,11 @@ from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.build import resolve_dense_model
 from services.dense_worker.features.drafting.draft_model.load import unsupported_part
 from services.dense_worker.kernels.linear.linear import PlainWeight
-from services.dense_worker.model.on_the_fly import with_quantization
-from services.dense_worker.model.recurrence_weights import (
+from services.dense_worker.model.learned import (
     load_recurrence_weights,
     random_recurrence_weights,
 )
+from services.dense_worker.model.on_the_fly import with_quantization
 from services.dense_worker.model.weights import empty_weights, load_weights, weights_hash
 from services.dense_worker.tensorrt.onnx_segments import export_networks
 from services.lora.shapes import adapted_shapes

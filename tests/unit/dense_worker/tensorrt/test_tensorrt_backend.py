@@ -17,7 +17,7 @@ from services.dense_worker.backends.torch_backend import TorchBackend
 from services.dense_worker.model.model_weights import ModelWeights
 from services.dense_worker.model.weights import load_weights
 from services.dense_worker.parameters import tensors_by_name, with_tensors
-from services.dense_worker.tensorrt import engine_contexts, engine_segments
+from services.dense_worker.tensorrt import engine_segments
 from services.dense_worker.tensorrt.api import TensorRT
 from services.dense_worker.tensorrt.backend import TensorRTBackend
 from services.dense_worker.tensorrt.engine_plan_builder import EnginePlanBuilder
@@ -216,7 +216,7 @@ def capture(
     run_once(backend, config, num_tokens, [0])
     with monkeypatch.context() as patch:
         patch.setattr(trt, "is_capturing", True)
-        patch.setattr(engine_contexts, "is_capturing", lambda: True)
+        patch.setattr(engine_segments, "is_capturing", lambda: True)
         trt.calls.clear()
         trt.runs.clear()
         run_once(backend, config, num_tokens, [0])
@@ -271,7 +271,7 @@ def test_a_size_must_run_before_it_is_captured(
 ) -> None:
     backend = TensorRTBackend(segments)
     run_once(backend, config, 4, [0])
-    monkeypatch.setattr(engine_contexts, "is_capturing", lambda: True)
+    monkeypatch.setattr(engine_segments, "is_capturing", lambda: True)
     with pytest.raises(AssertionError, match=r"sizes \(3,\) did not run before their capture"):
         run_once(backend, config, 3, [0])
 
