@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -67,9 +65,8 @@ class Authorize:
                 await error_response(error, scope)(scope, receive, send)
                 return
             work_for(caller.client_id)
-            connection: Connection | None = scope["state"].get("connection")  # in tests there may be none
-            waiting = nullcontext if connection is None else connection.reads_nothing
-            held = scope["state"]["held"] = HeldMemory(self._memory, caller.client_id, waiting)
+            connection: Connection = scope["state"]["connection"]
+            held = scope["state"]["held"] = HeldMemory(self._memory, caller.client_id, connection.reads_nothing)
             hold_body(held)
             try:
                 await self._app(scope, _counted(receive, held), send)

@@ -128,7 +128,7 @@ class Answer(Response):
                 headers = LINE_HEADERS if self._format.is_lines else STREAM_HEADERS
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 state = scope["state"]
-                await self._send_events(scope, state["send_body"], state.get("body_writer"), body, first, generations)
+                await self._send_events(scope, state["send_body"], state["body_writer"], body, first, generations)
             finally:
                 first.cancel()
         finally:

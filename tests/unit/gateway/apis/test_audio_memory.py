@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -35,7 +37,7 @@ def answer(reader: object, budget: MemoryBudget, receive: Receive) -> list[Messa
         "path": "/v1/audio/transcriptions",
         "query_string": b"",
         "headers": [(b"content-type", b"multipart/form-data; boundary=x")],
-        "state": {"request_id": "r"},
+        "state": {"request_id": "r", "connection": SimpleNamespace(reads_nothing=nullcontext)},
     }
     sent = list[Message]()
 

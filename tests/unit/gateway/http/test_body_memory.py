@@ -6,6 +6,7 @@ import asyncio
 import json
 import tracemalloc
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +38,8 @@ def num_held(data: bytes) -> int:
     caller = SimpleNamespace(client_id=(0, 1))
     addresses = SimpleNamespace(find=lambda peer, forwarded: "a")
     access: Any = SimpleNamespace(client_addresses=addresses, identify=lambda key, address: caller)
-    scope = {"type": "http", "path": "/detokenize", "headers": [], "state": {}}
+    connection = SimpleNamespace(reads_nothing=nullcontext)
+    scope = {"type": "http", "path": "/detokenize", "headers": [], "state": {"connection": connection}}
     asyncio.run(Authorize(app, access, MemoryBudget(10**9))(scope, receive, send))
     return found[0]
 
