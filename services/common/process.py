@@ -10,6 +10,7 @@ import gc
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import math
 import os
@@ -232,13 +233,20 @@ class _Loader(importlib.abc.Loader):
         self._loader.exec_module(module)
 
 
+_LEAVES_OUT_OF = ("2.11", "2.12", "2.13")
+
+
 class _LeavesOutCompiling(_Loader):
     """Of torch, without what only compilers and exports need: what operators make of tensors without data.
 
-    Who exports imports `torch._meta_registrations` before, which then does all that it would have done here.
+    Who exports imports `torch._meta_registrations` before, which then does all that it would have done here. Of a torch
+    in which nobody has looked what else that module does, all is loaded.
     """
 
     def exec_module(self, module: ModuleType) -> None:
+        if importlib.metadata.version("torch").rpartition(".")[0] not in _LEAVES_OUT_OF:
+            super().exec_module(module)
+            return
         name = "_meta_registrations"
         sys.modules[f"torch.{name}"] = ModuleType(name)
         try:

@@ -211,6 +211,18 @@ print(torch.randn(3, generator=torch.Generator().manual_seed(7)).tolist())
     assert service[1] == plain[1]
 
 
+def test_of_an_unknown_torch_all_is_imported() -> None:
+    program = """
+import importlib.metadata, sys
+importlib.metadata.version = lambda name: "99.1.0"
+from services.common.process import importing
+with importing():
+    import torch
+print("torch._meta_registrations" in sys.modules)
+"""
+    assert subprocess.check_output([sys.executable, "-c", program], text=True, timeout=120) == "True\n"
+
+
 def test_transformers_reads_what_its_models_export_once() -> None:
     program = """
 import builtins, collections
