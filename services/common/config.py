@@ -438,8 +438,9 @@ class LogSection(Section):
 class MetricsSection(Section):
     """The names of metrics; each service has an address for its own."""
 
-    # vllm: the gateway's metrics also have vLLM's names, for routers, autoscalers and dashboards that look for them
-    compat: Literal["none", "vllm"] = "none"
+    # vllm, sglang: the gateway's metrics also have that server's names, for routers, autoscalers and dashboards that
+    # look for them
+    compat: Literal["none", "vllm", "sglang"] = "none"
 
 
 class TracingSection(Section):

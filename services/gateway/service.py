@@ -42,6 +42,7 @@ from services.gateway.link.worker_load import WorkerLoad
 from services.gateway.metrics.all_processes import AllProcesses
 from services.gateway.metrics.gateway_metrics import GatewayMetrics
 from services.gateway.metrics.pool_metrics import PoolMetrics
+from services.gateway.metrics.sglang_metrics import SglangMetrics
 from services.gateway.metrics.vllm_metrics import AdapterUse, VllmMetrics
 from services.gateway.peer_servicer import PEERS_SERVICE_NAME, PeerServicer
 from services.gateway.request.model_limits import LocalModel, ModelNames
@@ -236,6 +237,8 @@ class Gateway(Service):
         pool = PoolMetrics(worker_load, name)
         if config.metrics.compat == "none":
             return pool
+        if config.metrics.compat == "sglang":
+            return SglangMetrics(self._metrics, pool, name)
         max_loras, adapters = config.dense.max_loras, self._service.adapters
 
         def read_adapters() -> AdapterUse:

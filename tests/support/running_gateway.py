@@ -208,7 +208,7 @@ async def running_gateway(
     max_loras: int = 0,
     runner: Literal["auto", "pooling"] = "auto",
     options: ChildOptions | None = None,
-    compat: Literal["none", "vllm"] = "none",
+    compat: Literal["none", "vllm", "sglang"] = "none",
     **gateway_options: Any,
 ) -> AsyncIterator[RunningGateway]:
     """Runs a gateway with its sockets in `directory`. With `dense` it serves when this returns.

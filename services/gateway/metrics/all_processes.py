@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from services.gateway.link.gateway_peers import GatewayPeers
+from services.gateway.metrics import sglang_metrics
 from services.gateway.metrics.pool_metrics import NAMES
 from services.gateway.metrics.vllm_metrics import COPIES, PREFIX
 from services.gateway.resources.shared_call import SharedCall
@@ -28,7 +29,7 @@ T = TypeVar("T")
 
 LABEL = "process"
 # What every process tells alike, since it is the workers': told once, by the process that is reached.
-OF_WORKERS = NAMES | {PREFIX + copy for name in NAMES for copy in COPIES.get(name, ())}
+OF_WORKERS = NAMES | sglang_metrics.NAMES | {PREFIX + copy for name in NAMES for copy in COPIES.get(name, ())}
 MAX_AGE_S = 0.5  # the other processes are not asked more often, however many clients ask: these need no key
 
 

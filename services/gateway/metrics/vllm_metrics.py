@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import NamedTuple
@@ -18,8 +17,8 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 
+from services.gateway.metrics.copied import copied
 from services.gateway.metrics.gateway_metrics import FINISHED, EndedAnswer, GatewayMetrics
 from services.gateway.metrics.pool_metrics import WAIT_S, PoolMetrics
 from services.rpc.metrics import LATENCY_BUCKETS_S
@@ -75,21 +74,9 @@ class VllmMetrics(Collector):
             if family.name.startswith(PREFIX):
                 yield family
             for name in COPIES.get(family.name, ()):
-                yield self._copy(family, PREFIX + name)
+                yield copied(family, PREFIX + name, self._labels, _finished_reason)
         if self._max_loras:
             yield from self._adapters()
-
-    def _copy(self, family: Metric, name: str) -> Metric:
-        """The same samples under another name. Outcomes that have one reason there are added."""
-        copy = Metric(name, family.documentation, family.type)
-        values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
-        for sample in family.samples:
-            labels = {**self._labels, **sample.labels}
-            if (outcome := labels.pop("outcome", None)) is not None:
-                labels["finished_reason"] = FINISHED_REASONS.get(outcome, outcome)
-            values[name + sample.name.removeprefix(family.name), tuple(labels.items())] += sample.value
-        copy.samples = [Sample(each, dict(labels), value) for (each, labels), value in values.items()]
-        return copy
 
     def _adapters(self) -> Iterator[Metric]:
         async def read() -> AdapterUse:
@@ -109,6 +96,11 @@ class VllmMetrics(Collector):
         names = [",".join(sorted(each)) for each in (use.running, use.waiting)]
         info.add_metric([str(self._max_loras), *names], time.time())
         yield info
+
+
+def _finished_reason(outcome: str) -> dict[str, str]:
+    """The label of an outcome; several may have one reason there."""
+    return {"finished_reason": FINISHED_REASONS.get(outcome, outcome)}
 
 
 class _RequestHistograms:

@@ -13,8 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from services.common.config import EMBEDDED_MODEL, load_config
-from services.common.errors import ConfigError
+from services.common.config import EMBEDDED_MODEL
 from tests.support.adapters import make_adapter
 from tests.support.cluster import REPOSITORY, REQUEST_TIMEOUT_S, Cluster, running_cluster
 from tests.support.observed import free_address, until
@@ -200,8 +199,3 @@ def test_a_client_that_leaves_is_an_abort_and_its_adapter_was_in_use(server: Ser
     assert info.labels["running_lora_adapters"] == ADAPTER and info.labels["waiting_lora_adapters"] == ""
     assert idle.value <= info.value <= time.time()
     assert after == before + 1
-
-
-def test_an_unknown_value_is_refused_with_one_sentence() -> None:
-    with pytest.raises(ConfigError, match=r"^metrics\.compat = 'sglang': Input should be 'none' or 'vllm'$"):
-        load_config(None, ["metrics.compat=sglang"])
