@@ -23,7 +23,7 @@ from services.common.errors import PeerError
 from services.common.max_model_len import check_before_start
 from services.common.several_attention_workers import check_attention_workers, has_several
 from services.common.several_lanes import check_lanes_config
-from services.common.weight_files import check_weights
+from services.common.weight_files import begin_reading_weights, check_weights
 from services.launch.addresses import check_addresses, check_api_keys, check_chat_template, check_tls, place_sockets
 from services.launch.attention_workers import AttentionWorkers
 from services.launch.child import ATTENTION_ROLE, DENSE_ROLE, SECTIONS, SHAPE_FILE, Child, MakeChild
@@ -133,6 +133,7 @@ class Launcher(Service):
         if {*SECTIONS} & {*config.launch.services}:
             self._opened.enter_context(reading_shape(config.model, run_dir / SHAPE_FILE, start_process))
         await self._check_config(config, is_http_passed=bool(passed))
+        begin_reading_weights(config)
         self._api_key = make_own_key(config)
         has_tier = ATTENTION_ROLE in config.launch.services and config.attention.host_kv_bytes
         if has_tier and config.attention.host_kv_path is None:
