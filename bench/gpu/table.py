@@ -35,12 +35,13 @@ BENCH = Path(__file__).parents[1]
 # Experts: the larger the step, the more rows share what is read of each one. Long prompts: fewer steps have some.
 LARGE_STEPS = "scheduler.max_num_batched_tokens=8192"
 LONGEST_FIRST = "scheduler.head_start_s=0.05"
+LARGE_CACHE = "attention.kv_cache_memory_fraction=0.95"
 # A cache that has no room for all: who waits has its blocks in 36 GiB of host memory.
 IN_TURNS = (
     "scheduler.policy=take_turns",
     "attention.host_kv_bytes=38654705664",
     "attention.enable_prefix_cache=true",
-    "attention.kv_cache_memory_fraction=0.95",
+    LARGE_CACHE,
 )
 COMMON = ("scheduler.max_num_batched_tokens=2048", "attention.enable_prefix_cache=false")
 MIN_PART_PROMPTS = 2
@@ -139,7 +140,7 @@ GROUPS = {
     "7b-fp8": Group(
         "llama-2-7b",
         "fp8",
-        ("scheduler.max_num_seqs=512", LARGE_STEPS, LONGEST_FIRST),
+        ("scheduler.max_num_seqs=512", LARGE_STEPS, LONGEST_FIRST, LARGE_CACHE),
         (
             alone(10, Figure("one stream, TPOT ms", "tpot_ms.mean", 2.3, 2.1)),
             _of_16((4.0, 3.6), None),
