@@ -210,13 +210,16 @@ async def _read_prompt(
     if not num_kept:
         raise InvalidRequest("the prompt has no tokens, at least 1 is required", "prompt")
     check_prompt_length(num_in_front + num_kept, limits.max_model_len + (not model.generates))
-    token_ids = list(given[:num_kept] if message.keep_first_tokens else given[-num_kept:])
+    is_whole = num_kept == len(given)
+    if not is_whole:
+        given = given[:num_kept] if message.keep_first_tokens else given[-num_kept:]
+    token_ids = list(given)
     num_rows = len(vectors.token_ids) - num_in_front  # that token ids of the prompt may stand for
     check_token_ids("prompt_token_ids", token_ids, limits.vocab_size, name, num_rows)
     features = {SOURCE.name: source.input} if source is not None else {}
     if pictures and source is None:
         features[IMAGES.name] = encode_pictures(pictures)
-    is_whole_text = message.WhichOneof("input") == "prompt" and num_kept == len(given) and source is None
+    is_whole_text = message.WhichOneof("input") == "prompt" and is_whole and source is None
     return _Prompt(
         token_ids,
         vectors,

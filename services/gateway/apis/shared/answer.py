@@ -210,9 +210,7 @@ class Answer(Response):
             if piece := self._events(objects):
                 writer.write(piece)
 
-        write_text = None
-        if writer is not None and form.text_frame is not None:
-            write_text = writer.text_writer(*form.text_frame())
+        write_text = None  # until the first event is written
         try:
             if body and (not first.done() or current_run() is not None):
                 with opening():
@@ -233,6 +231,8 @@ class Answer(Response):
                 if is_large:
                     await self._send_large(send, objects)
                 if writer is not None:
+                    if write_text is None and form.text_frame is not None:
+                        write_text = writer.text_writer(*form.text_frame())
                     await generations.forward(write, writer.can_write, write_text)
                 next_chunk = await generations.next_chunk()
             end = form.end_of_stream
