@@ -7,9 +7,14 @@ import itertools
 from collections.abc import Sequence
 
 from fastapi import FastAPI
+from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from fastapi.responses import Response
 from pydantic_core import to_json
+from starlette.applications import Starlette
+from starlette.middleware.errors import ServerErrorMiddleware
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
+from starlette.types import ASGIApp
 
 from services.common.config import GatewaySection
 from services.gateway import __version__
@@ -84,7 +89,7 @@ def build_app(
 
     `resumption`: None if requests cannot be resumed. `speech`: None if the model reads no sound.
     """
-    app = FastAPI(
+    app = _Application(
         title="Twostroke",
         version=__version__,
         openapi_url=None,
@@ -132,10 +137,26 @@ def build_app(
     for router in routers:
         app.include_router(router)
     routes = itertools.chain.from_iterable([router.routes for router in routers])
-    # Within the application's error handlers.
-    app.router.middleware_stack = DirectRoutes(app.router.middleware_stack, routes, service.heavy_work)
+    app.routed = DirectRoutes(AsyncExitStackMiddleware(app.router), routes, service.heavy_work)
     _add_document(app, DIALECTS)
     return app
+
+
+class _Application(FastAPI):
+    """FastAPI without its layers around every request for telemetry and the sizes of bodies, which are off, and with
+    `DirectRoutes` in front of what only its own routes need.
+    """
+
+    routed: ASGIApp  # what the error handlers are around
+    __call__ = Starlette.__call__
+
+    def build_middleware_stack(self) -> ASGIApp:
+        handlers = dict(self.exception_handlers)
+        unexpected = handlers.pop(Exception)
+        stack: ASGIApp = ExceptionMiddleware(self.routed, handlers)
+        for each in reversed(self.user_middleware):
+            stack = each.cls(stack, *each.args, **each.kwargs)
+        return ServerErrorMiddleware(stack, unexpected)
 
 
 def prepare_routes(app: FastAPI) -> None:
