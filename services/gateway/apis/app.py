@@ -49,6 +49,7 @@ from services.gateway.apis.server.weight_routes import weight_routes
 from services.gateway.apis.sglang.routes import generate_routes
 from services.gateway.apis.sglang.session_routes import session_routes
 from services.gateway.apis.sglang.sessions import Sessions
+from services.gateway.apis.sglang.vertex_routes import vertex_routes
 from services.gateway.apis.tgi.errors import TGI
 from services.gateway.apis.tgi.routes import text_generation_routes
 from services.gateway.apis.triton.errors import TRITON
@@ -110,6 +111,7 @@ def build_app(
         text_generation_routes(service),
         same_path_routes(vectors, sessions),
         session_routes(service, sessions),
+        vertex_routes(service, sessions),
         llama_cpp_routes(service),
         ollama_routes(service),
         cohere_chat_routes(service),

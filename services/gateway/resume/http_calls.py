@@ -43,6 +43,7 @@ PATHS = frozenset(
         "/responses",
         "/v1/responses",
         "/v2/chat",
+        "/vertex_generate",
     }
 )
 # Of Triton's protocol, whose requests have an id of their own, and Ollama's, whose streams are no events; other routes

@@ -97,7 +97,11 @@ def generate_routes(service: RequestService, peers: GatewayPeers, worker_load: W
 
 
 async def answer_generate(
-    service: RequestService, sessions: Sessions, body: GenerateBody, request: Request
+    service: RequestService,
+    sessions: Sessions,
+    body: GenerateBody,
+    request: Request,
+    make_format: type[GenerateFormat] = GenerateFormat,
 ) -> Answer:
     """The answer to one or several prompts of /generate."""
     request_id: str = request.state.request_id if isinstance(body.rid, list) else body.rid or request.state.request_id
@@ -109,7 +113,7 @@ async def answer_generate(
     for each in each_body[:1]:
         each.sampling_params.log_unknown_fields(request)
     limits = service.limits
-    answer_format = GenerateFormat(service, body, request_id, turn)
+    answer_format = make_format(service, body, request_id, turn)
     are_cut = all(each.sampling_params.truncate_prompt_tokens is not None for each in each_body)
     with client_field_names(answer_format.param_names):
         check_prompts(body.prompts, limits, are_cut=are_cut)
