@@ -150,7 +150,7 @@ class Tokenizer:
         """Token ids of `text`, by default with the special tokens that the model expects around a prompt."""
         return await self.off_loop(len(text), self._encode, text, add_special_tokens)
 
-    async def encode_plain(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    async def encode_plain(self, text: str, add_special_tokens: bool) -> list[int]:
         """The same where special tokens that are written out in the text are plain text, as in messages of chats."""
         return await self.off_loop(len(text), self._encode_plain, text, add_special_tokens)
 

@@ -133,7 +133,7 @@ OnePrompt = Annotated[
 ]
 
 
-def prompts_of(most: int, kind: Callable[[Any], str] = kind_of_prompts) -> Any:
+def prompts_of(most: int, kind: Callable[[Any], str]) -> Any:
     """The type of a field with up to so many prompts as llama.cpp has them, which may have texts between token ids."""
     return Annotated[
         Annotated[str, Tag("<text>")]

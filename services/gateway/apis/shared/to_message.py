@@ -43,7 +43,7 @@ def thinking_variables(is_on: bool) -> dict[str, bool]:
     return {"enable_thinking": is_on, "thinking": is_on}
 
 
-def sampling_options(body: RequestModel, defaults: SamplingDefaults = NO_DEFAULTS) -> dict[str, Any]:
+def sampling_options(body: RequestModel, defaults: SamplingDefaults) -> dict[str, Any]:
     """The options of `SamplingParams` that a body gives in fields of its own: numbers, `top_k` and the seed.
 
     `defaults` are those of options that it does not give.

@@ -231,7 +231,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         return generation
 
     async def _start_generation(
-        self, message: gateway_pb2.GenerateRequest, *, in_one_message: bool = False
+        self, message: gateway_pb2.GenerateRequest, *, in_one_message: bool
     ) -> Generation:
         given = {field.name for field, _ in message.ListFields()}
         for report in REPORTS.values():
