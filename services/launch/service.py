@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import socket
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import structlog
 from services.channel.region import SHM_DIR, remove_stale_regions
 from services.common.config import Config, add_api_key, service_manager_of_environment
 from services.common.encoders.encoder_types import is_encoder
-from services.common.errors import PeerError
+from services.common.errors import CapacityError, PeerError
 from services.common.max_model_len import check_before_start
 from services.common.several_attention_workers import check_attention_workers, has_several
 from services.common.several_lanes import check_lanes_config
@@ -91,10 +92,11 @@ class Launcher(Service):
     async def start(self) -> None:
         """Starts all services and begins to answer `ctl`.
 
-        Raises `ConfigError`, `PeerError`, and what `check_memory` raises.
+        Raises `ConfigError`, `PeerError`, and what `check_memory` raises, also if a disk is full.
         """
         self._opened.callback(self._early.keep, frozenset())
-        run_dir = self._opened.enter_context(run_directory())
+        with _naming_full_disk():
+            run_dir = self._opened.enter_context(run_directory())
         passed = take_passed_sockets()
         for listener in passed:
             self._opened.callback(listener.close)
@@ -156,10 +158,11 @@ class Launcher(Service):
             processes = [self._children, Spares(list(self._standbys.values()))]
             has_all_workers = {role for role, _ in addresses} == {*SECTIONS}
             self._gpu_faults = GpuFaults(self._mps, processes, None if has_all_workers else INTERVAL_S)
-        for service in services:
-            self._children.start(make_child(*service))
-        for worker, address in addresses.items():
-            address.point_to(self._children.worker(*worker).address)
+        with _naming_full_disk():
+            for service in services:
+                self._children.start(make_child(*service))
+            for worker, address in addresses.items():
+                address.point_to(self._children.worker(*worker).address)
 
     async def run(self) -> None:
         """Runs until the prompt is answered, or all has drained. Raises the error that ends a service for good."""
@@ -337,6 +340,15 @@ class Launcher(Service):
             gateway.stop(drains=True)
         grace_s = self._config.gateway.drain_timeout_s + self._config.launch.stop_grace_s
         await asyncio.gather(*(gateway.wait(grace_s) for gateway in gateways))
+
+
+@contextlib.contextmanager
+def _naming_full_disk() -> Iterator[None]:
+    """Turns an `OSError`, which names the file, into a `CapacityError`."""
+    try:
+        yield
+    except OSError as error:
+        raise CapacityError(f"the services cannot be started: {error}") from error
 
 
 async def run_until_first(*coroutines: Coroutine[Any, Any, None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from services.common.config import SERVICES, Config, dump_config, load_config
-from services.common.errors import ConfigError, InvalidRequest, PeerError
+from services.common.errors import CapacityError, ConfigError, InvalidRequest, PeerError
 from services.launch import memory_plan, mps, standby
 from services.launch.addresses import check_addresses, place_sockets
 from services.launch.arguments import parse_args
@@ -169,6 +170,26 @@ async def running(config: Config) -> AsyncIterator[Launcher]:
             await asyncio.gather(run, return_exceptions=True)
     finally:
         await launcher.stop()
+
+
+@pytest.mark.parametrize("call", ["symlink_to", "write_text"])
+def test_a_start_on_a_full_disk_ends_with_an_error_that_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Of a worker's address, or of a service's configuration."""
+
+    def fill(self: Path, _: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
+
+    async def start() -> None:
+        monkeypatch.setattr(Path, call, fill)
+        async with running(config_of(tmp_path, DENSE_ROLE)):
+            pass
+
+    named = {"symlink_to": r"dense\.address-\w+-1\.link'", "write_text": r"dense_worker\.toml'"}[call]
+    with pytest.raises(CapacityError, match=rf"cannot be started: .*No space left on device: '\S*{named}"):
+        asyncio.run(start())
+    assert not list(tmp_path.iterdir())
 
 
 async def until(is_done: Callable[[], bool]) -> None:
