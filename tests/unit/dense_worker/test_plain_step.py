@@ -24,7 +24,6 @@ NOT_IN_A_PAIR = {
     "dense_worker/engine/attention_client.py",
     "dense_worker/metrics.py",
     "dense_worker/features/drafting/measured_drafting.py",
-    "dense_worker/features/drafting/step_costs.py",
 }
 ONLY_IN_A_PAIR = {"dense_worker/features/drafting/drafting.py"}
 NUM_STREAMS, NUM_STEPS = 4, 3

@@ -123,6 +123,7 @@ class TorchAttention:
         self._relative_bias: torch.Tensor | None = None
         self._max_model_len = max_model_len
         self._slopes = torch.tensor(config.attention.alibi_slopes, dtype=torch.float32, device=device)
+        self._num_groups = spec.num_groups
         self._layer_groups = [spec.group_of(layer) for layer in range(spec.num_layers)]
         # By group of layers: their windows, and their kinds of heads.
         self._group_options: tuple[tuple[set[int | None], set[int]], ...] = ((set(), set()), (set(), set()))
@@ -155,7 +156,7 @@ class TorchAttention:
             rope: embedding(on_axes if rope.axes and on_axes is not None else positions, rope_lens)
             for rope, embedding in self._ropes.items()
         }
-        parts = step.parts(self._spec.num_groups)
+        parts = step.parts(self._num_groups)
         num_later = step.num_later if self._config.attention.sees_spans else None
         self._parts = [self._prepare_part(group, part, num_later) for group, part in enumerate(parts)]
         kinds = zip(self._kinds, self._kind_ropes, strict=True)

@@ -203,6 +203,7 @@ class MeasuredDrafting(Drafting):
     def _forget_plans(self) -> None:
         self._has_drafts = self._was_busy = self._is_held_back = self._was_held_back = False
         self._request, self._requested_for = None, ()
+        self._allotted.clear()
 
     def _follow(self, sequence: Sequence) -> Predictor | None:
         """The predictor of a sequence, which knows all of its tokens; None if it may have no drafts."""
@@ -287,6 +288,11 @@ class ForcedDrafting(MeasuredDrafting):
             self._forget_plans()
             return False
         return super().waits_for(step, running, num_rows, max_num_drafts)
+
+    def begin_step(self, decodes: SequenceOf[Sequence], num_rows: int, max_num_drafts: int) -> None:
+        """Divides drafts, if there are forms."""
+        if self._has_forms:
+            super().begin_step(decodes, num_rows, max_num_drafts)
 
     def on_step(self, stats: StepStats, started: Iterable[Sequence], outputs: Iterable[SequenceOutput]) -> None:
         """Notes what a step has cost, if there are forms."""
