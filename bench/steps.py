@@ -170,6 +170,7 @@ class Steps:
 
     def edit(self, prepared: StepInput) -> None:
         """Edits logits that are not there."""
+        self.runner._add_to_sampler()
         for editor, rows in self.sampler._find_edits(prepared.sampled_slots, prepared.output_lens):
             editor.apply(torch.empty(0), rows)
 

@@ -100,6 +100,7 @@ class ModelRunner:
         self._rows = BatchRows(max_num_seqs)
         self._sequences: dict[int, RequestState] = {}  # by seq_id
         self._running: dict[int, RequestState] = {}  # by slot
+        self._not_sampled = list[RequestState]()  # those with a slot that the sampler does not know yet
         self._batch: Batch | None = None  # of the newest plan; None: one of its ids may mean another sequence by now
 
     def attach(self, channels: Iterable[Channel], ranks: LeadingRanks | None = None) -> None:
@@ -304,6 +305,7 @@ class ModelRunner:
         residual: that of `LayerRun.finish`; None if the step does not need it
         hidden: [n, hidden], of the step's hidden rows; None: they are computed from the residual
         """
+        self._add_to_sampler()
         parts, num_logprobs = step.parts.values(), dict[int, int]()
         ranked = token_ids = None
         for part in parts:
@@ -363,22 +365,30 @@ class ModelRunner:
         slot = self._free_slots.pop()
         self._rows.begin(slot, sequence)
         self._running[slot] = sequence
-        spec, num_prompt_tokens = sequence.spec, sequence.spec.num_prompt_tokens
-        prompt_token_ids: SequenceOf[int] = sequence.token_ids[:num_prompt_tokens]
-        for feature in sequence.features:
-            prompt_token_ids = feature.vocabulary_tokens(prompt_token_ids)
-        self._sampler.add(
-            slot,
-            spec.sampling,
-            prompt_token_ids,
-            sequence.token_ids[num_prompt_tokens:],
-            spec.stop_token_ids,
-            sequence.num_logprobs,
-            sequence.features,
-        )
+        self._not_sampled.append(sequence)
+
+    def _add_to_sampler(self) -> None:
+        """Tells the sampler of new sequences: behind the layers of their first step, which nobody shall wait for."""
+        new, self._not_sampled = self._not_sampled, []
+        for sequence in new:
+            assert sequence.slot is not None, "it has a slot"
+            spec, num_prompt_tokens = sequence.spec, sequence.spec.num_prompt_tokens
+            prompt_token_ids: SequenceOf[int] = sequence.token_ids[:num_prompt_tokens]
+            for feature in sequence.features:
+                prompt_token_ids = feature.vocabulary_tokens(prompt_token_ids)
+            self._sampler.add(
+                sequence.slot,
+                spec.sampling,
+                prompt_token_ids,
+                sequence.token_ids[num_prompt_tokens:],
+                spec.stop_token_ids,
+                sequence.num_logprobs,
+                sequence.features,
+            )
 
     def _release_slot(self, sequence: RequestState) -> None:
         assert sequence.slot is not None, "it has a slot"
+        self._add_to_sampler()
         self._sampler.remove(sequence.slot)
         del self._running[sequence.slot]
         self._free_slots.append(sequence.slot)
