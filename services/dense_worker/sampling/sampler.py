@@ -19,11 +19,10 @@ from services.common.sampling_params import SamplingParams
 from services.dense_worker.features.sequence_feature import SequenceFeature
 from services.dense_worker.sampling import gumbel
 from services.dense_worker.sampling.editors import EDITORS
-from services.dense_worker.sampling.host_stages import HostStages
 from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence, LogitsEditor
 from services.dense_worker.sampling.logprobs import RankedTokens, rank_tokens
 from services.dense_worker.sampling.token_filters import keep_min_p, keep_top
-from services.dense_worker.sampling.upload import upload
+from services.dense_worker.sampling.upload import HostStages, upload
 
 _OPTIONS = np.dtype(
     [

@@ -15,9 +15,8 @@ import triton
 import triton.language as tl
 
 from services.common.compile_kernels import launch
-from services.dense_worker.sampling.host_stages import HostStages
 from services.dense_worker.sampling.philox import TOKENS_PER_BLOCK
-from services.dense_worker.sampling.upload import upload
+from services.dense_worker.sampling.upload import HostStages, upload
 
 _BLOCKS_PER_PROGRAM = 256  # blocks of the random generator
 _STEP = tl.constexpr(2.0**-32)  # distance between two uniform numbers

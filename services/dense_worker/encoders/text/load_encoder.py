@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,21 +14,22 @@ import torch
 from services.common.encoders.encoder_config import Disentangled, TextEncoderConfig
 from services.common.errors import ModelError
 from services.common.families.kinds import NormKind
-from services.common.pooling.pooling_config import ClassifierHead, PooledActivation, PoolingConfig
+from services.common.pooling.pooling_config import ClassifierHead, PooledActivation, PoolingConfig, TokenHead
 from services.dense_worker.encoders.packed_attention import PositionTerms
 from services.dense_worker.encoders.text.encoder_operations import EncoderOperations, TorchEncoderOperations
 from services.dense_worker.encoders.text.text_encoder import Affine, HeadLayer, LayerWeights, TextEncoder
-from services.dense_worker.encoders.text.token_heads import load_token_heads, random_token_heads
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.quantized.layer import FLOATS
 from services.dense_worker.kernels.norm.norm import HeadNorms, LayerNorm, Norm, RmsNormPlusOne
-from services.dense_worker.model.checkpoint import open_checkpoint
+from services.dense_worker.model.checkpoint import Checkpoint, open_checkpoint
 from services.dense_worker.parameters import Parameter
 
 MAX_DISTANCE = 128  # from which on all distances have the same bias (MPNet, as T5 in arXiv:1910.10683)
 
 # The float32 tensor of a name and shape, on the CPU.
 Read = Callable[[str, tuple[int, ...]], torch.Tensor]
+
+_ACTIVATIONS = {TokenHead.SPARSE: "relu", TokenHead.COLBERT: None}  # of layers for the states of tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,3 +344,40 @@ def disentangled_rows(terms: Disentangled, max_length: int) -> torch.Tensor:
         buckets = (torch.ceil(logs) + middle).long() * distances.sign()
         distances = torch.where(distances.abs() <= middle, distances, buckets)
     return (distances + terms.span).clamp(0, 2 * terms.span - 1)
+
+
+def load_token_heads(
+    path: Path, pooling: PoolingConfig, hidden_size: int, device: torch.device
+) -> dict[TokenHead, HeadLayer]:
+    """The layers for the states of tokens, which are in files of their own in `path` (BGE-M3, arXiv:2402.03216).
+
+    In float32. Raises `ModelError` for a tensor that is missing or of another shape.
+    """
+    heads = {}
+    for head in pooling.token_heads:
+        file, num_rows = path / f"{head.file_stem}.safetensors", _num_rows(head, hidden_size)
+        with ExitStack() as opened:
+            checkpoint = Checkpoint([file], opened, lambda name: name)
+            parts = []
+            for name, shape in (("weight", (num_rows, hidden_size)), ("bias", (num_rows,))):
+                if name not in checkpoint:
+                    raise ModelError(f"{file} has no tensor {name}")
+                parts.append(checkpoint.read(name, FLOATS, (shape,)).to(device, torch.float32))
+        heads[head] = HeadLayer(Affine(*parts), _ACTIVATIONS[head])
+    return heads
+
+
+def random_token_heads(
+    pooling: PoolingConfig, hidden_size: int, device: torch.device, generator: torch.Generator
+) -> dict[TokenHead, HeadLayer]:
+    """Layers of the same shapes with random weights."""
+    heads = {}
+    for head in pooling.token_heads:
+        num_rows = _num_rows(head, hidden_size)
+        weight = torch.randn(num_rows, hidden_size, generator=generator) * hidden_size**-0.5
+        heads[head] = HeadLayer(Affine(weight.to(device), torch.zeros(num_rows, device=device)), _ACTIVATIONS[head])
+    return heads
+
+
+def _num_rows(head: TokenHead, hidden_size: int) -> int:
+    return 1 if head is TokenHead.SPARSE else hidden_size

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from services.dense_worker.features.grammar.sequence_grammar import SequenceGrammar
-from services.dense_worker.sampling.host_stages import HostStages
 from services.dense_worker.sampling.logits_editor import EditedRows, EditedSequence, LogitsEditor
+from services.dense_worker.sampling.upload import HostStages
 from services.grammar.matcher import GrammarMatcher
 
 # Allowed tokens whose logits are lower, such as those that other editors exclude, get this logit. So one of them is

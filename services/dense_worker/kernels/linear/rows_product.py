@@ -19,7 +19,7 @@ from services.common.errors import DeviceError
 from services.common.families.shape import Activation
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.linear_choice import ROW_BUCKETS
-from services.dense_worker.kernels.linear.row_deltas import RowDeltas
+from services.dense_worker.kernels.lora.tensors import RowDeltas
 from services.dense_worker.kernels.norm.norm import SplitNorm, num_squares
 from services.dense_worker.kernels.tensor_map import TensorMap, map_of, num_rows_there
 

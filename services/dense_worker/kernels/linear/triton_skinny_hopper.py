@@ -17,7 +17,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.dense_worker.kernels.linear.quantized.operands import CodeScales
-from services.dense_worker.kernels.linear.row_deltas import RowDeltas
 from services.dense_worker.kernels.linear.triton_tiles import (
     MAX_ROWS as _MAX_ROWS,
 )
@@ -26,6 +25,7 @@ from services.dense_worker.kernels.linear.triton_tiles import (
     part_of_split,
     write_features,
 )
+from services.dense_worker.kernels.lora.tensors import RowDeltas
 from services.dense_worker.kernels.norm.norm import SplitNorm
 from services.dense_worker.kernels.norm.triton_split_norm import (
     norm_factors,

@@ -1,9 +1,9 @@
-"""Converts the tensors of adapters' checkpoints, and places them into the model's linear layers."""
+"""Adapters of a model in memory: a store with slots for them, and what they add to the products of linear layers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -47,3 +47,20 @@ def to_tensor(values: np.ndarray, scale: float, dtype: torch.dtype, device: torc
     if not bool(tensor.isfinite().all()):
         raise InvalidRequest(f"the adapter has values too large for {dtype}, the greatest is {np.abs(values).max()}")
     return tensor
+
+
+class RowDeltas(NamedTuple):
+    """The products with B that are added to a linear layer's: those of each row with its adapter's."""
+
+    hidden: torch.Tensor  # x A^T, x's dtype [num_projections, most rows, ranks of all slots, and zeros behind them]
+    a: torch.Tensor  # [num_projections, groups of ranks, num_slots, RANK_STEP, in_features]
+    b: torch.Tensor  # [weight's rows, ranks of all slots], scaled
+    group_size: int  # ranks that lie together: the first ones of all slots, and so on
+    num_tiles: int  # of A, RANK_STEP ranks each
+    ranks: torch.Tensor  # int32 [num_slots, num_projections], multiples of RANK_STEP; 0: no delta
+    column_starts: torch.Tensor  # int32 [num_projections + 1]: the columns of each projection
+    first_features: tuple[int, ...]  # the same without the last, on the host
+    row_slots: torch.Tensor  # int32 [n]: the slot of each row or -1
+    sums: torch.Tensor  # float32: those of `hidden` over parts of in_features
+    num_parts_done: torch.Tensor  # int32 [num_tiles], zeros
+    counters: torch.Tensor  # int32 [2]: tiles of A whose sums are in `hidden`, and, from 1 on, x is complete

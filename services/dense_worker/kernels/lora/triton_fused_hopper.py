@@ -20,10 +20,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.dense_worker.kernels.linear.activation import MlpActivation
 from services.dense_worker.kernels.linear.quantized.triton_codes import TRITON_TYPES
-from services.dense_worker.kernels.linear.row_deltas import RowDeltas
 from services.dense_worker.kernels.linear.triton_skinny import SM_BYTES, SkinnyTiles, choose_skinny_tiles
 from services.dense_worker.kernels.linear.triton_skinny_hopper import multiply_copied_ahead
 from services.dense_worker.kernels.linear.triton_tiles import BLOCK_OUT, MAX_ROWS, SplitWorkspace
+from services.dense_worker.kernels.lora.tensors import RowDeltas
 from services.dense_worker.kernels.lora.triton_lora import RANK_STEP
 from services.dense_worker.kernels.norm.norm import SplitNorm, num_squares
 from services.dense_worker.kernels.triton_launch import KernelLauncher
