@@ -47,10 +47,6 @@ def messages_routes(service: RequestService) -> APIRouter:
         message = gateway_pb2.TokenizeRequest(chat=anthropic_chat(body))
         if any(each.pictures for each in message.chat.messages):
             raise InvalidRequest("messages have pictures, which token ids alone do not show", "messages")
-        with client_field_names(param_names(body)):
-            held = request.state.held
-            [token_ids] = await service.tokenize([message], request.state.caller, held, BYTES_PER_TOKEN_ID)
-        held.settle()
         params = {**sampling_options(body, service.local_model.sampling_defaults), "max_tokens": body.max_tokens}
         if body.stop_sequences:
             params["stop"] = body.stop_sequences
@@ -59,21 +55,27 @@ def messages_routes(service: RequestService) -> APIRouter:
         found: RenderedPrompt = {
             "request_id": f"msg_{request.state.request_id}",
             "model": body.model,
-            "token_ids": token_ids,
+            "token_ids": [],
             "sampling_params": params,
             "stream": bool(body.stream),
             "stream_options": None,
             "cache_salt": None,
             "priority": 0,
         }
+        names, held = param_names(body), request.state.held
+        del body
+        with client_field_names(names):
+            [found["token_ids"]] = await service.tokenize([message], request.state.caller, held, BYTES_PER_TOKEN_ID)
+        held.settle()
         return PiecewiseAnswer(json_pieces(found), service.heavy_work)
 
     @router.post("/v1/messages/count_tokens", responses={200: {"model": TokensCount}})
     async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
         """The number of tokens that the prompt would have."""
         service.names_for(request.state.caller).check(body.model)
-        message = gateway_pb2.TokenizeRequest(chat=anthropic_chat(body))
-        with client_field_names(param_names(body)):
+        message, names = gateway_pb2.TokenizeRequest(chat=anthropic_chat(body)), param_names(body)
+        del body
+        with client_field_names(names):
             [token_ids] = await service.tokenize([message], request.state.caller)
         return JSONResponse({"input_tokens": len(token_ids)})
 

@@ -34,7 +34,7 @@ class CohereFormat(Format):
 
     def __init__(self, service: RequestService, body: CohereChatRequest, request_id: str) -> None:
         self._tokenizer = service.tokenizer
-        self._body = body
+        self._has_logprobs = bool(body.logprobs)
         self._request_id = request_id
         self._open: str | None = None  # the kind of the block that grows: text or thinking
         self._num_blocks = 0  # that have begun
@@ -48,7 +48,7 @@ class CohereFormat(Format):
     def chunk(self, prompt_index: int, chunk: Chunk) -> Sequence[Any]:
         self._finish = chunk.finish
         events = list(self._events(chunk.all_deltas()))
-        if self._body.logprobs and chunk.token_ids:
+        if self._has_logprobs and chunk.token_ids:
             deltas = [event for event in events if event["type"] == "content-delta"]
             if not deltas:  # a token without text belongs to the block that is open, or to none
                 deltas = [self._content("content-delta", {}, self._num_blocks - 1 if self._open else 0)]
@@ -94,7 +94,7 @@ class CohereFormat(Format):
             "message": message,
             "usage": _usage(finish),
         }
-        if self._body.logprobs:
+        if self._has_logprobs:
             answer["logprobs"] = LazyList(lambda: self._logprobs(completion.token_ids, completion.logprobs))  # type: ignore[typeddict-item]
         return answer
 

@@ -30,7 +30,7 @@ class OllamaFormat(Format):
         """`has_context`: whether the last object has the token ids of prompt and answer."""
         self.param_names = param_names(body)
         self._tokenizer = service.tokenizer
-        self._body = body
+        self._model, self._has_logprobs, self._shows_thinking = body.model, bool(body.logprobs), body.think is not False
         self._is_chat = isinstance(body, OllamaChatRequest)
         self._has_context = has_context
         self._context: list[int] = []
@@ -45,7 +45,7 @@ class OllamaFormat(Format):
             self._context += chunk.token_ids
         objects = []
         piece = self._piece(chunk.all_deltas())
-        if self._body.logprobs and chunk.token_ids:
+        if self._has_logprobs and chunk.token_ids:
             piece["logprobs"] = self._logprobs(chunk.token_ids, chunk.logprobs or ())
         if not _says_nothing(piece):
             objects.append(self._object(piece))
@@ -61,12 +61,12 @@ class OllamaFormat(Format):
         if self._has_context:
             self._context += completion.token_ids
         piece = self._piece(completion.all_deltas())
-        if self._body.logprobs:
+        if self._has_logprobs:
             piece["logprobs"] = self._logprobs(completion.token_ids, completion.logprobs)
         return self._object(piece, completion.finish)
 
     def _object(self, piece: dict[str, Any], finish: Finish | None = None) -> OllamaAnswer:
-        whole: OllamaAnswer = {**answer_head(self._body.model), **piece, "done": finish is not None}  # type: ignore[typeddict-item]
+        whole: OllamaAnswer = {**answer_head(self._model), **piece, "done": finish is not None}  # type: ignore[typeddict-item]
         if finish is not None:
             whole |= {"done_reason": finish.reason.value, **_times(finish)}  # type: ignore[typeddict-item]
             if self._has_context:
@@ -90,7 +90,7 @@ class OllamaFormat(Format):
                 text, call = self._ended(delta)
                 message["content"] += text
                 calls += call
-        if thinking and self._body.think is not False:
+        if thinking and self._shows_thinking:
             message["thinking"] = thinking
         if calls:
             message["tool_calls"] = calls

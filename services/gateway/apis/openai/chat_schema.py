@@ -28,8 +28,6 @@ from services.gateway.apis.shared.timings import ProgressObject, TimingsObject
 from services.gateway.request.read_request import MAX_MESSAGES
 from services.gateway.text.read_chat import MAX_NAME_CHARACTERS
 
-MAX_KEPT_MESSAGES = 256  # while a request waits and is answered
-
 
 class TextPart(RequestModel):
     """A part of a message that is text."""
@@ -271,12 +269,13 @@ class ChatRequest(OpenAIFields, NamedFields):
     )
 
     def without_messages(self) -> ChatRequest:
-        """What the answer's format keeps: with at most one message, the last one, if there are many.
+        """What is kept while the request waits and is answered: of all messages the text of the last one, and no tools.
 
         Thousands of messages are a hundred thousand objects, all of which each full collection of garbage looks at.
         """
-        is_short = len(self.messages) <= MAX_KEPT_MESSAGES
-        return self if is_short else self.model_copy(update={"messages": self.messages[-1:]})
+        last = self.messages[-1]
+        kept = ChatMessageObject.model_construct(role=last.role, content=last.text)
+        return self.model_copy(update={"messages": [kept], "tools": None})
 
     @property
     def keeps_reasoning(self) -> bool:

@@ -36,6 +36,7 @@ from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.read_request import check_counts, check_token_ids, read_request
 from services.gateway.resources.repeatable import created_at
 from services.gateway.text.answer_parts import AnswerParts
+from services.pb import gateway_pb2
 
 NAME_OF_ID = "token_id:"
 MAX_TOP = 1024  # likely tokens of one position
@@ -116,13 +117,18 @@ def derender_routes(service: RequestService) -> APIRouter:
     async def derender_chat(body: DerenderChat, request: Request) -> Response:
         """The answer to a chat from the token ids of its choices."""
         service.names_for(request.state.caller).check(body.model or "")
-        given, num_prompt_tokens = body.generate_response, body.prompt_tokens or 0
-        texts = await texts_of([given], ["generate_response"], request)
-        chat, asked = ChatRequest.model_construct(model=body.model, messages=()), None
+        given, num_prompt_tokens, model = body.generate_response, body.prompt_tokens or 0, body.model
+        chat, message, asked = ChatRequest.model_construct(model=model, messages=()), None, None
         if body.chat_request is not None:
             # The answer is whole, and its log-probabilities are given.
             chat = body.chat_request.model_copy(update={"stream": None, "logprobs": None, "top_logprobs": None})
-            asked = await read_chat_request(chat, request)
+            message = message_of(chat, request)
+            chat = chat.without_messages()
+        del body
+        texts = await texts_of([given], ["generate_response"], request)
+        if message is not None:
+            with client_field_names({"chat": "chat_request", "messages": "chat_request.messages"}):
+                asked = await read_request(message, service.limits)
         completions = []
         for choice, text in zip(given.choices, texts, strict=True):
             finish = Finish(
@@ -139,7 +145,7 @@ def derender_routes(service: RequestService) -> APIRouter:
                 written["logprobs"] = chat_logprobs(tokenizer, *rows, has_ids=False)
         whole["id"] = given.request_id or whole["id"]
         whole["usage"] = usage_of(num_prompt_tokens, given.choices)
-        return answer(whole, body.model, given)
+        return answer(whole, model, given)
 
     @router.post("/v1/completions/derender", responses={200: {"model": CompletionObject}})
     async def derender_completion(body: DerenderCompletions, request: Request) -> Response:
@@ -175,15 +181,15 @@ def derender_routes(service: RequestService) -> APIRouter:
             texts += await service.detokenize(lists, True, caller, held, f"{field}.choices.token_ids")
         return texts
 
-    async def read_chat_request(chat: ChatRequest, request: Request) -> GenerationRequest:
-        """What a chat says of its answers."""
+    def message_of(chat: ChatRequest, request: Request) -> gateway_pb2.GenerateRequest:
+        """What a chat says of its answers. Raises `InvalidRequest`."""
         refuse_embeds(chat, "the prompt of the answers is not read")
         if any(each.images for each in chat.messages if isinstance(each.content, list)):
             raise InvalidRequest("the messages of chat_request have pictures, which are not read", "chat_request")
         message = chat_message(chat, request.state.request_id, service.limits)
         with client_field_names({"chat": "chat_request", "messages": "chat_request.messages"}):
             check_counts(message, service.pictures)
-            return await read_request(message, service.limits)
+        return message
 
     async def read_answer(given: Completion, asked: GenerationRequest) -> Completion:
         """The answer as the chat would have got it: with reasoning and calls, and up to a stop string."""

@@ -118,15 +118,16 @@ def render_routes(service: RequestService) -> APIRouter:
         chat.tool_choice = choice_text(body.tool_choice) if body.tools else ""
         chat.reasoning_effort = body.reasoning_effort or ""
         message = gateway_pb2.TokenizeRequest(chat=chat, add_special_tokens=body.add_special_tokens)
-        with client_field_names(PARAM_NAMES):
-            [token_ids] = await tokenized(message, request)
-        request.state.held.settle()
         params = sampling_params(body)
         if body.max_completion_tokens is not None:
             params["max_tokens"] = body.max_completion_tokens
         if body.logprobs:
             params["logprobs"] = body.top_logprobs or 0
-        found = rendered(body, f"chatcmpl-{request.state.request_id}", token_ids, params)
+        found = rendered(body, f"chatcmpl-{request.state.request_id}", (), params)
+        del body
+        with client_field_names(PARAM_NAMES):
+            [found["token_ids"]] = await tokenized(message, request)
+        request.state.held.settle()
         return PiecewiseAnswer(json_pieces(found), service.heavy_work)
 
     async def tokenized(message: gateway_pb2.TokenizeRequest, request: Request) -> list[list[int]]:

@@ -59,6 +59,7 @@ def token_routes(service: RequestService, vectors: Vectors) -> APIRouter:
         is_list = isinstance(body.prompt, list)
         refuse_embeds(body, "only texts are shown as tokens")
         messages = tokenize_messages(body)
+        body = body.model_copy(update={"messages": None, "tools": None})
         _check_count("prompt", len(messages), service.section.max_prompts)
         has_texts = body.return_token_strs or body.with_pieces
         num_bytes = BYTES_PER_TOKEN_TEXT if has_texts else BYTES_PER_TOKEN_ID
@@ -120,6 +121,7 @@ def token_routes(service: RequestService, vectors: Vectors) -> APIRouter:
         service.names_for(request.state.caller).check(body.model or "")
         refuse_embeds(body, "only texts are counted")
         chat = chat_message(body, request.state.request_id, service.limits).chat
+        del body
         [token_ids] = await service.tokenize([gateway_pb2.TokenizeRequest(chat=chat)], request.state.caller)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
@@ -129,6 +131,7 @@ def token_routes(service: RequestService, vectors: Vectors) -> APIRouter:
         service.names_for(request.state.caller).check(body.model or "")
         refuse_embeds(body, "a template writes texts only")
         message = gateway_pb2.TokenizeRequest(chat=chat_of(body))
+        del body
         text = await service.render_chat(message, request.state.caller)
         request.state.held.settle()
         return JSONResponse({"prompt": text})

@@ -63,6 +63,7 @@ def responses_routes(
         """The number of tokens that the prompt would have."""
         service.names_for(request.state.caller).check(body.model or "")
         message, _ = await read_message(body, request, offered_tools(body))
+        del body
         with client_field_names(PARAM_NAMES):
             [token_ids] = await service.tokenize(
                 [gateway_pb2.TokenizeRequest(chat=message.chat)], request.state.caller

@@ -34,10 +34,10 @@ class BinaryAnswer(PooledAnswer):
         """values_of, shape: as for `vector_pieces`. Raises `InvalidRequest` for a header that would be too long."""
         super().__init__(vectors, body.inputs, options, self._packed)
         assert body.pack is not None
-        self._body, self._pack, self._values_of, self._shape = body, body.pack, values_of, shape
+        self._body, self._pack, self._values_of, self._shape = body.without_inputs(), body.pack, values_of, shape
         self._model = body.model or vectors.service.names.first
         # Before anything is computed; a vector for each token makes the header longer than one for each input.
-        self._metadata([(1,)] * len(body.inputs), usage_of(()))
+        self._metadata([(1,)] * len(self._inputs), usage_of(()))
 
     def headers_of(self, pooled: Sequence[PooledInput]) -> dict[str, str]:
         """Where the vectors of each input are."""

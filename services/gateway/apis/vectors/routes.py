@@ -30,20 +30,20 @@ def vector_routes(vectors: Vectors) -> APIRouter:
         embeds = vectors.embeds
         normalizes = body.normalizes(embeds.normalizes)
         vectors.check_dimensions(body.dimensions)
-        options = body.options(request)
+        options, kept = body.options(request), body.without_inputs()
 
         def shape(values: np.ndarray) -> np.ndarray:
-            return shaped(values, body.dimensions, normalizes)
+            return shaped(values, kept.dimensions, normalizes)
 
         if body.is_binary:
             return BinaryAnswer(vectors, body, options, lambda each: each.values, shape)
 
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
             objects = (
-                vector_pieces("embedding", "embedding", index, each.values, shape, body.pack)
+                vector_pieces("embedding", "embedding", index, each.values, shape, kept.pack)
                 for index, each in enumerate(pooled)
             )
-            return list_answer(options.request_id, body.model or service.names.first, objects, pooled)
+            return list_answer(options.request_id, kept.model or service.names.first, objects, pooled)
 
         return PooledAnswer(vectors, body.inputs, options, write)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, NotRequired
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, Self
 
 import numpy as np
 import pydantic
@@ -82,6 +82,10 @@ class InputRequest(InputFields):
         if (self.input is None) == (self.messages is None):
             raise PydanticCustomError("input", "exactly one of input and messages is required", {"field": "input"})
         return self
+
+    def without_inputs(self) -> Self:
+        """What the answer is written by. Thousands of messages are very many objects while the request waits."""
+        return self.model_copy(update={"input": None, "messages": None})
 
     @property
     def inputs(self) -> list[VectorInput]:

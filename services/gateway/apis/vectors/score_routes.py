@@ -149,6 +149,7 @@ def score_routes(vectors: Vectors) -> APIRouter:
         head = head if head in pooling.token_heads else None
         is_of_tokens = body.task == "token_embed" or (body.task == "token_classify" and pooling.is_classifier)
         options = replace(options, all_tokens=is_of_tokens or head is not None, token_head=head)
+        kept = body.without_inputs()
         vectors.check_dimensions(body.dimensions)
         if body.dimensions is not None and head is TokenHead.SPARSE:
             raise InvalidRequest("dimensions cannot be used with token_classify: a token has one number", "dimensions")
@@ -159,7 +160,7 @@ def score_routes(vectors: Vectors) -> APIRouter:
         is_plain = body.use_activation is False or not pooling.is_classifier
 
         def shape(values: np.ndarray) -> np.ndarray:
-            return shaped(values if is_plain else probabilities(values, pooling), body.dimensions, normalizes)
+            return shaped(values if is_plain else probabilities(values, pooling), kept.dimensions, normalizes)
 
         def values_of(each: PooledInput) -> np.ndarray:
             if head is None:
@@ -172,7 +173,7 @@ def score_routes(vectors: Vectors) -> APIRouter:
 
         def write(pooled: Sequence[PooledInput]) -> Iterator[bytes]:
             objects = (
-                vector_pieces("pooling", "data", index, values_of(each), shape, body.pack)
+                vector_pieces("pooling", "data", index, values_of(each), shape, kept.pack)
                 for index, each in enumerate(pooled)
             )
             return answer(options, objects, pooled)

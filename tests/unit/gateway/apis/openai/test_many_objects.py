@@ -8,32 +8,75 @@ import gc
 import json
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
-from services.gateway.apis.openai.chat_schema import ChatMessageObject
+import pytest
+
+from services.common.config import EMBEDDED_MODEL
 from services.gateway.apis.openai.token_routes import BYTES_PER_TOKEN_TEXT
+from services.gateway.apis.shared.request_model import RequestModel
 from tests.support.clients.gateway_calls import with_gateway
 from tests.support.clients.http_clients import async_client
 from tests.support.running_gateway import RunningGateway
 from tests.support.workers.fake_dense import FakeDense
 
-NUM_CHATS, NUM_MESSAGES = 6, 2400
+NUM_CHATS, NUM_MESSAGES = 4, 2400
 MESSAGES = [{"role": role, "content": "a"} for role in ("user", "assistant")] * (NUM_MESSAGES // 2)
 NUM_CHARACTERS = 100_000
 
 
-def test_of_many_long_chats_that_arrive_together_the_messages_of_two_exist_at_a_time(tmp_path: Path) -> None:
-    async def test(gateway: RunningGateway) -> None:
-        body = {"messages": MESSAGES, "max_tokens": 1, "truncate_prompt_tokens": 8}
-        async with async_client(gateway.http_address) as client:
-            calls = [asyncio.create_task(client.post("/v1/chat/completions", json=body)) for _ in range(NUM_CHATS)]
-            most = 0
-            while not all(call.done() for call in calls):
-                await asyncio.sleep(0.002)
-                most = max(most, sum(isinstance(each, ChatMessageObject) for each in gc.get_objects()))
-            assert {(await call).status_code for call in calls} == {200}
-        assert NUM_MESSAGES <= most <= 2 * NUM_MESSAGES
+CHAT = {"messages": MESSAGES, "max_tokens": 1, "truncate_prompt_tokens": 8}
+DERENDERED = {"generate_response": {"choices": [{"token_ids": [5]}]}, "chat_request": CHAT}
+TOO_LONG = 400  # they cannot be cut
+EMBEDDED = {"messages": MESSAGES, "truncate_prompt_tokens": 8}
+ROUTES: dict[str, tuple[dict[str, Any], int]] = {  # with the status
+    "/v1/chat/completions": (CHAT, 200),
+    "/v1/chat/completions/batch": (CHAT | {"messages": [MESSAGES]}, 200),
+    "/v1/chat/completions/input_tokens": (CHAT, 200),
+    "/v1/chat/completions/render": (CHAT, 200),
+    "/v1/chat/completions/derender": (DERENDERED, 200),
+    "/apply-template": ({"messages": MESSAGES}, 200),
+    "/tokenize": ({"messages": MESSAGES}, 200),
+    "/v1/messages": ({"messages": MESSAGES, "max_tokens": 1}, TOO_LONG),
+    "/v1/messages/count_tokens": ({"messages": MESSAGES}, 200),
+    "/v1/messages/render": ({"messages": MESSAGES, "max_tokens": 1}, 200),
+    "/v1/responses": ({"input": MESSAGES, "max_output_tokens": 1, "truncation": "auto"}, 200),
+    "/v1/responses/input_tokens": ({"input": MESSAGES}, 200),
+    "/api/chat": ({"messages": MESSAGES}, TOO_LONG),
+    "/v2/chat": ({"messages": MESSAGES, "max_tokens": 1}, TOO_LONG),
+    "/v1/embeddings": (EMBEDDED, 200),
+    "/v1/embeddings?in=bytes": (EMBEDDED | {"encoding_format": "bytes"}, 200),
+    "/pooling": (EMBEDDED, 200),
+}
 
-    with_gateway(tmp_path, FakeDense(lambda submit: [5]), test)
+
+def is_message(value: object) -> bool:
+    """Whether it is one of a body."""
+    return isinstance(value, RequestModel) and "role" in type(value).model_fields
+
+
+async def most_messages(gateway: RunningGateway, path: str, body: dict[str, Any], status: int) -> int:
+    """How many messages were objects at a time while several such requests were answered."""
+    async with async_client(gateway.http_address) as client:
+        body = {"model": EMBEDDED_MODEL.name} | body
+        calls = [asyncio.create_task(client.post(path, json=body)) for _ in range(NUM_CHATS)]
+        most = 0
+        while not all(call.done() for call in calls):
+            await asyncio.sleep(0.002)
+            most = max(most, sum(is_message(each) for each in gc.get_objects()))
+        answers = [await call for call in calls]
+        assert {each.status_code for each in answers} == {status}, answers[0].text
+    return most
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_of_many_long_chats_that_arrive_together_the_messages_of_two_exist_at_a_time(
+    tmp_path: Path, path: str
+) -> None:
+    async def test(gateway: RunningGateway) -> None:
+        assert NUM_MESSAGES <= await most_messages(gateway, path, *ROUTES[path]) <= 2 * NUM_MESSAGES
+
+    with_gateway(tmp_path, FakeDense(lambda submit: [5]), test, runner="pooling")
 
 
 def test_tokens_with_their_places_take_no_more_memory_than_is_reserved_for_them(tmp_path: Path) -> None:
