@@ -11,8 +11,8 @@ of keys in `gateway.adapter_admins`, and of callers without a key are shared by 
 A change reaches all gateways or none. The one that is asked makes it, and holds the lock of `GatewayPeers` meanwhile:
 it has all peers read the adapter, records it, has all of them serve it, and then does so itself. If one of them fails
 meanwhile, all serve again what they did before. If it dies itself, the next one to hold the lock, at the latest the
-process in its place, has all of them serve what is recorded. A peer that starts listens before it reads the records, so
-it misses nothing.
+process in its place, has all of them serve what is recorded; and again with the next change, while one of them cannot,
+such as one that hangs. A peer that starts listens before it reads the records, so it misses nothing.
 """
 
 from __future__ import annotations
@@ -265,9 +265,14 @@ class Adapters:
                 raise
             return await change
 
-    async def _finish(self, unfinished: Iterable[str]) -> None:
-        """Has all gateways serve what is recorded of the adapters that others were changing when they died."""
-        for owner, name in map(json.loads, unfinished):
+    async def _finish(self, unfinished: list[str]) -> None:
+        """Has all gateways serve what is recorded of the adapters that others were changing when they died.
+
+        Leaves those in the list of which a peer may not know yet.
+        """
+        for change in list(unfinished):
+            unfinished.remove(change)
+            owner, name = json.loads(change)
             try:
                 path = await asyncio.to_thread(self._recorded_path, owner, name)
                 if path is None:
@@ -279,6 +284,8 @@ class Adapters:
                 await self._peers.serve_adapter(message)
                 self._put(owner, adapter)
             except (TwostrokeError, OSError) as error:
+                if isinstance(error, PeerError):  # such as one that hangs: with the next change it is told again
+                    unfinished.append(change)
                 log.warning("gateways may differ: a change was not finished", adapter=name, reason=str(error))
 
     async def _load(self, owner: str, name: str, directory: Path, path: str, replaces: bool) -> Adapter:

@@ -108,6 +108,7 @@ class GatewayPeers:
         """A context that only one process is in; waits for it. A process that ends, however it does, leaves it.
 
         Yields what such processes were changing, which is to be finished first. `what` is changed here: a line of text.
+        What is left in the list at the end is for the next one, and so is `what` if that ends with a `PeerError`.
         Without `waits` nothing is to be finished here while another process is in it, since that one does so. Raises
         `PeerError` if there is no room to note what is changed.
         """
@@ -125,12 +126,13 @@ class GatewayPeers:
             with _names_file(self._change_lock):
                 unfinished = os.pread(file, MAX_UNFINISHED_BYTES, 0).decode()
                 os.pwrite(file, f"{what}\n".encode(), len(unfinished.encode()))
+            left = list(filter(None, unfinished.split("\n")))
             try:
-                yield list(filter(None, unfinished.split("\n")))
-            except Exception:  # but not the end of this process
-                os.ftruncate(file, 0)
+                yield left
+            except Exception as error:  # but not the end of this process
+                _write_lines(file, [*left, what] if isinstance(error, PeerError) else left)
                 raise
-            os.ftruncate(file, 0)
+            _write_lines(file, left)
         finally:
             os.close(file)
 
@@ -158,6 +160,16 @@ def encode_owner(owner: Owner) -> gateway_peers_pb2.Owner:
 def decode_owner(message: gateway_peers_pb2.Owner) -> Owner:
     """The owner of a message."""
     return message.key_name, message.client
+
+
+def _write_lines(file: int, lines: Iterable[str]) -> None:
+    """Replaces what the file has; lines for which it has no room are left out."""
+    text = b""
+    for line in dict.fromkeys(filter(None, lines)):
+        more = f"{line}\n".encode()
+        text += more if len(text) + len(more) <= MAX_UNFINISHED_BYTES else b""
+    os.ftruncate(file, 0)
+    os.pwrite(file, text, 0)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import shutil
 import threading
@@ -403,6 +404,39 @@ def test_a_change_whose_process_dies_before_its_peers_know_is_finished(
                 assert await served([again, *peers]) == [expected] * 3
 
     run(body())
+
+
+@pytest.mark.parametrize("asker", ["itself", "a peer, when it has died"])
+def test_a_gateway_that_has_missed_a_change_is_told_with_the_next_one(
+    tmp_path: Path, adapters: Path, monkeypatch: pytest.MonkeyPatch, asker: str
+) -> None:
+    """It hangs while another one unloads an adapter, or finishes what a third one was doing when it died."""
+    forget, num_hanging = Adapters.forget, 0
+
+    def forget_unless_hanging(self: Adapters, owner: str, name: str) -> None:
+        nonlocal num_hanging
+        if num_hanging:
+            num_hanging -= 1
+            raise InvalidRequest("it hangs")
+        forget(self, owner, name)
+
+    async def test(gateways: Gateways, workers: list[FakeDense]) -> None:
+        nonlocal num_hanging
+        monkeypatch.setattr(Adapters, "forget", forget_unless_hanging)
+        assert (await post(gateways[0], LOAD, {"lora_name": "x", "lora_path": "a"}, {})).status_code == 200
+        num_hanging = 1
+        if asker == "itself":
+            assert (await post(gateways[0], UNLOAD, {"lora_name": "x"}, {})).status_code == 503
+        else:
+            AdapterRecords(adapters).remove("", "x")
+            (tmp_path / "lock").write_text(json.dumps(["", "x"]) + "\n")
+            assert (await post(gateways[0], LOAD, {"lora_name": "y", "lora_path": "a"}, {})).status_code == 200
+        assert any(("x", "a") in each for each in await served(gateways))
+        assert (await post(gateways[1], LOAD, {"lora_name": "z", "lora_path": "b"}, {})).status_code == 200
+        assert not any(("x", "a") in each for each in await served(gateways))
+        assert (tmp_path / "lock").read_text() == ""
+
+    with_gateways(tmp_path, test, lora_directory=adapters)
 
 
 def test_a_gateway_starts_while_another_one_changes_an_adapter(tmp_path: Path, adapters: Path) -> None:
