@@ -23,6 +23,7 @@ YIELD_S = 1e-3
 _LONG_YIELD_S = 0.5e-3
 NAP_S = 50e-6
 _LOOK_S = 2e-3  # between two looks at a peer that is waited for
+_WORDS = tuple(map(flag_word, Flag))  # by flag
 
 
 class ShmChannel(RegionChannel):
@@ -57,16 +58,16 @@ class ShmChannel(RegionChannel):
 
     def signal(self, flag: Flag) -> None:
         """Sets the flag. The peer has cleared it before, since both sides strictly alternate."""
-        self._region.words[flag_word(flag)] = 1
+        self._region.words[_WORDS[flag]] = 1
 
     def has_signal(self, flag: Flag) -> bool:
         """Whether `wait` would return at once. Raises `ChannelAborted` after an abort."""
         self.check()
-        return bool(self._region.words[flag_word(flag)])
+        return bool(self._region.words[_WORDS[flag]])
 
     def wait(self, flag: Flag) -> None:
         """Blocks the calling thread until the flag is set, then clears it."""
-        words, index = self._region.words, flag_word(flag)
+        words, index = self._region.words, _WORDS[flag]
         start = time.perf_counter()
         waited, looked, yields = 0.0, 0.0, True
         self.is_waiting = True

@@ -425,6 +425,7 @@ class LayerRun:
         self._residuals_out = residuals_out
         self._readers = readers
         self._num_tokens = 0
+        self._qkv_ready = Flag.QKV_READY  # the flag of a step of so many tokens
         self._input_embeds: GivenEmbeds | None = None
         self._residual: torch.Tensor | None = None
         self._layer = 0  # the attention worker computes it, or will next
@@ -435,9 +436,10 @@ class LayerRun:
         token_ids: int64 [num_tokens]
         """
         self._num_tokens, self._input_embeds = len(token_ids), input_embeds
+        self._qkv_ready = qkv_flag(self._num_tokens)
         self._channel.begin_layers(self._num_tokens)
         self._keep(0, self._backend.first(token_ids, self._channel.qkv[: self._num_tokens], input_embeds))
-        self._channel.signal(qkv_flag(self._num_tokens))
+        self._channel.signal(self._qkv_ready)
 
     def run_first(self) -> None:
         """Runs the first layer, unless it is the last one, too."""
@@ -477,7 +479,7 @@ class LayerRun:
         residual = self._backend.middle(self._layer, attn_out, self._residual, qkv, added)
         self._layer += 1
         self._keep(self._layer, residual)
-        channel.signal(qkv_flag(num_tokens))
+        channel.signal(self._qkv_ready)
 
     def _keep(self, layer: int, residual: torch.Tensor) -> None:
         self._residual = residual
