@@ -17,7 +17,7 @@ import sys  # noqa: E402
 
 from services.common.cli import parse_service_args  # noqa: E402
 from services.common.logs import configure_logs  # noqa: E402
-from services.common.process import importing  # noqa: E402
+from services.common.process import collect_rarely, importing  # noqa: E402
 from services.rpc.server import run_service, serve  # noqa: E402
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     with importing():
         from services.gateway.service import Gateway
     drain = asyncio.Event()
-    run_service(serve(lambda: Gateway(config, drain, options), Gateway.prepare), drain)
+    run_service(serve(lambda: Gateway(config, drain, options), lambda _: collect_rarely()), drain)
 
 
 if __name__ == "__main__":

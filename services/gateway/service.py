@@ -17,7 +17,7 @@ from services.common.json_files.read_json import read_json
 from services.common.model_config import ModelConfig
 from services.common.pooling.architectures import has_language_head
 from services.common.pooling.pooling_config import read_pooling
-from services.common.process import collect_rarely, collect_young
+from services.common.process import collect_young
 from services.common.shared_counts import Counts, SharedCounts
 from services.common.vision.vision_config import VisionConfig, load_vision_config, why_blind
 from services.gateway.access.access import Access
@@ -25,7 +25,7 @@ from services.gateway.access.admission import Admission
 from services.gateway.access.reception import Reception
 from services.gateway.access.weight_updates import WeightUpdates
 from services.gateway.adapters.adapters import Adapters
-from services.gateway.apis.app import DIALECTS, build_app, prepare_routes
+from services.gateway.apis.app import DIALECTS, build_app
 from services.gateway.apis.audio.routes import Speech
 from services.gateway.apis.responses.background import BackgroundResponses
 from services.gateway.apis.triton.inference import Triton
@@ -154,11 +154,6 @@ class Gateway(Service):
         await service.adapters.load_recorded(self._access.key_names)
         await self._listen()
 
-    def prepare(self) -> None:
-        """After the start: does now what would keep the first requests, and streams beside them, waiting."""
-        prepare_routes(self._app)
-        collect_rarely()
-
     async def run(self) -> None:
         """Serves until it has drained. Raises `PeerError` if no dense worker connects, or any error that ends it."""
         config = self._config
@@ -210,7 +205,7 @@ class Gateway(Service):
         updates = WeightUpdates(section.weights_directory, section.weights_admins, launcher)
         background = BackgroundResponses(service)
         self._opened.push_async_callback(background.close)
-        app = self._app = build_app(
+        app = build_app(
             service,
             self._measured,
             worker_load,

@@ -32,7 +32,7 @@ def prepare_routes() -> None:
     """Finds it out now, for processes that are forked later."""
     parts = MagicMock()  # an application uses its parts only to answer requests
     parts.section = GatewaySection()
-    app.prepare_routes(app.build_app(parts, parts, parts, parts, parts, parts, parts, parts))
+    app.build_app(parts, parts, parts, parts, parts, parts, parts, parts)
 
 
 def _shared_type_adapter(annotated: Any, config: ConfigDict | None = None) -> TypeAdapter[Any]:
