@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -198,10 +199,24 @@ def _answers(outcomes: dict[str, Any]) -> list[Any]:
 
 
 def _of_living(outcomes: dict[str, Any]) -> Iterable[tuple[str, Any]]:
-    """Without those of peers that do not run now."""
+    """Without those of peers that do not run now. One that hangs may be as unavailable, and goes on later."""
     for address, outcome in outcomes.items():
-        if not (isinstance(outcome, grpc.aio.AioRpcError) and outcome.code() is grpc.StatusCode.UNAVAILABLE):
+        is_unavailable = isinstance(outcome, grpc.aio.AioRpcError) and outcome.code() is grpc.StatusCode.UNAVAILABLE
+        if not is_unavailable or _is_listened_at(address):
             yield address, outcome
+
+
+def _is_listened_at(address: str) -> bool:
+    """Whether a process listens at a Unix socket, hanging or not."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(address.removeprefix("unix:"))
+        except BlockingIOError:  # too many wait there
+            return True
+        except OSError:
+            return False
+    return True
 
 
 def _failed(outcomes: Iterable[tuple[str, Any]]) -> str:

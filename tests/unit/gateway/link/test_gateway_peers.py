@@ -9,10 +9,12 @@ import fcntl
 import json
 import os
 import shutil
+import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import grpc
 import httpx2
@@ -353,6 +355,37 @@ def test_while_a_gateway_is_down_nothing_is_loaded_and_when_it_starts_it_has_eve
                 assert [[(each.name, Path(each.path).name) for each in info.adapters] for info in infos] == [
                     [("x", "a")]
                 ] * 2
+
+    run(body())
+
+
+def test_a_gateway_that_hangs_is_not_taken_for_one_that_is_down(
+    tmp_path: Path, adapters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has what others change without it; so they say that it may differ, and tell it with the next change."""
+
+    async def body() -> None:
+        options = {"lora_directory": adapters}
+        address = options_of(tmp_path, 1, 2).peer_address
+        assert address is not None
+        path = Path(address.removeprefix("unix:"))
+        async with gateway_of(tmp_path, 0, 2, endless(), **options) as first:
+            async with gateway_of(tmp_path, 1, 2, endless(), **options):
+                assert (await post(first, LOAD, {"lora_name": "x", "lora_path": "a"}, {})).status_code == 200
+            path.unlink(missing_ok=True)
+            with socket.socket(socket.AF_UNIX) as hanging:  # it takes connections, and says nothing
+                hanging.bind(str(path))
+                hanging.listen()
+                refused = await post(first, UNLOAD, {"lora_name": "x"}, {})
+                assert refused.status_code == 503 and "'x' is not forgotten in the gateway at" in refused.text
+                monkeypatch.setattr(GatewayPeers, "stage_adapter", AsyncMock())  # it has read it, and hangs since
+                refused = await post(first, LOAD, {"lora_name": "y", "lora_path": "b"}, {})
+                assert refused.status_code == 503 and "not all gateways serve it" in refused.text
+                monkeypatch.undo()
+            path.unlink()
+            async with gateway_of(tmp_path, 1, 2, endless(), **options) as second:
+                assert (await post(second, LOAD, {"lora_name": "z", "lora_path": "b"}, {})).status_code == 200
+                assert await served([first, second]) == [[("z", "b")]] * 2
 
     run(body())
 
