@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+
+from pydantic_core import from_json, to_json
 
 from services.gateway.apis.responses.answer_objects import ResponseError, ResponseObject, ResponseUsage
 from services.gateway.apis.responses.event_log import EventLog
@@ -20,6 +23,7 @@ from services.gateway.apis.shared.to_message import sampling_options
 from services.gateway.core.chunks import Chunk, Completion, Finish, Prompt
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.errors import describe
+from services.gateway.http.json_pieces import LazyList
 from services.gateway.link.journal_entry import FinishReason
 from services.gateway.resources.repeatable import created_at
 from services.gateway.text.deltas import Delta
@@ -53,7 +57,8 @@ class ResponsesFormat(Format):
         self._has_logprobs = body.has_logprobs
         self._timings = TimingsSoFar() if body.timings_per_token else None
         self._raw = RawMessages(service.tokenizer) if body.enable_response_messages else None
-        self._items = OutputItems(request_id, tools, service.tokenizer)
+        named = {name: replace(tool, parameters=None) for name, tool in tools.items()}  # an answer has no schemas
+        self._items = OutputItems(request_id, named, service.tokenizer)
         self._finish: Finish | None = None
         self._error: ResponseError | None = None
         self._num_events = 0
@@ -204,12 +209,20 @@ def _head(service: RequestService, body: ResponsesRequest, request_id: str, *, i
         "temperature": sampling["temperature"],
         "text": {"format": given(text.format) if text is not None and text.format is not None else {"type": "text"}},
         "tool_choice": "auto" if body.tool_choice is None else given(body.tool_choice),
-        "tools": [given(tool) for tool in body.tools or ()],
+        "tools": _kept([given(tool) for tool in body.tools or ()]),
         "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling["top_p"],
         "truncation": body.truncation or "disabled",
         "user": body.user,
     }
+
+
+def _kept(tools: list[Any]) -> list[Any] | LazyList:
+    """The same, as JSON while the answer grows: schemas are thousands of objects, all of which each full collection of
+    garbage looks at.
+    """
+    encoded = to_json(tools)
+    return LazyList(lambda: from_json(encoded)) if tools else tools
 
 
 def _usage(finish: Finish) -> ResponseUsage:

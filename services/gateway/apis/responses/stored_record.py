@@ -115,7 +115,7 @@ class ResponseRecord:
 
         They may be large, and hundreds of responses may end at once. So their JSON is made once.
         """
-        self._head = self._head or to_json(head)[:-1]
+        self._head = self._head or to_json(head, fallback=iter)[:-1]
         output = to_json(rest["output"], fallback=_nothing)
         others = to_json({name: each for name, each in rest.items() if name != "output"})[1:-1]
         whole = (self._head, b"," + others + b',"output":', output, b"}")

@@ -15,7 +15,7 @@ import pytest
 from services.common.config import EMBEDDED_MODEL
 from services.gateway.apis.openai.token_routes import BYTES_PER_TOKEN_TEXT
 from services.gateway.apis.shared.request_model import RequestModel
-from tests.support.clients.gateway_calls import with_gateway
+from tests.support.clients.gateway_calls import ids, with_gateway
 from tests.support.clients.http_clients import async_client
 from tests.support.running_gateway import RunningGateway
 from tests.support.workers.fake_dense import FakeDense
@@ -77,6 +77,34 @@ def test_of_many_long_chats_that_arrive_together_the_messages_of_two_exist_at_a_
         assert NUM_MESSAGES <= await most_messages(gateway, path, *ROUTES[path]) <= 2 * NUM_MESSAGES
 
     with_gateway(tmp_path, FakeDense(lambda submit: [5]), test, runner="pooling")
+
+
+def test_the_schemas_of_tools_are_no_objects_while_a_response_grows(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "object", "properties": {}, "x-mark": {}}}}
+    tools = [{"type": "function", "name": f"f{i}", "parameters": schema} for i in range(100)]
+
+    def num_schemas() -> int:
+        return sum(type(each) is dict and "x-mark" in each for each in gc.get_objects())
+
+    async def test(gateway: RunningGateway) -> None:
+        body = {"input": "Hi", "tools": tools, "tool_choice": "none", "stream": True, "truncation": "auto"}
+        content = json.dumps(body | {"max_output_tokens": 4})
+        own, found = num_schemas(), []
+        headers = {"content-type": "application/json"}
+        async with (
+            async_client(gateway.http_address) as client,
+            client.stream("POST", "/v1/responses", content=content, headers=headers) as stream,
+        ):
+            async for line in stream.aiter_lines():
+                if line.startswith("event: response.output_text.delta"):
+                    found.append(num_schemas() - own)
+                elif line.startswith("data: "):
+                    last = line
+        given = json.loads(last.removeprefix("data: "))["response"]["tools"]
+        assert [each["parameters"] for each in given] == [schema] * len(tools)
+        assert found and not any(found)
+
+    with_gateway(tmp_path, FakeDense(lambda submit: ids(" one two three four")), test)
 
 
 def test_tokens_with_their_places_take_no_more_memory_than_is_reserved_for_them(tmp_path: Path) -> None:
