@@ -160,7 +160,8 @@ class Adapters:
         self._changeable_directory()
         if not name:
             raise InvalidRequest("'lora_name' must be provided.", "lora_name")
-        self._check_loaded(caller, name)
+        if not self._peers.has_unfinished_change:  # else it may be this one, which a peer does not know of yet
+            self._check_loaded(caller, name)
         await self._in_turn(caller, self._owner_for(caller), name, self._unload(caller, name))
 
     async def stage(self, message: gateway_peers_pb2.PeerAdapter) -> None:
