@@ -142,3 +142,4 @@ class Openings:
         self._note_opened(result)
         opening.is_answered = True
         opening.answer(result)
+        log.debug("opened", request_id=opening.new.request_id, num_cached_tokens=result.num_cached_tokens)

@@ -106,6 +106,7 @@ class GatewayMessages:
             task.add_done_callback(self._preparing.pop)
         else:
             self._engine.submit(sequence)
+        log.debug("submitted", request_id=sequence.spec.request_id, seq_id=f"{sequence.seq_id:x}")
 
     def _admit(self, sequence: Sequence, submit: dense_pb2.Submit) -> list[Awaitable[None]]:
         """Gives a sequence its features, and returns what has to end before it is submitted; mostly nothing.
