@@ -152,8 +152,9 @@ class Engine(GatewayEngine):
         self._thread.post(self._handle_answer, attachment, answer)
 
     def _work(self) -> float:
+        now_s = time.monotonic()  # all that has come before has been handled; what comes during the step has not
         has_worked = not self._scheduler.session.has_ended and self._step()
-        self._check_deadlines()  # behind the step, which somebody waits for
+        self._check_deadlines(now_s)  # behind the step, which somebody waits for
         if has_worked:
             return 0.0
         if not self._is_idle():
@@ -394,10 +395,10 @@ class Engine(GatewayEngine):
         if outputs:
             self._deliver(StepReport.between_steps(outputs))
 
-    def _check_deadlines(self) -> None:
+    def _check_deadlines(self, now_s: float) -> None:
         """Checks the deadlines of waiting sequences, of unclaimed blocks, and of openings without an answer."""
-        self._deliver_outputs(self._scheduler.expire(time.monotonic()))
-        session, now_s = self._scheduler.session, time.monotonic()
+        self._deliver_outputs(self._scheduler.expire(now_s))
+        session = self._scheduler.session
         if session.has_ended:
             return
         if session.ends_claims(now_s):

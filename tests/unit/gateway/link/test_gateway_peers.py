@@ -460,6 +460,9 @@ def test_a_gateway_that_has_missed_a_change_is_told_with_the_next_one(
         num_hanging = 1
         if asker == "itself":
             assert (await post(gateways[0], UNLOAD, {"lora_name": "x"}, {})).status_code == 503
+            num_hanging = 1
+            again = await post(gateways[0], UNLOAD, {"lora_name": "x"}, {})
+            assert again.status_code == 503 and "has not reached all gateways yet" in again.text
         else:
             AdapterRecords(adapters).remove("", "x")
             (tmp_path / "lock").write_text(json.dumps(["", "x"]) + "\n")
