@@ -273,6 +273,30 @@ def test_an_opening_without_an_answer_drops_the_attachment() -> None:
     engine.stop(TIMEOUT_S)
 
 
+def test_an_answer_that_comes_during_a_long_step_is_in_time() -> None:
+    timeout_s = 0.05
+
+    class LongRunner(FakeRunner):
+        """Each launch takes longer than an opening may, like the first one of a kernel that is compiled."""
+
+        def launch(self, plan: StepPlan, channel: object) -> FakeStep:
+            if plan.step_id == 1:
+                engine.submit(new_sequence(2, "r2", [5, 6, 7], SamplingParams(), max_tokens=4))
+            time.sleep(4 * timeout_s)
+            return super().launch(plan, channel)
+
+    attention, reports = RecordingAttention(), queue.Queue[StepReport]()
+    engine = started_engine(LongRunner(), attention, reports, timeout_s)
+    engine.submit(new_sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=4))
+    num_tokens = {1: 0, 2: 0}
+    while num_tokens != {1: 4, 2: 4}:
+        for output in reports.get(timeout=TIMEOUT_S).outputs:
+            num_tokens[output.sequence.seq_id] += len(output.token_ids)
+    engine.stop(TIMEOUT_S)
+    assert attention.dropped.empty()
+    assert list(attention.opened.queue) == [1, 2]
+
+
 @pytest.mark.parametrize("answer", [SequenceOpened(0xAB), PlanAccepted(7)])
 def test_an_unexpected_answer_drops_the_attachment(answer: SequenceOpened | PlanAccepted) -> None:
     attention = RecordingAttention()
