@@ -259,6 +259,8 @@ class Adapters:
                     await turn.enter_async_context(self._turns.turn(client))
                     unfinished = await turn.enter_async_context(self._peers.changing(what))
                 await self._finish(unfinished)
+                if what in unfinished:
+                    raise PeerError("an earlier change of this adapter has not reached all gateways yet: try again")
             except BaseException as error:
                 change.close()
                 if isinstance(error, TimeoutError):
