@@ -5,13 +5,14 @@ They are the other half of `render_routes`: a client that generates elsewhere ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import from_json, to_json
 
 from services.common.config import MAX_PROMPTS
 from services.common.errors import InvalidRequest
@@ -30,7 +31,7 @@ from services.gateway.core.answer_text import answer_text
 from services.gateway.core.chunks import Completion, Finish
 from services.gateway.core.request_service import RequestService
 from services.gateway.http.field_names import client_field_names
-from services.gateway.http.json_pieces import json_pieces
+from services.gateway.http.json_pieces import WrittenJson, json_pieces
 from services.gateway.link.journal_entry import FinishReason, Timings
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.read_request import check_counts, check_token_ids, read_request
@@ -57,10 +58,18 @@ class GivenLogprob(GivenTop):
     top_logprobs: Annotated[list[GivenTop] | None, Field(fail_fast=True), at_most(MAX_TOP)] = None
 
 
+def _as_json(given: GivenLogprob) -> bytes:
+    """A token and its likely tokens, as JSON until they are written: as objects, each full collection of garbage would
+    look at all of them.
+    """
+    top = [[each.token, each.logprob] for each in given.top_logprobs or ()]
+    return to_json([given.token, given.logprob, top])
+
+
 class GivenLogprobs(RequestModel):
     """Those of an answer."""
 
-    content: Annotated[list[GivenLogprob] | None, Field(fail_fast=True)] = None
+    content: Annotated[list[Annotated[GivenLogprob, AfterValidator(_as_json)]] | None, Field(fail_fast=True)] = None
 
 
 class GivenChoice(RequestModel):
@@ -77,8 +86,12 @@ class GivenAnswer(RequestModel):
 
     request_id: str | None = None
     choices: Annotated[list[GivenChoice], Field(min_length=1, fail_fast=True), at_most(MAX_PROMPTS)]
-    prompt_logprobs: list[Any] | None = Field(None, description="Repeated in the answer")
-    kv_transfer_params: dict[str, Any] | None = Field(None, description="Repeated in the answer")
+    prompt_logprobs: Annotated[list[Any] | None, AfterValidator(WrittenJson)] = Field(
+        None, description="Repeated in the answer"
+    )
+    kv_transfer_params: Annotated[dict[str, Any] | None, AfterValidator(WrittenJson)] = Field(
+        None, description="Repeated in the answer"
+    )
 
 
 class DerenderChat(RequestModel):
@@ -106,6 +119,33 @@ class DerenderCompletions(RequestModel):
     prompt_tokens: Annotated[list[Annotated[int, Field(ge=0)]] | None, at_most(MAX_PROMPTS)] = Field(
         None, description="Of each prompt, for the usage; default 0"
     )
+
+
+class GivenRows(Sequence[TokenLogprobs]):
+    """The log-probabilities of an answer; each is made when it is asked for, from what `_as_json` has made."""
+
+    def __init__(self, given: Sequence[bytes], field: str) -> None:
+        self._given, self.field = given, field
+
+    def named(self) -> Iterator[tuple[int, TokenLogprobs]]:
+        """With the ids of the tokens. Raises `InvalidRequest` where one is not an id."""
+        return map(self._row, self._given)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def __getitem__(self, index: int) -> TokenLogprobs:
+        return self._row(self._given[index])[1]
+
+    def _row(self, given: bytes) -> tuple[int, TokenLogprobs]:
+        token, logprob, top = from_json(given)
+        return self._id_of(token), TokenLogprobs(logprob, tuple((self._id_of(name), each) for name, each in top))
+
+    def _id_of(self, name: str) -> int:
+        digits = name.removeprefix(NAME_OF_ID)
+        if digits == name or not (digits.isascii() and digits.isdigit()) or len(digits) > 10:
+            raise InvalidRequest(f"{self.field} has a token {name[:80]!r}, must be token_id:ID", self.field)
+        return int(digits)
 
 
 def derender_routes(service: RequestService) -> APIRouter:
@@ -223,25 +263,18 @@ def derender_routes(service: RequestService) -> APIRouter:
         reason = choice.finish_reason or "stop"
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, "stop_reason": None}
 
-    async def rows_of(choice: GivenChoice, field: str) -> tuple[list[int], list[TokenLogprobs]] | None:
+    async def rows_of(choice: GivenChoice, field: str) -> tuple[list[int], GivenRows] | None:
         """The ids of the tokens that have log-probabilities, and these. None if there are none."""
         if choice.logprobs is None or choice.logprobs.content is None:
             return None
         await service.heavy_work.turn()
-        token_ids, rows = [], []
-        for each in choice.logprobs.content:
-            token_ids.append(id_of(each.token, field))
-            top = tuple((id_of(likely.token, field), likely.logprob) for likely in each.top_logprobs or ())
-            rows.append(TokenLogprobs(each.logprob, top))
-        all_ids = [*token_ids, *(token_id for row in rows for token_id, _ in row.top)]
-        check_token_ids(f"{field}.choices.logprobs", all_ids, service.limits.vocab_size)
+        rows = GivenRows(choice.logprobs.content, f"{field}.choices.logprobs")
+        token_ids, all_ids = [], []
+        for token_id, each in rows.named():
+            token_ids.append(token_id)
+            all_ids += [token_id, *(likely_id for likely_id, _ in each.top)]
+        check_token_ids(rows.field, all_ids, service.limits.vocab_size)
         return token_ids, rows
-
-    def id_of(name: str, field: str) -> int:
-        digits = name.removeprefix(NAME_OF_ID)
-        if digits == name or not (digits.isascii() and digits.isdigit()) or len(digits) > 10:
-            raise InvalidRequest(f"{field} has a token {name[:80]!r}, must be token_id:ID", f"{field}.choices.logprobs")
-        return int(digits)
 
     def answer(whole: dict[str, Any], model: str | None, given: GivenAnswer) -> Response:
         whole["model"] = model or service.names.first

@@ -89,10 +89,11 @@ def test_completions_that_are_generated_elsewhere_have_their_own_answers(tmp_pat
 
 def test_what_is_not_read_is_repeated(tmp_path: Path) -> None:
     async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
-        given = {"choices": [{"token_ids": ids(" one")}], "prompt_logprobs": [None], "kv_transfer_params": {"a": 1}}
+        rows = [None, {"5": {"logprob": -1.25, "rank": 1, "decoded_token": "Łódź\u2028"}}]
+        given = {"choices": [{"token_ids": ids(" one")}], "prompt_logprobs": rows, "kv_transfer_params": {"a": 1}}
         for path, body in ((CHATS, {"generate_response": given}), (COMPLETIONS, {"generate_responses": [given]})):
             answer = (await client.post(f"{path}/derender", json=body)).json()
-            assert (answer["prompt_logprobs"], answer["kv_transfer_params"]) == ([None], {"a": 1})
+            assert (answer["prompt_logprobs"], answer["kv_transfer_params"]) == (rows, {"a": 1})
             assert (answer["usage"]["prompt_tokens"], answer["choices"][0]["finish_reason"]) == (0, "stop")
 
     with_client(tmp_path, FakeDense(lambda submit: [EOS]), test)

@@ -7,16 +7,20 @@ import asyncio
 import gc
 import json
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.common.config import EMBEDDED_MODEL
+from services.common.token_logprobs import TokenLogprobs
+from services.gateway.apis.openai.derender_routes import GivenTop
 from services.gateway.apis.openai.token_routes import BYTES_PER_TOKEN_TEXT
 from services.gateway.apis.shared.request_model import RequestModel
 from tests.support.clients.gateway_calls import ids, with_gateway
 from tests.support.clients.http_clients import async_client
+from tests.support.clients.http_gateway import CHATS, COMPLETIONS
 from tests.support.running_gateway import RunningGateway
 from tests.support.workers.fake_dense import FakeDense
 
@@ -55,15 +59,22 @@ def is_message(value: object) -> bool:
     return isinstance(value, RequestModel) and "role" in type(value).model_fields
 
 
-async def most_messages(gateway: RunningGateway, path: str, body: dict[str, Any], status: int) -> int:
-    """How many messages were objects at a time while several such requests were answered."""
+def is_likely_token(value: object) -> bool:
+    """Whether it is one with its log-probability, as a body has it or as an answer is made of it."""
+    return isinstance(value, GivenTop | TokenLogprobs)
+
+
+async def most_objects(
+    gateway: RunningGateway, path: str, body: dict[str, Any], status: int, is_one: Callable[[object], bool]
+) -> int:
+    """How many such objects there were at a time while several such requests were answered."""
     async with async_client(gateway.http_address) as client:
         body = {"model": EMBEDDED_MODEL.name} | body
         calls = [asyncio.create_task(client.post(path, json=body)) for _ in range(NUM_CHATS)]
         most = 0
         while not all(call.done() for call in calls):
             await asyncio.sleep(0.002)
-            most = max(most, sum(is_message(each) for each in gc.get_objects()))
+            most = max(most, sum(map(is_one, gc.get_objects())))
         answers = [await call for call in calls]
         assert {each.status_code for each in answers} == {status}, answers[0].text
     return most
@@ -74,9 +85,22 @@ def test_of_many_long_chats_that_arrive_together_the_messages_of_two_exist_at_a_
     tmp_path: Path, path: str
 ) -> None:
     async def test(gateway: RunningGateway) -> None:
-        assert NUM_MESSAGES <= await most_messages(gateway, path, *ROUTES[path]) <= 2 * NUM_MESSAGES
+        assert NUM_MESSAGES <= await most_objects(gateway, path, *ROUTES[path], is_message) <= 2 * NUM_MESSAGES
 
     with_gateway(tmp_path, FakeDense(lambda submit: [5]), test, runner="pooling")
+
+
+@pytest.mark.parametrize(("path", "field"), [(CHATS, "generate_response"), (COMPLETIONS, "generate_responses")])
+def test_the_likely_tokens_of_derendered_answers_are_no_objects(tmp_path: Path, path: str, field: str) -> None:
+    token = {"token": "token_id:70", "logprob": -1.0}
+    content = [token | {"top_logprobs": [token] * 20}] * 200
+    given = {"choices": [{"token_ids": [70], "logprobs": {"content": content}}] * 2}
+    body = {field: given if path == CHATS else [given]}
+
+    async def test(gateway: RunningGateway) -> None:
+        assert await most_objects(gateway, f"{path}/derender", body, 200, is_likely_token) <= 100
+
+    with_gateway(tmp_path, FakeDense(lambda submit: [5]), test)
 
 
 def test_the_schemas_of_tools_are_no_objects_while_a_response_grows(tmp_path: Path) -> None:
