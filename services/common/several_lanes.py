@@ -50,6 +50,8 @@ def _of_config(config: Config) -> Iterator[tuple[str, str]]:
         yield f"dense.max_loras is {dense.max_loras}, and adapters are chosen for one step", "set it to 0"
     if scheduler.speculation != "off":
         yield f"scheduler.speculation is {scheduler.speculation!r}, which waits for each step", "set it to off"
+    if scheduler.policy == "take_turns":
+        yield "scheduler.policy is take_turns, whose copies are of one stream", "choose another one"
     if attention.host_kv_bytes:
         yield f"attention.host_kv_bytes is {attention.host_kv_bytes}, and copies are of one stream", "set it to 0"
 

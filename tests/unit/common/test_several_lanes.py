@@ -22,6 +22,10 @@ REFUSED: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"dense": {"backend": "tensorrt"}}, "set dense.backend to torch"),
     ({"dense": {"max_loras": 2}}, "dense.max_loras is 2"),
     ({"scheduler": {"speculation": "ngram"}}, "scheduler.speculation is 'ngram'"),
+    (
+        {"scheduler": {"policy": "take_turns"}, "attention": {"host_kv_bytes": 2**24}},
+        "scheduler.policy is take_turns, whose copies are of one stream: choose another one",
+    ),
     ({"attention": {"host_kv_bytes": 2**24}}, "attention.host_kv_bytes is 16777216"),
 ]
 
