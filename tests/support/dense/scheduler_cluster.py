@@ -21,7 +21,7 @@ from services.dense_worker.features.drafting.drafting import Drafting
 from services.dense_worker.features.fork_policy import ForkPolicy
 from services.dense_worker.runner.step_hook import FollowUp
 from services.step import PlanAccepted, RaggedTokens, StepPlan, StepResult
-from tests.support.dense.sequences import new_sequence
+from tests.support.dense.sequences import ask, new_sequence
 from tests.support.plans import make_window_group
 
 BLOCK_SIZE = 4
@@ -100,8 +100,10 @@ class Cluster:
         forks: ForkPolicy | None = None,
         num_host_blocks: int = 64,
         turn_tokens: int = 5,
+        is_known_empty: bool = True,
         **limits: Any,
     ) -> None:
+        """`is_known_empty`: the scheduler knows what the cache has, and lets most sequences start at once."""
         kept = {"window": window, "num_sink_tokens": num_sink_tokens, "enable_prefix_cache": enable_prefix_cache}
         group = make_window_group(layer_window, BLOCK_SIZE, max_num_seqs, max_num_batched_tokens)
         self.cache = build_cache(num_blocks, BLOCK_SIZE, max_model_len, **kept, window_blocks=group)
@@ -116,7 +118,8 @@ class Cluster:
         )
         self.num_host_blocks = num_host_blocks
         self.scheduler = Scheduler(self.limits, drafting, forks=forks)
-        self.scheduler.begin(new_attachment(self.cache, num_host_blocks=self.num_host_blocks))
+        self._is_known_empty = is_known_empty
+        self._attach()
         self.in_flight: ScheduledStep | None = None
         self.follow_up: FollowUp | None = None  # what the plan in flight was asked for
         self.plans: list[StepPlan] = []
@@ -141,6 +144,10 @@ class Cluster:
         self.in_flight = published
         self.check_ledger()
 
+    def _attach(self) -> None:
+        is_empty = self._is_known_empty and self.cache.is_empty
+        self.scheduler.begin(new_attachment(self.cache, is_empty=is_empty, num_host_blocks=self.num_host_blocks))
+
     def follow_with(self, follow_up: FollowUp) -> None:
         self.follow_up = follow_up
 
@@ -148,7 +155,7 @@ class Cluster:
         """The stream broke: the plan in flight is lost, and the attention worker keeps its sequences."""
         self.in_flight = None
         self._opening.clear()
-        self.scheduler.begin(new_attachment(self.cache, num_host_blocks=self.num_host_blocks))
+        self._attach()
         self.scheduler.close_orphans()  # sequences whose closing was lost with the plan
 
     def answer_opens(self) -> None:
@@ -157,12 +164,21 @@ class Cluster:
 
     def _complete(self, published: ScheduledStep) -> None:
         plan = published.plan
+        self.open_starting(plan)
         step = self.cache.plan_step(plan)
         assert not step.errors, "both sides must agree on lengths and blocks"
         self.cache.commit_step()
         if plan.frees_blocks:
             self.outputs += self.scheduler.accepted(PlanAccepted(plan.step_id, step.num_freed_blocks))
         self.outputs += self.scheduler.update(published, self.result_of(plan))
+
+    def open_starting(self, plan: StepPlan) -> None:
+        """Opens the sequences that a plan opens and runs at once. The others have been opened for an answer."""
+        for new in plan.new_sequences:
+            if new.starts_empty:
+                assert new.seq_id in plan.entries.seq_ids, "a plan opens those that it runs"
+                assert new.seq_id not in self.cache.orphaned_blocks, "each is opened once"
+                self.cache.open_sequence(new)
 
     def result_of(self, plan: StepPlan) -> StepResult:
         return sample(plan)
@@ -228,6 +244,8 @@ def run_arrivals(
     sequences, cancels, num_steps = [], [], 0
     for seq_id, (prompt_len, max_tokens, can_stop, gap, cancel_after) in enumerate(arrivals, start=1):
         sequence = make_sequence(seq_id, prompt_len, max_tokens, can_stop=can_stop)
+        prompt = [seq_id // 2, *sequence.spec.prompt_token_ids[1:]]  # so that each two begin alike
+        ask(sequence, prompt_token_ids=prompt)
         prepare(sequence)
         cluster.scheduler.add(sequence)
         sequences.append(sequence)

@@ -18,7 +18,7 @@ from services.dense_worker.engine.attachment import AttachedCache, Attachment
 from services.dense_worker.engine.limits import Policy, SchedulerLimits
 from services.dense_worker.engine.placement import Placement
 from services.dense_worker.engine.scheduler import Scheduler
-from services.dense_worker.engine.sequence import Sequence, SequenceOutput, SequenceStatus
+from services.dense_worker.engine.sequence import SUSPECT_CRASHES, Sequence, SequenceOutput, SequenceStatus
 from services.dense_worker.engine.session import ScheduledStep, Session
 from services.dense_worker.features.fork_policy import ParallelAnswers
 from services.step import PlanAccepted, RaggedTokens, SequenceOpened, StepResult
@@ -61,7 +61,7 @@ class Workers:
         self.num_blocks = num_blocks
         limits = SchedulerLimits(6, 16, MAX_MODEL_LEN, 1000, policy)
         self.scheduler = Scheduler(limits, forks=ParallelAnswers(), placement=placement or SpreadPlacement())
-        caches = tuple(AttachedCache(each, num_blocks, num_blocks, {}) for each in range(num_workers))
+        caches = tuple(AttachedCache(each, num_blocks, num_blocks, {}, is_empty=True) for each in range(num_workers))
         attachment = Attachment(1, 1, {}, BLOCK_SIZE, caches, MAX_MODEL_LEN)
         self.scheduler.begin(attachment)
         self.splitter = PlanSplitter({})
@@ -97,6 +97,11 @@ class Workers:
             self.outputs += self.scheduler.accepted(PlanAccepted(plan.step_id, cache_id=-1))
         for cache_id, part in split.parts.items():
             if cache_id in self.caches and part.is_step:
+                for new in part.new_sequences:
+                    if new.starts_empty:
+                        assert new.seq_id in part.entries.seq_ids, "a plan opens those that it runs"
+                        assert new.seq_id not in self.caches[cache_id].orphaned_blocks, "each is opened once"
+                        self.caches[cache_id].open_sequence(new)
                 step = self.caches[cache_id].plan_step(part)
                 assert not step.errors, "both sides must agree on lengths and blocks"
                 self.caches[cache_id].commit_step()
@@ -131,7 +136,7 @@ class Workers:
     def add(self) -> int:
         cache_id, self.next_id = self.next_id, self.next_id + 1
         self.caches[cache_id] = new_cache(self.num_blocks)
-        self.scheduler.add_cache(AttachedCache(cache_id, self.num_blocks, self.num_blocks, {}))
+        self.scheduler.add_cache(AttachedCache(cache_id, self.num_blocks, self.num_blocks, {}, is_empty=True))
         return cache_id
 
     def check(self) -> None:
@@ -158,7 +163,10 @@ class Workers:
 
 
 EVENTS = st.lists(
-    st.tuples(st.integers(0, 60), st.sampled_from(["lose", "add", "give up"]), st.integers(0, 5)), max_size=6
+    st.tuples(
+        st.integers(0, 60), st.sampled_from(["lose", "add", "give up", "crash", "cancel", "flush"]), st.integers(0, 12)
+    ),
+    max_size=6,
 )
 REQUESTS = st.lists(
     st.tuples(st.integers(1, 40), st.integers(1, 20), st.booleans(), st.integers(0, 3)), min_size=1, max_size=12
@@ -166,14 +174,15 @@ REQUESTS = st.lists(
 
 
 @settings(max_examples=examples(150), deadline=None)
-@given(REQUESTS, EVENTS, st.sampled_from(["guaranteed_no_evict", "max_utilization"]), st.integers(1, 3))
+@given(REQUESTS, EVENTS, st.sampled_from(["guaranteed_no_evict", "max_utilization"]), st.integers(1, 3), st.booleans())
 def test_every_sequence_gets_its_tokens_wherever_it_goes(
     arrivals: list[tuple[int, int, bool, int]],
     events: list[tuple[int, str, int]],
     policy: Policy,
     num_workers: int,
+    have_same_prefix: bool,
 ) -> None:
-    workers, sequences, number = Workers(num_workers, policy), list[Sequence](), 0
+    workers, sequences, cancelled, number = Workers(num_workers, policy), list[Sequence](), set[int](), 0
 
     def step() -> None:
         nonlocal number
@@ -184,16 +193,25 @@ def test_every_sequence_gets_its_tokens_wherever_it_goes(
             present = [each for each in workers.caches if each not in workers.scheduler.session.draining]
             if event == "add":
                 workers.add()
+            elif event == "flush":
+                workers.scheduler.forget_prefixes()
+            elif event == "cancel":
+                live = [each.seq_id for each in sequences if each.status is not SequenceStatus.FINISHED]
+                if live:
+                    cancelled.add(live[choice % len(live)])
+                    workers.scheduler.cancel(live[choice % len(live)])
             elif len(present) > 1:
                 chosen = present[choice % len(present)]
-                if event == "lose":
-                    workers.lose(chosen, is_crash=False)
-                else:
+                if event == "give up":
                     workers.scheduler.give_up_cache(chosen)
+                else:
+                    workers.lose(chosen, is_crash=event == "crash")
         workers.step()
 
     for seq_id, (prompt_len, max_tokens, can_stop, gap) in enumerate(arrivals, start=1):
         sequences.append(make_sequence(seq_id, prompt_len, max_tokens, can_stop=can_stop))
+        if not have_same_prefix:
+            ask(sequences[-1], prompt_token_ids=[prompt_len, *sequences[-1].spec.prompt_token_ids[1:]])
         sequences[-1].group_id = prompt_len  # so that some are answers to one prompt
         workers.scheduler.add(sequences[-1])
         for _ in range(gap):
@@ -202,8 +220,11 @@ def test_every_sequence_gets_its_tokens_wherever_it_goes(
         step()
     workers.run_until_idle()
     assert not workers.scheduler.session.draining, "what is given up becomes empty"
+    ended = {each.sequence.seq_id for each in workers.outputs if isinstance(each.error, RequestAborted)}
+    assert not ended or sum(event == "crash" for _, event, _ in events) > SUSPECT_CRASHES
     for sequence in sequences:
-        assert sequence.output_token_ids == expected_output(sequence)
+        if sequence.seq_id not in cancelled | ended:
+            assert sequence.output_token_ids == expected_output(sequence)
 
 
 def test_a_worker_that_dies_takes_only_its_own_sequences() -> None:

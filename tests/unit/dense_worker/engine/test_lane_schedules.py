@@ -40,9 +40,17 @@ class LaneCluster(Cluster):
         self.use_lanes()
 
     def use_lanes(self) -> None:
-        attachment = new_attachment(self.cache)
+        attachment = new_attachment(self.cache, is_empty=self.cache.is_empty)
         channels: Any = dict.fromkeys(range(NUM_LANES))
         self.scheduler.begin(dataclasses.replace(attachment, channels=channels))
+
+    def attach_again(self) -> None:
+        self.in_flight = None
+        self.running.clear()
+        self._opening.clear()
+        self.cache.abort_steps()
+        self.use_lanes()
+        self.scheduler.close_orphans()
 
     def step(self, *, answer_opens: bool = True) -> None:
         scheduler, session = self.scheduler, self.scheduler.session
@@ -72,6 +80,7 @@ class LaneCluster(Cluster):
         self.check_lane(plan)
         self.plans.append(plan)
         self.running.append(published)
+        self.open_starting(plan)
         step = self.cache.plan_step(plan)
         assert not step.errors, "both sides must agree on lengths and blocks"
         if plan.frees_blocks:
@@ -92,6 +101,7 @@ class LaneCluster(Cluster):
     st.integers(2, 6),
     st.integers(6, 40),
     st.integers(1, 3),
+    st.sets(st.integers(1, 40), max_size=3),
     WINDOWS,
 )
 def test_every_sequence_gets_its_tokens_and_every_block_is_freed(
@@ -101,10 +111,11 @@ def test_every_sequence_gets_its_tokens_and_every_block_is_freed(
     max_num_seqs: int,
     budget: int,
     answer_every: int,
+    resets: set[int],
     kept: dict[str, int],
 ) -> None:
     cluster = LaneCluster(policy, num_blocks, max_num_seqs, budget, **kept)
-    check_outputs(*run_arrivals(cluster, arrivals, answer_every))
+    check_outputs(*run_arrivals(cluster, arrivals, answer_every, resets=resets))
 
 
 def test_sequences_are_dealt_by_rows_and_by_tokens_of_context() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from services.attn_worker.cache.build_cache import build_cache
@@ -34,7 +35,9 @@ def open_at_cache(cache: KVCache, published: ScheduledStep) -> list[int]:
     found = []
     for new in published.plan.new_sequences:
         assert new.starts_empty
-        found.append(cache.open_sequence(new).num_cached_tokens)
+        found.append(cache.open_sequence(replace(new, starts_empty=False)).num_cached_tokens)
+        cache.close_sequences([new.seq_id])
+        assert not cache.open_sequence(new).num_cached_tokens
     return found
 
 

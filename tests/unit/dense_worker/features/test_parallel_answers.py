@@ -91,6 +91,7 @@ class AnswerCluster(Cluster):
         for seq_id, token_id in plan.sampled:
             if seq_id in self.tokens:
                 self.tokens[seq_id].append(token_id)
+        self.tokens |= {each.seq_id: list(each.token_ids) for each in plan.new_sequences if each.starts_empty}
         for fork in plan.forks:
             assert fork.child_seq_id not in self.tokens
             self.tokens[fork.child_seq_id] = self.tokens[fork.parent_seq_id][: fork.position]

@@ -109,9 +109,9 @@ def test_what_a_waiting_client_needs_is_computed_only_if_it_may_get_places(monke
     assert not computed, "each running client has one place, which nobody may take"
 
 
-def streaming_cluster(num_clients: int) -> SharedCluster:
+def streaming_cluster(num_clients: int, **options: Any) -> SharedCluster:
     """Eight running streams of one or of several clients."""
-    cluster = SharedCluster(num_blocks=400, max_num_seqs=16, max_num_batched_tokens=64)
+    cluster = SharedCluster(num_blocks=400, max_num_seqs=16, max_num_batched_tokens=64, **options)
     for number in range(8):
         cluster.arrive(number % num_clients, 4, 50)
     cluster.run(4)
@@ -151,7 +151,7 @@ def test_new_clients_without_end_do_not_stop_the_streams_of_another_one() -> Non
 
 
 def test_a_plan_waits_for_the_opening_of_a_new_client() -> None:
-    cluster = streaming_cluster(1)
+    cluster = streaming_cluster(1, is_known_empty=False)
     new = cluster.arrive(11, 20, 30)
     cluster.step(answer_opens=False)
     before = len(cluster.plans)

@@ -70,6 +70,7 @@ class BeamCluster(Cluster):
 
     def _complete(self, published: ScheduledStep) -> None:
         plan = published.plan
+        self.open_starting(plan)
         step = self.cache.plan_step(plan)
         assert not step.errors, "both sides must agree on lengths and blocks"
         self.cache.commit_step()
@@ -91,6 +92,9 @@ class BeamCluster(Cluster):
         """Applies a plan to the tokens; the log-probabilities of the next ones."""
         for seq_id in plan.close_seq_ids:
             self.tokens.pop(seq_id, None)
+        for new in plan.new_sequences:
+            if new.starts_empty and new.seq_id >= FIRST_ID:
+                self.tokens[new.seq_id] = list(new.token_ids)
         for fork in plan.forks:
             assert fork.child_seq_id not in self.tokens
             self.tokens[fork.child_seq_id] = self.tokens[fork.parent_seq_id][: fork.position]
