@@ -107,6 +107,7 @@ async def answer_generate(
     request_id: str = request.state.request_id if isinstance(body.rid, list) else body.rid or request.state.request_id
     turn = None
     if body.session_params is not None:
+        body.session_params.log_unknown_fields(request)
         turn = sessions.turn(request.state.caller.owner, body.session_params, request_id)
         body = await _behind(turn, body, service, request)
     each_body = body.each

@@ -212,7 +212,8 @@ class GenerateBody(FeatureFields):
         if len({each.sampling_params.n or 1 for each in self.each}) > 1:
             context = {"field": "sampling_params"}
             raise PydanticCustomError("n", "n must be the same for all prompts", context)
-        if self.session_params is not None and (self.is_batch or (self.each[0].sampling_params.n or 1) > 1):
+        has_one = not self.is_batch and [each.sampling_params.n or 1 for each in self.each] == [1]
+        if self.session_params is not None and not has_one:
             raise PydanticCustomError("session", "is for one prompt with one answer", {"field": "session_params"})
         return self
 

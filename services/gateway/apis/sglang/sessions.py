@@ -22,38 +22,44 @@ from services.gateway.request.generation_request import Owner
 LIMIT = "gateway.max_session_bytes"
 OWNER_PARTS = 4  # an owner's sessions may take so small a part of the limit
 SESSION_BYTES = REQUEST_BYTES = 512  # beside the token ids and names
+BYTES_PER_CHARACTER = 8  # of names: what one takes at most, with its UTF-8, which Python keeps beside it
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRequest:
     """A request that has ended."""
 
+    name: str
     parent: str | None  # the request that precedes it
     prompt: array[int]
     answer: array[int]
 
     @property
     def num_bytes(self) -> int:
-        return self.prompt.itemsize * (len(self.prompt) + len(self.answer)) + REQUEST_BYTES
+        num_characters = len(self.name) + len(self.parent or "")
+        num_tokens = len(self.prompt) + len(self.answer)
+        return REQUEST_BYTES + BYTES_PER_CHARACTER * num_characters + self.prompt.itemsize * num_tokens
 
 
 @dataclass(slots=True, eq=False)
 class Session:
     """The ended requests of one session by name; each comes after its parent."""
 
+    id: str
     requests: dict[str, SessionRequest] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
-        return SESSION_BYTES + sum(len(name) + each.num_bytes for name, each in self.requests.items())
+        own = SESSION_BYTES + BYTES_PER_CHARACTER * len(self.id)
+        return own + sum(each.num_bytes for each in self.requests.values())
 
-    def forget_after(self, parent: str | None) -> None:
-        """Forgets all requests that follow `parent`; None: all."""
-        gone = {parent}
-        for name, each in list(self.requests.items()):
-            if each.parent in gone:
-                gone.add(name)
-                del self.requests[name]
+    def followers(self, parent: str | None) -> set[str]:
+        """The names of all requests that follow `parent`; None: of all."""
+        names = set[str]()
+        for name, each in self.requests.items():
+            if each.parent == parent or each.parent in names:
+                names.add(name)
+        return names
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,8 @@ class Turn:
 
     def end(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Keeps the request with all its token ids. May be called in any thread."""
-        self.sessions.keep(self, SessionRequest(self.parent, array("i", prompt), array("i", answer)))
+        kept = SessionRequest(self.name, self.parent, array("i", prompt), array("i", answer))
+        self.sessions.keep(self, kept)
 
 
 class _Shelf(OrderedDict[str, Session]):
@@ -98,8 +105,8 @@ class Sessions:
             if (owner, session_id) in self._by_use:
                 raise InvalidRequest(f"the session {quote(session_id)} is open already", "session_id")
             self._by_use[owner, session_id] = None
-            self._shelves[owner][session_id] = Session()
-            self._grow(owner, SESSION_BYTES)
+            self._shelves[owner][session_id] = session = Session(session_id)
+            self._grow(owner, session.num_bytes)
         return session_id
 
     def close(self, owner: Owner, session_id: str) -> None:
@@ -117,7 +124,8 @@ class Sessions:
         self._check_enabled("session_params")
         with self._lock:
             session = self._find(owner, params.id, "session_params.id")
-            if name in session.requests:
+            forgotten = session.followers(params.rid) if params.replace else set()
+            if name in session.requests and name not in forgotten:
                 raise InvalidRequest(f"the session {quote(params.id)} has a request {quote(name)} already", "rid")
             parent = None if params.rid is None else session.requests.get(params.rid)
             if params.rid is not None and parent is None:
@@ -125,10 +133,8 @@ class Sessions:
                     f"the session {quote(params.id)} has no request {quote(params.rid)} that has ended",
                     "session_params.rid",
                 )
-            if params.replace:
-                num_bytes = session.num_bytes
-                session.forget_after(params.rid)
-                self._grow(owner, session.num_bytes - num_bytes)
+            for each in forgotten:
+                self._grow(owner, -session.requests.pop(each).num_bytes)
             before = None
             if parent is not None:
                 before = list(parent.prompt if params.drop_previous_output else parent.prompt + parent.answer)
@@ -144,7 +150,7 @@ class Sessions:
                 return
             if (turn.parent is None or turn.parent in session.requests) and turn.name not in session.requests:
                 session.requests[turn.name] = request
-                self._grow(turn.owner, len(turn.name) + request.num_bytes)
+                self._grow(turn.owner, request.num_bytes)
 
     def _check_enabled(self, param: str) -> None:
         if not self._max_bytes:

@@ -41,18 +41,29 @@ class VertexBody(GenerateBody):
     def _read_instances(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        instances, parameters = body.get("instances"), body.get("parameters")
+        others = dict(body)
+        instances, parameters = others.pop("instances", None), others.pop("parameters", None)
         if not isinstance(instances, list) or not instances or not all(isinstance(each, dict) for each in instances):
             raise PydanticCustomError("instances", "must be a list of objects, at least one", {"field": "instances"})
         if not isinstance(parameters, dict | None):
             raise PydanticCustomError("parameters", "must be an object", {"field": "parameters"})
+        for name in cls.model_fields:
+            if others.get(name) is not None:
+                raise PydanticCustomError("misplaced", "belongs into parameters", {"field": name})
+            if name in PROMPTS and parameters and parameters.get(name) is not None:
+                context = {"field": "parameters", "name": name}
+                raise PydanticCustomError("misplaced", "{name} belongs into instances", context)
         kind = next((name for name in PROMPTS if instances[0].get(name) is not None), None)
         if kind is None:
             raise PydanticCustomError("prompt", "[0] has neither text nor input_ids", {"field": "instances"})
-        if (wrong := next((i for i, each in enumerate(instances) if each.keys() != {kind}), None)) is not None:
-            context = {"field": "instances", "index": wrong, "kind": kind}
-            raise PydanticCustomError("prompt", "[{index}] must have {kind} alone, as the first one has it", context)
-        read = {**(parameters or {}), kind: [each[kind] for each in instances]}
+        for index, each in enumerate(instances):
+            context = {"field": "instances", "index": index, "kind": kind}
+            if {name for name, value in each.items() if value is not None} != {kind}:
+                message = "[{index}] must have {kind} alone, as the first one has it"
+                raise PydanticCustomError("prompt", message, context)
+            if kind == "input_ids" and not isinstance(each[kind], list):
+                raise PydanticCustomError("prompt", "[{index}] must have a list of token ids as {kind}", context)
+        read = {**others, **(parameters or {}), kind: [each[kind] for each in instances]}
         body.update(read)  # where errors look for the field that they name
         return read
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+from structlog.testing import capture_logs
 
 from services.common.config import Config, GatewaySection, LaunchSection
 from services.common.errors import InvalidRequest
 from services.gateway.apis.sglang.schema import SessionParams
-from services.gateway.apis.sglang.sessions import REQUEST_BYTES, SESSION_BYTES, Sessions
+from services.gateway.apis.sglang.sessions import BYTES_PER_CHARACTER, REQUEST_BYTES, SESSION_BYTES, Sessions
 from tests.support.clients.gateway_calls import EOS, REFERENCE, ids
 from tests.support.clients.http_clients import events
 from tests.support.clients.http_gateway import check_error, with_client
@@ -98,12 +100,18 @@ def test_replacing_forgets_what_follows(tmp_path: Path) -> None:
             await turn(client, after(kept), input_ids=NEW)
         refused = await client.post(URL, json={"session_params": after("a"), "input_ids": NEW, "rid": "e"})
         check_error(refused, 400, "rid", "has a request 'e' already")
+        await turn(client, after("a", replace=True), input_ids=NEW, rid="e")  # which is forgotten itself
+        assert prompt_of(dense) == [*FIRST, *ANSWER, *NEW]
+        unchanged = {"session_params": after("a", replace=True), "input_ids": NEW, "rid": "d"}
+        check_error(await client.post(URL, json=unchanged), 400, "rid", "has a request 'd' already")
+        await turn(client, after("e"), input_ids=NEW)
         await turn(client, after(None, replace=True), input_ids=FIRST, rid="f")
         refused = await client.post(URL, json={"session_params": after("a"), "input_ids": NEW})
         check_error(refused, 400, "session_params.rid", "has no request 'a'")
         await turn(client, after("f"), input_ids=NEW)
 
-    with_client(tmp_path, answering(), test, max_session_bytes=MIB)
+    dense = answering()
+    with_client(tmp_path, dense, test, max_session_bytes=MIB)
 
 
 def test_a_request_that_fails_or_whose_session_is_closed_is_not_kept(tmp_path: Path) -> None:
@@ -139,12 +147,17 @@ def test_what_is_wrong_is_said_by_name(tmp_path: Path) -> None:
             ({"session_params": {"id": "x"}, "input_ids": FIRST}, "session_params.id"),
             ({"session_params": {"rid": "x"}, "input_ids": FIRST}, "session_params.id"),
             ({"session_params": {"id": session}, "input_ids": [FIRST, NEW]}, "session_params"),
+            ({"session_params": {"id": session}, "input_ids": []}, "session_params"),
+            ({"session_params": {"id": session}, "text": []}, "session_params"),
             ({"session_params": {"id": session}, "input_ids": FIRST, "sampling_params": {"n": 2}}, "session_params"),
             ({"session_params": {"id": session, "offset": 2**40}, "input_ids": FIRST}, "session_params.offset"),
         ):
             check_error(await client.post(URL, json=wrong), 400, field)
         plain = {"session_params": {}, "input_ids": [FIRST, NEW], "sampling_params": {"n": 2}}
         assert len((await client.post(URL, json=plain)).json()) == 4
+        with capture_logs() as logs:
+            await turn(client, {"id": session, "ofset": 1}, input_ids=FIRST)
+        assert [each["fields"] for each in logs if each.get("num_fields")] == ["ofset"]
 
     with_client(tmp_path, answering(), test, max_session_bytes=MIB)
 
@@ -189,7 +202,7 @@ def has(sessions: Sessions, owner: Any, session_id: str) -> bool:
 def test_what_all_sessions_take_is_bounded_and_the_least_recently_used_go_first() -> None:
     most = 4 * 10_000
     sessions = Sessions(most)
-    num_tokens = (9_000 - SESSION_BYTES - REQUEST_BYTES - 1) // 4
+    num_tokens = (9_000 - SESSION_BYTES - REQUEST_BYTES - 2 * BYTES_PER_CHARACTER) // 4
     for owner in range(4):
         sessions.open(("", owner), "s")
         sessions.turn(("", owner), SessionParams(id="s"), "a").end([5] * num_tokens, [])
@@ -207,8 +220,29 @@ def test_what_all_sessions_take_is_bounded_and_the_least_recently_used_go_first(
     assert not has(sessions, ("", 1), "s")
     for owner in range(1000):
         sessions.open(("many", owner), "s")
-    assert sum(has(sessions, ("many", owner), "s") for owner in range(1000)) == most // SESSION_BYTES
+    num_kept = sum(has(sessions, ("many", owner), "s") for owner in range(1000))
+    assert num_kept == most // (SESSION_BYTES + BYTES_PER_CHARACTER)
     for owner in range(1000):
         if has(sessions, ("many", owner), "s"):
             sessions.close(("many", owner), "s")
     assert sessions._num_bytes == 0 and not sessions._shelves and not sessions._by_use
+
+
+def test_long_names_count() -> None:
+    """Those of sessions, of requests and of what these follow: a character takes up to 4 bytes, and 4 as UTF-8."""
+    sessions, owner, most = Sessions(4 * 100_000), ("", 0), 100_000
+    names = ["\U0001f600" * 500 + f"{number:03}" for number in range(200)]
+    for name in names:
+        sessions.open(owner, name)
+    kept = [name for name in names if has(sessions, owner, name)]
+    assert most / 2 < sum(map(sys.getsizeof, kept)) <= most
+    num_bytes, parent = 0, None
+    for name in names:
+        if not has(sessions, owner, kept[-1]):  # it alone takes too much
+            break
+        sessions.turn(owner, SessionParams(id=kept[-1], rid=parent), name).end([], [])
+        num_bytes += sys.getsizeof(name) + sys.getsizeof(parent or "")
+        parent = name
+    else:
+        pytest.fail("requests with long names were never dropped")
+    assert most / 2 < num_bytes <= most + 2 * sys.getsizeof(name)

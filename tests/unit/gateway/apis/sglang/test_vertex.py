@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+from structlog.testing import capture_logs
 
 from services.gateway.apis.sglang.vertex_routes import VertexBody
 from tests.support.clients.gateway_calls import EOS, ids
@@ -40,6 +41,17 @@ def test_instances_are_the_prompts_and_parameters_the_other_fields(tmp_path: Pat
     with_client(tmp_path, FakeDense(lambda submit: [*ids(" one two"), EOS][: submit.spec.max_tokens]), test)
 
 
+def test_null_means_the_default_and_unknown_fields_are_logged(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient, gateway: RunningGateway) -> None:
+        body = {"instances": [{"text": "a", "input_ids": None}], "parameters": {"text": None, "within": 1}}
+        with capture_logs() as logs:
+            response = await client.post(URL, json=body | {"stream": None, "beyond": 1})
+        assert response.status_code == 200, response.text
+        assert [each["fields"] for each in logs if each.get("num_fields")] == ["beyond,within"]
+
+    with_client(tmp_path, FakeDense(lambda submit: [EOS]), test)
+
+
 def test_the_document_has_its_fields() -> None:
     schema = VertexBody.model_json_schema()
     assert schema["properties"].keys() == {"instances", "parameters"} and schema["required"] == ["instances"]
@@ -60,6 +72,14 @@ def test_what_is_wrong_is_said_by_name(tmp_path: Path) -> None:
             ({"instances": [{"text": "a"}], "parameters": {"sampling_params": {"n": "x"}}}, "sampling_params.n"),
             ({"instances": [{"text": "a"}], "parameters": {"image_data": ["x"]}}, "image_data"),
             ({"instances": [{"text": "a"}, {"text": 5}]}, "text"),
+            ({"instances": [{"input_ids": 5}, {"input_ids": 6}]}, "instances"),
+            ({"instances": [{"input_ids": [5]}, {"input_ids": "a"}]}, "instances"),
+            ({"instances": [{"text": "a"}], "stream": True}, "stream"),
+            ({"instances": [{"text": "a"}], "sampling_params": {}}, "sampling_params"),
+            ({"instances": [{"text": "a"}], "text": "b"}, "text"),
+            ({"instances": [{"text": "a"}], "image_data": ["b"]}, "image_data"),
+            ({"instances": [{"text": "a"}], "parameters": {"text": "b"}}, "parameters"),
+            ({"instances": [{"text": "a"}], "parameters": {"input_ids": [5]}}, "parameters"),
         ):
             check_error(await client.post(URL, json=body), 400, field)
 
