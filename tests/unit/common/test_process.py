@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-import weakref
 from pathlib import Path
 
 import pytest
 
 from services.common.process import collect_young, holding_back_signals, is_ending
+from tests.support.garbage import make_cycle
 
 CHILD = """
 import os, sys, time
@@ -125,19 +125,6 @@ def test_young_garbage_is_collected_unless_there_is_hardly_any() -> None:
         assert few() is None and len(kept) == 300
     finally:
         gc.enable()
-
-
-class Node:
-    """May refer to itself."""
-
-    itself: Node | None = None
-
-
-def make_cycle() -> weakref.ref[Node]:
-    """To garbage that only a collection finds."""
-    node = Node()
-    node.itself = node
-    return weakref.ref(node)
 
 
 COLLECTED_RARELY = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 import time
@@ -10,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from services.common.engine_thread import IDLE_POLL_S
 from services.common.errors import PeerError
 from services.common.sampling_params import SamplingParams
 from services.dense_worker.engine import engine as engine_module
@@ -18,8 +20,10 @@ from services.dense_worker.engine.limits import SchedulerLimits
 from services.dense_worker.engine.sequence import FinishReason, Sequence
 from services.dense_worker.engine.step_report import StepReport
 from services.step import NewSequence, PlanAccepted, SequenceOpened, StepPlan
+from tests.support.clients.steady_stream import wait_until
 from tests.support.dense.eager_drafting import EagerDrafting
 from tests.support.dense.sequences import new_sequence
+from tests.support.garbage import make_cycle
 from tests.support.scripted_attention import (
     BAD,
     GOOD,
@@ -261,3 +265,21 @@ def test_an_opening_without_an_answer_counts_as_work_without_progress() -> None:
     assert progress is not None and progress.waits_for == "attn_worker"
     assert engine.progress(num_layers=2) == progress
     engine.stop(TIMEOUT_S)
+
+
+def test_garbage_is_collected_when_nobody_waits() -> None:
+    runner, attention = SlowRunner(), FakeAttention(bad_step=0)
+    engine = started_engine(runner, attention, queue.Queue(), TIMEOUT_S)
+    attention.ready_for.get(timeout=TIMEOUT_S)
+    engine.submit(new_sequence(1, "r1", [5, 6, 7], SamplingParams(), max_tokens=1))
+    runner.launched.get(timeout=TIMEOUT_S)
+    gc.disable()
+    try:
+        garbage, kept = make_cycle(), [[] for _ in range(1000)]
+        time.sleep(2 * IDLE_POLL_S)
+        assert garbage() is not None and len(kept) == 1000, "a sequence runs"
+        runner.has_ended.set()
+        wait_until(lambda: garbage() is None)
+    finally:
+        gc.enable()
+        engine.stop(TIMEOUT_S)

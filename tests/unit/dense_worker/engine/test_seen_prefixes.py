@@ -95,6 +95,19 @@ def test_each_plan_opens_only_those_that_it_runs() -> None:
     assert opened == [[1, 2], [3]]
 
 
+def test_a_sequence_that_is_cancelled_before_its_first_plan_is_opened_by_none() -> None:
+    cache = build_cache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN)
+    scheduler = started(cache)
+    for seq_id in (1, 2, 3):
+        scheduler.add(make(seq_id, [seq_id] * 9))
+    scheduler.next_to_open()
+    scheduler.cancel(3)
+    found = run_to_end(scheduler, cache)
+    scheduler.add(make(3, [1] * 9))  # its gateway has come back: by now a block of its prompt is known
+    assert found == [0, 0] and run_to_end(scheduler, cache) == [], "it has waited for its answer"
+    assert cache.num_sequences == 0
+
+
 def test_nothing_is_known_of_a_cache_that_was_not_empty() -> None:
     cache = build_cache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN)
     scheduler, sequence = started(cache, is_empty=False), make(1, [5] * 9)

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.common.config import load_config
 from services.common.errors import CapacityError, QueueTimeout
 from services.dense_worker.engine.limits import Policy
 from services.dense_worker.engine.sequence import FinishReason, Sequence, SequenceStatus
 from services.dense_worker.engine.waiting_queue import CHECK_INTERVAL_S, WaitingQueue
+from services.dense_worker.service import scheduler_limits
 from tests.support.dense.scheduler_cluster import Cluster, expected_output, make_sequence
 from tests.support.dense.sequences import ask
 from tests.support.examples import examples
@@ -84,6 +86,21 @@ def test_a_request_for_more_tokens_goes_ahead_of_those_that_came_shortly_before(
         queue.admit(sequence := arriving(seq_id, arrival_s, max_tokens=max_tokens))
         queue.push(sequence)
     assert drain(queue) == expected
+
+
+def test_a_sequence_that_has_had_turns_keeps_its_head_start() -> None:
+    queue = WaitingQueue(100, 10_000, 1.0, head_start_s=0.1)
+    long, short = arriving(1, 5.0, max_tokens=24), arriving(2, 3.5, max_tokens=4)
+    for each in (long, short):
+        queue.admit(each)
+    assert queue.order_after_turn(long) == long.order < short.order == queue.order_after_turn(short)
+    long.output_token_ids.append(9)
+    assert queue.order_after_turn(long) > long.order
+
+
+def test_the_queue_has_the_head_start_of_the_config() -> None:
+    config = load_config(None, ["scheduler.head_start_s=0.25"])
+    assert scheduler_limits(config, max_model_len=64).head_start_s == 0.25
 
 
 @pytest.mark.parametrize(("head_start_s", "num_steps"), [(0.0, 30), (0.05, 20)])
