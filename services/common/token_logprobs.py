@@ -128,6 +128,17 @@ class LogprobRows(Sequence[TokenLogprobs]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
 
+    def encoded(self) -> Iterator[sampling_pb2.TokenLogprobs]:
+        """The messages of `encode_logprobs`, one by one. A row may have a whole vocabulary, which is no objects here."""
+        for index, end in enumerate(self._ends):
+            start = self._start(index)
+            yield sampling_pb2.TokenLogprobs(
+                logprob=self.own[index],
+                top_token_ids=self._top_token_ids[start:end],
+                top_logprobs=self._top_logprobs[start:end],
+                rank=self._ranks[index] or None,
+            )
+
     def _row(self, index: int) -> TokenLogprobs:
         start, end = self._start(index), self._ends[index]
         top = tuple(zip(self._top_token_ids[start:end], self._top_logprobs[start:end], strict=True))

@@ -33,6 +33,7 @@ def test_elements_are_those_of_the_messages() -> None:
     rows, expected = rows_of(MESSAGES), [decode_logprobs(each) for each in MESSAGES]
     assert list(rows) == expected and len(rows) == 4 and rows.num_values == 4 + 9
     assert [rows[i] for i in range(-4, 4)] == expected * 2
+    assert list(rows.encoded()) == MESSAGES
     assert expected[0].rank is None
     for start in range(5):
         for stop in range(start, 5):

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from services.common.errors import InvalidRequest
-from services.common.token_logprobs import LogprobRows, encode_logprobs
+from services.common.token_logprobs import LogprobRows
 from services.gateway import __version__
 from services.gateway.access.reception import current_caller, held_by_answer, traceparent_of
 from services.gateway.access.slow_reader import SlowReaders
@@ -32,7 +32,8 @@ from services.lora.adapter import encode_adapter
 from services.pb import gateway_pb2, gateway_pb2_grpc
 
 SERVICE_NAME = gateway_pb2.DESCRIPTOR.services_by_name["Gateway"].full_name
-ROWS_PER_TURN = 256  # tokens with log-probabilities: a millisecond or two
+VALUES_PER_TURN = 8192  # log-probabilities: a millisecond or two
+VALUES_PER_ROW = 20  # what a token takes beside its likely ones
 FINISH_REASONS = {
     FinishReason.STOP: gateway_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: gateway_pb2.FINISH_REASON_LENGTH,
@@ -211,11 +212,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         return message
 
     async def _encode_logprobs(self, rows: LogprobRows | None, target: Any, *, has_turns: bool) -> None:
-        """Adds rows to a repeated field, some in each turn of `HeavyWork` if there are many."""
-        for start in range(0, len(rows or ()), ROWS_PER_TURN):
-            if has_turns:
+        """Adds rows to a repeated field, some in each turn of `HeavyWork` if there are many values."""
+        num_left = 0  # in this turn
+        for row in () if rows is None else rows.encoded():
+            if has_turns and num_left <= 0:
                 await self._service.heavy_work.turn()
-            target.extend(map(encode_logprobs, rows[start : start + ROWS_PER_TURN]))
+                num_left = VALUES_PER_TURN
+            target.append(row)
+            num_left -= VALUES_PER_ROW + len(row.top_token_ids)
 
     async def _start(
         self,

@@ -13,6 +13,7 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
+from services.gateway.resources.heavy_work import HeavyWork
 from services.pb import gateway_pb2, gateway_pb2_grpc
 from tests.support.clients.gateway_calls import (
     ANSWER,
@@ -26,7 +27,7 @@ from tests.support.clients.gateway_calls import (
     with_gateway,
 )
 from tests.support.running_gateway import RunningGateway, until
-from tests.support.workers.fake_dense import FakeDense
+from tests.support.workers.fake_dense import FakeDense, fake_logprob
 
 
 def test_streamed_text_is_the_decoded_text(tmp_path: Path) -> None:
@@ -321,3 +322,33 @@ def test_an_error_of_the_dense_worker_reaches_its_client_only(tmp_path: Path) ->
 
     dense = FakeDense(say(token_ids))
     with_gateway(tmp_path, dense, test)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_log_probabilities_of_a_whole_vocabulary_are_encoded_in_a_turn_for_each_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stream: bool
+) -> None:
+    """A prompt may have four million of them, which would take a second at once."""
+    turn, num_turns, vocab_size, token_ids = HeavyWork.turn, 0, 32_000, list(range(100, 112))
+
+    async def counted(work: HeavyWork) -> None:
+        nonlocal num_turns
+        num_turns += 1
+        await turn(work)
+
+    monkeypatch.setattr(HeavyWork, "turn", counted)
+
+    async def test(gateway: RunningGateway) -> None:
+        asked = request(max_tokens=1, prompt_logprobs=vocab_size)
+        asked.prompt_token_ids.ids.extend(token_ids)
+        if is_stream:
+            [prompt] = [each.prompt async for each in gateway.stub.GenerateStream(asked) if each.HasField("prompt")]
+        else:
+            prompt = (await gateway.stub.Generate(asked)).prompt
+        for token_id, row in zip(token_ids[1:], prompt.logprobs, strict=True):
+            assert (row.logprob, row.rank) == (fake_logprob(token_id), token_id + 1)
+            assert list(row.top_token_ids) == list(range(vocab_size))
+            assert list(row.top_logprobs) == list(map(fake_logprob, range(vocab_size)))
+        assert num_turns >= len(prompt.logprobs)
+
+    with_gateway(tmp_path, FakeDense(say([EOS]), vocab_size=vocab_size), test)
