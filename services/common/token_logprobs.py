@@ -129,7 +129,8 @@ class LogprobRows(Sequence[TokenLogprobs]):
         return isinstance(other, Sequence) and list(self) == list(other)
 
     def encoded(self) -> Iterator[sampling_pb2.TokenLogprobs]:
-        """The messages of `encode_logprobs`, one by one. A row may have a whole vocabulary, which is no objects here."""
+        """The messages of `encode_logprobs`, one by one. A row may have a whole vocabulary, which is no objects here.
+        """
         for index, end in enumerate(self._ends):
             start = self._start(index)
             yield sampling_pb2.TokenLogprobs(

@@ -7,6 +7,7 @@ which take ten times the memory of what they tell, never exist all at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 from pydantic_core import to_json
@@ -14,6 +15,7 @@ from pydantic_core import to_json
 from services.gateway.features.report import JsonPieces
 
 MAX_PIECE_VALUES = 1024  # less than a millisecond, with what makes them
+MAX_MEMBERS = 256  # of a lazy object, each of which may have some values
 UNLIKE = ("choices", "output")  # lists with large elements
 MAX_PIECE_CHARACTERS = 2**16  # of a long text; less than a millisecond, too
 PLAIN = (str, float, int, bool, type(None))
@@ -24,7 +26,7 @@ _ENDS_OF_LINES = ((b"\xc2\x85", rb"\u0085"), (b"\xe2\x80\xa8", rb"\u2028"), (b"\
 
 def json_line(value: Any) -> bytes:
     """The JSON of a value that is not large, with what ends a line for some readers escaped."""
-    encoded = to_json(value, fallback=iter)  # of `JsonPieces`
+    encoded = to_json(value, fallback=_plain)
     if not encoded.isascii():
         for end, escaped in _ENDS_OF_LINES:
             encoded = encoded.replace(end, escaped)
@@ -44,6 +46,20 @@ class LazyList(JsonPieces):
         return _list_pieces(iter(self))
 
 
+class LazyObject(JsonPieces):
+    """An object of very many members, which are made when they are encoded, once."""
+
+    def __init__(self, members: Iterator[tuple[str, Any]]) -> None:
+        self.members = members
+
+    def json_pieces(self) -> Iterator[bytes]:
+        separator = b"{"
+        while some := dict(islice(self.members, MAX_MEMBERS)):
+            yield separator + json_line(some)[1:-1]
+            separator = b","
+        yield b"{}" if separator == b"{" else b"}"
+
+
 class WrittenJson(JsonPieces):
     """A value that several objects have, and whose JSON is made once."""
 
@@ -52,6 +68,10 @@ class WrittenJson(JsonPieces):
 
     def json_pieces(self) -> Iterator[bytes]:
         yield self._json
+
+
+def _plain(value: JsonPieces) -> Any:
+    return dict(value.members) if isinstance(value, LazyObject) else iter(value)
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
@@ -110,14 +130,14 @@ def _list_pieces(elements: Iterator[Any], *, has_large: bool = False) -> Iterato
     """`has_large`: all elements that are objects are large."""
     separator, plain = b"[", []
     for element in elements:
-        if not isinstance(element, dict | list | Iterator):
+        if not isinstance(element, dict | list | Iterator | LazyObject):
             plain.append(element)
             if len(plain) < MAX_PIECE_VALUES:
                 continue
         if plain:
             yield separator + json_line(plain)[1:-1]
             separator, plain = b",", []
-            if not isinstance(element, dict | list | Iterator):
+            if not isinstance(element, dict | list | Iterator | LazyObject):
                 continue
         if has_large or _num_values(element) > MAX_PIECE_VALUES:
             yield separator

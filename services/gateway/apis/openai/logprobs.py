@@ -9,6 +9,7 @@ from services.common.token_logprobs import TokenLogprobs
 from services.gateway.apis.openai.answer_objects import PromptLogprob
 from services.gateway.apis.openai.completion_schema import LegacyLogprobs
 from services.gateway.apis.shared.logprobs import LEAST_LOGPROB, token_name
+from services.gateway.http.json_pieces import MAX_PIECE_VALUES, LazyObject
 from services.gateway.text.detokenizer import token_bytes
 from services.gateway.text.tokenizer import Tokenizer
 
@@ -69,11 +70,18 @@ class LegacyLogprobsBuilder:
 
 def prompt_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], num_named: int = 0
-) -> Iterator[dict[str, PromptLogprob] | None]:
+) -> Iterator[dict[str, PromptLogprob] | LazyObject | None]:
     """The log-probabilities of a prompt in vLLM's format: by token id, the prompt's own token first, with ranks.
 
+    A position may have a whole vocabulary, which is made while it is encoded.
     The last `num_named` tokens of each position, which the request names, have no rank.
     """
+
+    def described(ranked: tuple[int, tuple[float, int | None]]) -> tuple[str, PromptLogprob]:
+        token_id, (logprob, rank) = ranked
+        name = tokenizer.name_of(token_id)
+        return str(token_id), {"logprob": max(logprob, LEAST_LOGPROB), "rank": rank, "decoded_token": name}
+
     yield None
     for token_id, each in zip(token_ids[1:], logprobs, strict=True):
         ranked = {token_id: (each.logprob, each.rank)}  # where it is one of the most likely, it keeps its place
@@ -81,11 +89,5 @@ def prompt_logprobs(
         ranked.update((other_id, (logprob, rank)) for rank, (other_id, logprob) in enumerate(each.top[:num_top], 1))
         for other_id, logprob in each.top[num_top:]:
             ranked.setdefault(other_id, (logprob, None))
-        yield {
-            str(other_id): {
-                "logprob": max(logprob, LEAST_LOGPROB),
-                "rank": rank,
-                "decoded_token": tokenizer.name_of(other_id),
-            }
-            for other_id, (logprob, rank) in ranked.items()
-        }
+        members = map(described, ranked.items())
+        yield LazyObject(members) if len(ranked) > MAX_PIECE_VALUES else dict(members)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic_core import from_json, to_json
 
-from services.gateway.http.json_pieces import json_pieces
+from services.gateway.http.json_pieces import MAX_MEMBERS, LazyObject, json_line, json_pieces
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -40,3 +41,21 @@ def test_many_small_values_are_few_pieces() -> None:
     pieces = list(json_pieces({"choices": [{"index": 0, "prompt_logprobs": [None, of_position, of_position]}]}))
     assert len(pieces) < 4 * 20_000 / 512
     assert max(map(len, pieces)) < 100_000
+
+
+@pytest.mark.parametrize("num_members", [0, 1, MAX_MEMBERS, MAX_MEMBERS + 1, 1000])
+def test_the_members_of_a_lazy_object_are_made_some_at_a_time(num_members: int) -> None:
+    made, expected = 0, {str(i): {"rank": i, "decoded_token": "a\u2028"} for i in range(num_members)}
+
+    def members() -> Iterator[tuple[str, Any]]:
+        nonlocal made
+        for pair in expected.items():
+            made += 1
+            yield pair
+
+    joined, known = b"", 0
+    for piece in json_pieces({"a": [None, 1, LazyObject(members()), {}], "b": 2}):
+        assert made - known <= MAX_MEMBERS
+        joined, known = joined + piece, made
+    assert from_json(joined) == {"a": [None, 1, expected, {}], "b": 2}
+    assert from_json(json_line([LazyObject(members())])) == [expected]
