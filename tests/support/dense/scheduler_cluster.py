@@ -193,7 +193,9 @@ class Cluster:
             assert True not in sizes[sizes.index(False) : -1]
 
     def check_ledger(self) -> None:
-        ledger = self.scheduler.session.ledger
+        session, ledger = self.scheduler.session, self.scheduler.session.ledger
+        assert session.num_opening_rows == sum(each.sequence.num_rows for each in session.openings.values())
+        assert session.starting.keys() <= {each.seq_id for each in session.running}
         assert ledger.num_available_blocks >= 0
         assert ledger.num_free_blocks <= self.cache.num_free_blocks, "the scheduler must never promise too much"
 

@@ -67,15 +67,18 @@ class Workers:
         self.splitter = PlanSplitter({})
         self.in_flight: tuple[ScheduledStep, SplitPlan] | None = None
         self.outputs: list[SequenceOutput] = []
+        self.opening: list[Sequence] = []
 
-    def step(self) -> None:
+    def step(self, *, answers_openings: bool = True) -> None:
         """Does the work of `Engine._step`, of the client, and of all attention workers."""
         chosen = self.scheduler.next_to_open()
         if (openings := self.scheduler.plan_openings()) is not None:  # no answer comes before it is sent
             self.splitter.split(openings)
-        for sequence in chosen:
-            if sequence.status is SequenceStatus.OPENING:
+        self.opening += [each for each in chosen if each.status is SequenceStatus.OPENING]
+        if answers_openings:
+            for sequence in self.opening:
                 self.open(sequence)
+            self.opening.clear()
         published = self.scheduler.schedule()
         current = None
         if published is not None:
@@ -127,6 +130,7 @@ class Workers:
     def lose(self, cache_id: int, *, is_crash: bool = True) -> None:
         del self.caches[cache_id]
         self.splitter.forget(cache_id)
+        self.opening = [each for each in self.opening if each.cache_id != cache_id]
         self.outputs += self.scheduler.lose_cache(cache_id, is_crash=is_crash)
 
     def computes(self, seq_id: int) -> bool:
@@ -140,7 +144,8 @@ class Workers:
         return cache_id
 
     def check(self) -> None:
-        ledgers = self.scheduler.session.ledgers
+        session, ledgers = self.scheduler.session, self.scheduler.session.ledgers
+        assert session.num_opening_rows == sum(each.sequence.num_rows for each in session.openings.values())
         assert ledgers.keys() == self.caches.keys()
         for cache_id, ledger in ledgers.items():
             assert ledger.num_available_blocks >= 0
@@ -174,13 +179,21 @@ REQUESTS = st.lists(
 
 
 @settings(max_examples=examples(150), deadline=None)
-@given(REQUESTS, EVENTS, st.sampled_from(["guaranteed_no_evict", "max_utilization"]), st.integers(1, 3), st.booleans())
+@given(
+    REQUESTS,
+    EVENTS,
+    st.sampled_from(["guaranteed_no_evict", "max_utilization"]),
+    st.integers(1, 3),
+    st.booleans(),
+    st.integers(1, 3),
+)
 def test_every_sequence_gets_its_tokens_wherever_it_goes(
     arrivals: list[tuple[int, int, bool, int]],
     events: list[tuple[int, str, int]],
     policy: Policy,
     num_workers: int,
     have_same_prefix: bool,
+    answer_every: int,
 ) -> None:
     workers, sequences, cancelled, number = Workers(num_workers, policy), list[Sequence](), set[int](), 0
 
@@ -206,7 +219,7 @@ def test_every_sequence_gets_its_tokens_wherever_it_goes(
                     workers.scheduler.give_up_cache(chosen)
                 else:
                     workers.lose(chosen, is_crash=event == "crash")
-        workers.step()
+        workers.step(answers_openings=number % answer_every == 0)
 
     for seq_id, (prompt_len, max_tokens, can_stop, gap) in enumerate(arrivals, start=1):
         sequences.append(make_sequence(seq_id, prompt_len, max_tokens, can_stop=can_stop))
