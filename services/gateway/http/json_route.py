@@ -44,10 +44,10 @@ def json_route(
     """A class of routes whose bodies must be JSON of at most `max_values` values.
 
     A route with a body is a function of `body`, a `RequestModel`, and `request`, and makes its response itself. So
-    nothing is left for FastAPI to do, which would take a fifth of a request's time in the gateway. It deletes a `body`
-    that may have thousands of messages before it waits: they are a hundred thousand objects, all of which each full
-    collection of garbage looks at. `note_body` gets
-    None before a body is read, and each body before it is checked: a path may belong to several dialects.
+    nothing is left for FastAPI to do, which would take a fifth of a request's time in the gateway. The function
+    deletes a `body` that may have thousands of messages before it waits: they are a hundred thousand objects, all of
+    which each full collection of garbage looks at. `note_body` gets None before a body is read, and each body before
+    it is checked: a path may belong to several dialects.
     `needs_json_type`: whether the header content-type must say that the body is JSON.
     """
 

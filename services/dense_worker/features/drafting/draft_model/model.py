@@ -76,7 +76,7 @@ class DraftGraphs:
     """The passes of a `DraftModel` on a GPU for a single sequence, as captured CUDA graphs.
 
     A small model's pass takes longer to launch, kernel by kernel, than to run. Passes of several sequences, or of many
-    rows, run so.
+    rows, have no graph.
     """
 
     def __init__(self, model: DraftModel) -> None:
