@@ -153,10 +153,10 @@ class Vectors:
             return len(pooling.labels)
         return pooling.stages[-1].out_features if pooling.stages else self.service.model.hidden_size
 
-    def check_dimensions(self, dimensions: int | None) -> None:
-        """Raises `InvalidRequest` if vectors have fewer values."""
+    def check_dimensions(self, dimensions: int | None, field: str = "dimensions") -> None:
+        """Raises `InvalidRequest` if vectors have fewer values. `field`: the client's name of it."""
         if dimensions is not None and dimensions > self.size:
-            raise InvalidRequest(f"dimensions is {dimensions}, the model's vectors have {self.size}", "dimensions")
+            raise InvalidRequest(f"{field} is {dimensions}, the model's vectors have {self.size}", field)
 
     def check_instruction(self, instruction: str | None) -> None:
         """Raises `InvalidRequest` if there is one, and the model has no place for it."""

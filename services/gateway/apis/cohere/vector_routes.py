@@ -105,7 +105,7 @@ def cohere_vector_routes(vectors: Vectors) -> APIRouter:
         request_id: str = request.state.request_id
         kinds = dict.fromkeys(asked)
         embeds = vectors.embeds
-        vectors.check_dimensions(body.output_dimension)
+        vectors.check_dimensions(body.output_dimension, "output_dimension")
         prefix = _prefix_of(body.input_type, embeds.prompts)
         inputs = [VectorInput(f"texts[{i}]", prefix + text) for i, text in enumerate(body.texts)]
         options = InputOptions(

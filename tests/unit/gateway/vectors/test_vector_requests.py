@@ -505,6 +505,8 @@ def test_cohere_gets_vectors_in_several_forms(tmp_path: Path) -> None:
         plain = {"texts": texts, "output_dimension": 2}
         cut = (await client.post(EMBED, json=plain, headers=HEADERS)).json()["embeddings"]["float"]
         assert [len(each) for each in cut] == [2, 2]
+        long = await client.post(EMBED, json=plain | {"output_dimension": 10**6}, headers=HEADERS)
+        assert long.status_code == 400 and long.json()["message"].startswith("output_dimension is 1000000, the model's")
         older = (await client.post("/v1/embed", json=body, headers=HEADERS)).json()
         assert older["embeddings"] == found and older["meta"] == answer["meta"] | {"api_version": {"version": "1"}}
         older = (await client.post("/v1/embed", json={"texts": texts}, headers=HEADERS)).json()
