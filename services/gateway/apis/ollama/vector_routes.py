@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import Field
+from pydantic import Field, Tag
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
@@ -16,6 +16,7 @@ from services.gateway.apis.ollama.conversion import name_without_tag
 from services.gateway.apis.ollama.errors import ERROR_RESPONSES
 from services.gateway.apis.shared.generation_fields import IGNORED
 from services.gateway.apis.shared.inputs import Texts, input_list
+from services.gateway.apis.shared.parts import by_shape
 from services.gateway.apis.shared.pooled_answer import PooledAnswer, vector_json
 from services.gateway.apis.shared.request_model import RequestModel
 from services.gateway.apis.shared.routes import json_router
@@ -34,7 +35,7 @@ class OllamaInputFields(RequestModel):
 class OllamaEmbedRequest(OllamaInputFields):
     """Texts to make vectors of."""
 
-    input: str | Texts
+    input: Annotated[Annotated[str, Tag("<text>")] | Annotated[Texts, Tag("<texts>")], by_shape()]
     truncate: bool | None = Field(None, description="false: refuse texts that are too long; default: cut their ends")
     dimensions: Annotated[int, Field(ge=0)] | None = Field(
         None, description="Keep only so many first values; 0, the default: all"

@@ -376,6 +376,9 @@ def test_vectors(tmp_path: Path) -> None:
         for body in ({"input": " a"}, {"model": MODEL}, {"model": MODEL, "input": []}):
             wrong = await client.post("/api/embed", json=body)
             assert wrong.status_code == 400 and wrong.json().keys() == {"error"}, wrong.text
+        for given, path in ((5, "input is 5:"), ([" a", 5], "input[1] is 5:")):
+            wrong = await client.post("/api/embed", json={"model": MODEL, "input": given})
+            assert wrong.status_code == 400 and wrong.json()["error"].startswith(path), wrong.text
 
     first_vector = fake_vector([1])
     with_client(tmp_path, FakeDense(say(" a")), test, runner="pooling")
