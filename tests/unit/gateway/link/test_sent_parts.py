@@ -1,10 +1,12 @@
-"""What a gateway sends of pictures, against what the dense worker then has: its own bytes, once, and not too many."""
+"""What a gateway sends of pictures and tables, against what the worker then has: its own bytes, once, not too many."""
 
 from __future__ import annotations
 
 import os
 import random
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from services.dense_worker.features.images.received_pictures import ReceivedPict
 from services.gateway.images.picture import Picture, encode_pictures
 from services.gateway.link import sent_parts
 from services.gateway.link.sent_parts import SentParts
+from services.lora.prompt_embeds import make_prompt_embeds
 from services.step import SequenceSpec
 from services.step.prompt_span import PromptSpan
 
@@ -114,3 +117,13 @@ def test_what_cannot_be_opened_was_not_sent() -> None:
         link.check([first])
     message.picture_part.file.inode -= 1  # the worker tries again: it may have had too many open files
     link.check([first])
+
+
+def test_a_table_of_vectors_is_sent_once_until_another_one_has_taken_its_place() -> None:
+    sent = SentParts(shares_memory=False)
+    one, other = (make_prompt_embeds(bytes([i]) * 12, 3, 2, "float16", "prompt_embeds") for i in (1, 2))
+    for table, expected in ((one, one.values), (one, b""), (other, other.values), (one, one.values)):
+        request: Any = SimpleNamespace(prompt_embeds=table, pictures=())
+        parts = [each.prompt_embeds_part for each in sent.before(request)]
+        assert b"".join(each.values for each in parts) == expected
+        assert all(each.hash == table.hash for each in parts)
