@@ -258,6 +258,26 @@ def test_a_worker_that_dies_takes_only_its_own_sequences() -> None:
     assert [each.output_token_ids for each in sequences] == [expected_output(each) for each in sequences]
 
 
+def test_one_that_no_step_has_run_yet_is_not_blamed_for_the_end_of_its_worker() -> None:
+    workers = Workers(2, placement=InTurn())
+    sequences = [make_sequence(seq_id, 16, 4) for seq_id in range(1, 6)]
+    for each in sequences:
+        ask(each, prompt_token_ids=[each.seq_id] * 16)
+    workers.scheduler.add(sequences[0])
+    for _ in range(3):
+        workers.step()
+    for each in sequences[1:]:
+        workers.scheduler.add(each)
+    workers.step()  # of 16 tokens
+    starting = workers.scheduler.session.starting.keys()
+    lost = [each for each in sequences[1:] if each.seq_id in starting and each.cache_id == 1]
+    assert lost
+    workers.lose(1)
+    assert not starting & {each.seq_id for each in lost} and not any(each.num_crashes for each in lost)
+    workers.run_until_idle()
+    assert [each.output_token_ids for each in sequences] == [expected_output(each) for each in sequences]
+
+
 def test_a_sequence_that_lacks_blocks_takes_them_from_others_of_its_worker() -> None:
     """The last sequence of all is in the other cache, and goes on."""
     workers = Workers(2, "max_utilization", num_blocks=12, placement=InTurn())

@@ -45,14 +45,12 @@ def run_to_end(scheduler: Scheduler, cache: KVCache) -> list[int]:
     """Runs all steps; returns what `open_at_cache` found in them, after answers to all other openings."""
     found, is_over = [], False
     while not is_over:
-        for sequence in scheduler.next_to_open():
-            if sequence.status is SequenceStatus.OPENING:
-                result = cache.open_sequence(sequence.describe())
-                scheduler.session.to_open.clear()
-                held = result.num_held_blocks
-                scheduler.opened(
-                    SequenceOpened(sequence.seq_id, result.num_cached_tokens, result.num_pinned_blocks, held)
-                )
+        scheduler.next_to_open()
+        openings = scheduler.plan_openings()
+        for new in () if openings is None else openings.new_sequences:
+            result = cache.open_sequence(new)
+            held = result.num_held_blocks
+            scheduler.opened(SequenceOpened(new.seq_id, result.num_cached_tokens, result.num_pinned_blocks, held))
         is_over = (published := scheduler.schedule()) is None
         if published is not None:
             found += open_at_cache(cache, published)
@@ -160,6 +158,20 @@ def test_no_cached_block_is_missed_and_few_first_blocks_are_remembered() -> None
         assert not any(found), "the scheduler has missed cached blocks"
         assert len(scheduler.session.prefixes._seen) <= 12
     assert 100 < num_at_once < 399
+
+
+def test_later_ones_find_nothing_of_one_that_was_to_start_when_prefixes_were_forgotten() -> None:
+    cache = build_cache(NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN)
+    scheduler = started(cache)
+    first, second, third = [make(seq_id, [5] * 9) for seq_id in (1, 2, 3)]
+    scheduler.add(first)
+    assert scheduler.next_to_open() == [first]
+    scheduler.forget_prefixes()
+    for each in (first, second, third):
+        if each is not first:
+            scheduler.add(each)
+        run_to_end(scheduler, cache)
+    assert [each.num_cached_tokens for each in (first, second, third)] == [0, 0, 2 * BLOCK_SIZE]
 
 
 def test_one_that_is_cancelled_before_its_plan_is_never_opened() -> None:
