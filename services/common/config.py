@@ -87,7 +87,8 @@ class GatewaySection(Section):
 
     address: Address = "127.0.0.1:50051"  # of the gRPC API
     max_message_bytes: MessageBytes = 3 * 2**19  # size of one gRPC message of a client; parsing 1.5 MiB may take 15 ms
-    # gRPC messages that may arrive at the same time; beyond it the oldest of the client with most is dropped
+    # gRPC messages that may arrive at the same time; beyond it the oldest of the client with most is dropped, if it is
+    # not complete 0.25 s later
     max_receiving: Count = 64
     http_address: Address = "127.0.0.1:8080"  # of the HTTP API
     root_path: RootPath = ""  # prefix of all HTTP routes, for a proxy that passes it on; routes without it work, too

@@ -31,6 +31,7 @@ MAX_KEYLESS_CALLS = 256
 MIN_KEYLESS_CALLS = 4
 # Streams that wait for a further request; each may hold the beginning of a message.
 MAX_OPEN_STREAMS = 1024
+READ_S = 0.25  # for a message that has come with its call, but has not been read yet, since many come at once
 
 _caller: ContextVar[Caller] = ContextVar("caller")  # the caller of the call that this task handles
 
@@ -82,9 +83,9 @@ class Reception(grpc.aio.ServerInterceptor):
         """Calls of `guarded_services` (full proto names) need a key if there are keys.
 
         A message must arrive within `timeout_s`. If more than `max_receiving` messages arrive at once, one is dropped:
-        the oldest one of the client that sends most. Nearly all messages arrive together with their headers and are not
-        dropped, but they count while they are read. Calls of other services, health and reflection, share
-        `MAX_KEYLESS_CALLS`.
+        the oldest one of the client that sends most, if it is not complete `READ_S` later. Nearly all messages arrive
+        together with their headers, but they count until they have been read. Calls of other services, health and
+        reflection, share `MAX_KEYLESS_CALLS`.
         """
         self._access = access
         self._guarded = tuple(f"/{name}/" for name in guarded_services)
@@ -276,7 +277,8 @@ class _Waiting:
                 oldest = next(iter(self._limits[largest]))
                 self._leave(largest, oldest)
                 if not oldest.expired():  # otherwise it ends anyway
-                    oldest.reschedule(asyncio.get_running_loop().time())
+                    end_s, latest_s = asyncio.get_running_loop().time() + READ_S, oldest.when()
+                    oldest.reschedule(end_s if latest_s is None else min(end_s, latest_s))
             yield
         finally:
             self._leave(client, limit)

@@ -95,6 +95,31 @@ def test_a_stream_that_waits_for_its_next_request_does_not_end_for_those_of_anot
     with_gateway(tmp_path, test)
 
 
+def test_a_message_that_has_come_is_read_although_many_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reception, "READ_S", 0.05)
+
+    async def body() -> None:
+        calls, has_come = reception._Waiting(1), asyncio.Event()
+
+        async def wait(until: asyncio.Event) -> None:
+            async with asyncio.timeout(60) as limit:
+                with calls.one_more((0, 1), limit):
+                    await until.wait()
+
+        never = asyncio.Event()
+        tasks = [asyncio.create_task(wait(until)) for until in (has_come, never, asyncio.Event())]
+        for _ in range(3):
+            await asyncio.sleep(0)
+        has_come.set()
+        await tasks[0]
+        with pytest.raises(TimeoutError):
+            await tasks[1]
+        assert not tasks[2].done()
+        tasks[2].cancel()
+
+    asyncio.run(body())
+
+
 def test_a_call_whose_time_is_up_does_not_fail_the_one_that_comes_then() -> None:
     async def body() -> None:
         calls, ended = reception._Waiting(1), list[str]()
