@@ -59,7 +59,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self._peers = peers
         self._vector_calls = VectorCalls(vectors)
         self._resumption = GrpcResumption(resumption, service.memory, self._slow_readers)
-        self._stream_way = Way(STREAM, self._start_generation, self._record_stream, gateway_pb2.GenerateChunk)
+        start_stream = partial(self._start_generation, in_one_message=False)
+        self._stream_way = Way(STREAM, start_stream, self._record_stream, gateway_pb2.GenerateChunk)
         start_whole = partial(self._start_generation, in_one_message=True)
         self._whole_way = Way(WHOLE, start_whole, self._record_whole, gateway_pb2.GenerateResponse)
 
