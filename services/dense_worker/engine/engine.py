@@ -78,8 +78,13 @@ class Engine(GatewayEngine):
             feature.start(self.on_event)
 
     @property
+    def _session(self) -> Session:
+        """The present one, or the last one, which has ended."""
+        return self._scheduler.session
+
+    @property
     def counts(self) -> EngineCounts:
-        scheduler, is_attached = self._scheduler, not self._scheduler.session.has_ended
+        scheduler, is_attached = self._scheduler, not self._session.has_ended
         return EngineCounts(
             scheduler.num_waiting,
             scheduler.num_opening,
@@ -91,12 +96,12 @@ class Engine(GatewayEngine):
 
     def progress(self, num_layers: int) -> Progress | None:
         """The progress for the watchdog; None without work or attention worker. May be called from any thread."""
-        session = self._scheduler.session
+        session = self._session
         return None if session.has_ended else progress_of(session, self.counts, num_layers)
 
     @property
     def caches(self) -> list[CacheCounts]:
-        session = self._scheduler.session
+        session = self._session
         num_sequences = Counter(cache_id for each in list(session.running) for cache_id in each.cache_ids)
         return [
             CacheCounts(cache_id, num_sequences[cache_id], ledger.num_blocks, ledger.num_free_blocks)
@@ -104,7 +109,7 @@ class Engine(GatewayEngine):
         ]
 
     def spans_under_way(self) -> dict[int, range]:
-        return spans_of(step.plan for step in self._scheduler.session.in_flight)
+        return spans_of(step.plan for step in self._session.in_flight)
 
     def close_orphans(self, gateway: int) -> None:
         self._thread.post(self._scheduler.close_orphans, gateway)
@@ -153,7 +158,7 @@ class Engine(GatewayEngine):
 
     def _work(self) -> float:
         now_s = time.monotonic()  # all that has come before has been handled; what comes during the step has not
-        has_worked = not self._scheduler.session.has_ended and self._step()
+        has_worked = not self._session.has_ended and self._step()
         self._check_deadlines(now_s)  # behind the step, which somebody waits for
         if has_worked:
             return 0.0
@@ -166,13 +171,13 @@ class Engine(GatewayEngine):
 
     def _is_idle(self) -> bool:
         """Whether nobody waits for this thread, which may become busy for some time."""
-        scheduler, session = self._scheduler, self._scheduler.session
+        scheduler, session = self._scheduler, self._session
         num_sequences = scheduler.num_waiting + scheduler.num_opening + scheduler.num_running
         return not (session.has_ended or session.is_leaving or num_sequences)
 
     def _step(self) -> bool:
         """Publishes the next plans and completes the oldest step. Returns whether there was any work."""
-        session = self._scheduler.session
+        session = self._session
         step = next(iter(session.in_flight), None)
         try:
             self._admit()
@@ -201,10 +206,10 @@ class Engine(GatewayEngine):
 
     def _plan_ahead(self, step: ScheduledStep) -> None:
         """Publishes the plan after a running step of the same lane, as late as the attention worker has it in time."""
-        step.waited_before_s, has_waited = self._scheduler.session.channel_of(step).waited_s, False
+        step.waited_before_s, has_waited = self._session.channel_of(step).waited_s, False
         if not step.running.runs_when_collected:
             has_waited = self._await_calls(step)
-        elif self._scheduler.session.last_step_s >= _LONG_STEP_S:
+        elif self._session.last_step_s >= _LONG_STEP_S:
             step.running.run_most()
             while self._make_some_calls(0.0):  # those that have come meanwhile
                 pass
@@ -220,17 +225,17 @@ class Engine(GatewayEngine):
         Not a step that may take much longer than the last one, nor one that hands over extra rows before its layers:
         the report would wait.
         """
-        following = next((each for each in self._scheduler.session.in_flight if each is not step), None)
+        following = next((each for each in self._session.in_flight if each is not step), None)
         if following is None or not following.running.runs_when_collected:
             return
         plan = following.plan
         is_larger = bool(plan.extra_rows) or plan.num_tokens > step.plan.num_tokens
-        if not is_larger and self._scheduler.session.last_step_s < _LONG_STEP_S:
+        if not is_larger and self._session.last_step_s < _LONG_STEP_S:
             following.running.begin()
 
     def _admit(self) -> None:
         """Chooses the sequences to open next; the next plan opens them."""
-        session = self._scheduler.session
+        session = self._session
         if session.draining:
             for cache_id in self._scheduler.empty_caches():
                 if not self._keep_if_needed(cache_id):
@@ -267,10 +272,10 @@ class Engine(GatewayEngine):
 
         Returns whether it has waited for that.
         """
-        num_tokens, begin_s, has_waited = step.plan.num_tokens, self._scheduler.session.begin_of(step), False
+        num_tokens, begin_s, has_waited = step.plan.num_tokens, self._session.begin_of(step), False
         while not step.running.is_done():
             step.running.sample(waits=False)
-            leaves_s = self._timing.leaves_at(num_tokens, begin_s, is_quick=self._scheduler.session.has_few_streams)
+            leaves_s = self._timing.leaves_at(num_tokens, begin_s, is_quick=self._session.has_few_streams)
             if (left_s := leaves_s - time.monotonic()) <= 0.0:
                 break
             has_waited = True
@@ -280,7 +285,7 @@ class Engine(GatewayEngine):
 
     def _begin_idle_lanes(self) -> bool:
         """Publishes a plan for each lane in which no step is under way. Returns whether there was any."""
-        session = self._scheduler.session
+        session = self._session
         if (move := session.dealer.end_move(session.rows)) is not None:
             sequence, lane = move
             self._runner.move(sequence.describe_to_runner(), lane)
@@ -294,7 +299,7 @@ class Engine(GatewayEngine):
 
     def _schedule(self, lane: int) -> ScheduledStep | None:
         """The next step of a lane; None if there is none yet."""
-        session = self._scheduler.session
+        session = self._session
         if session.is_leaving:
             return None
         if session.in_flight and self._scheduler.waits_for(session.in_flight[-1]):
@@ -304,14 +309,14 @@ class Engine(GatewayEngine):
     def _publish(self, step: ScheduledStep) -> None:
         """Sends the plan to the attention worker and launches the step on the channel of its lane."""
         step.launch_start_s = time.monotonic()
-        self._attention.publish(self._scheduler.session.attachment, step.plan)
-        step.running = self._runner.launch(step.plan, self._scheduler.session.channel_of(step))
+        self._attention.publish(self._session.attachment, step.plan)
+        step.running = self._runner.launch(step.plan, self._session.channel_of(step))
         step.launch_s = time.monotonic() - step.launch_start_s
 
     def _publish_openings(self) -> None:
         """Sends openings that are in no plan yet, since the next one waits: this plan runs nothing."""
         if (plan := self._scheduler.plan_openings()) is not None:
-            self._attention.publish(self._scheduler.session.attachment, plan)
+            self._attention.publish(self._session.attachment, plan)
 
     def _report_start(self, step: ScheduledStep) -> None:
         """Tells the gateways whose first step is about to end on a GPU.
@@ -320,7 +325,7 @@ class Engine(GatewayEngine):
         """
         if step.running.runs_when_collected or not step.entries or step.running.is_done():
             return
-        step.started = step_report.record_started(step.sequences, self._scheduler.session.begin_of(step))
+        step.started = step_report.record_started(step.sequences, self._session.begin_of(step))
         if step.started:
             self._deliver(StepReport(step.plan.step_id, step.started))
 
@@ -329,7 +334,7 @@ class Engine(GatewayEngine):
 
         Calls that come meanwhile are made. Raises `PeerError` after the timeout, or when the session has ended.
         """
-        session = self._scheduler.session
+        session = self._session
         channel, plan, timeout_s = session.channel_of(step), step.plan, self._result_timeout_s
         deadline = time.monotonic() + timeout_s
         step.running.sample(waits=True)
@@ -356,7 +361,7 @@ class Engine(GatewayEngine):
 
     def _make_call(self, timeout_s: float) -> bool:
         has_come = self._thread.make_call(timeout_s)
-        if self._scheduler.session.has_ended:
+        if self._session.has_ended:
             raise PeerError("the attention worker went away")
         return has_come
 
@@ -364,10 +369,10 @@ class Engine(GatewayEngine):
         """Appends the step's tokens to their sequences."""
         sequences = step.sequences
         self._has_run_suspect |= bool(sequences) and sequences[0].is_suspect  # it runs alone
-        started = step_report.record_started(sequences, self._scheduler.session.begin_of(step))
+        started = step_report.record_started(sequences, self._session.begin_of(step))
         reports = step_report.record_reports(sequences, result.reports)
         outputs = self._scheduler.update(step, result)
-        self._timing.add(step.plan.num_tokens, self._scheduler.session.last_step_s)
+        self._timing.add(step.plan.num_tokens, self._session.last_step_s)
         step.follow_up_s = result.follow_up_s
         step_report.record_first_tokens(outputs.others, step.end_s)
         return StepReport(step.plan.step_id, started, outputs, result.logprobs, reports)
@@ -382,7 +387,7 @@ class Engine(GatewayEngine):
         started = [*step.started, *report.started]
         self._scheduler.drafting.on_step(stats, started, others)
         try:
-            if self._scheduler.session.running and not self._scheduler.session.in_flight and not self._has_run_suspect:
+            if self._session.running and not self._session.in_flight and not self._has_run_suspect:
                 self._begin_idle_lanes()
         finally:
             if report.started or report.outputs or report.reports:
@@ -398,7 +403,7 @@ class Engine(GatewayEngine):
     def _check_deadlines(self, now_s: float) -> None:
         """Checks the deadlines of waiting sequences, of unclaimed blocks, and of openings without an answer."""
         self._deliver_outputs(self._scheduler.expire(now_s))
-        session = self._scheduler.session
+        session = self._session
         if session.has_ended:
             return
         if session.ends_claims(now_s):
@@ -409,15 +414,15 @@ class Engine(GatewayEngine):
             self._give_up(AttachmentEnd(str(error), is_crash=True))
 
     def _give_up(self, end: AttachmentEnd) -> None:
-        attachment = self._scheduler.session.attachment
+        attachment = self._session.attachment
         self._attention.drop(attachment, end)
         self._detach(attachment, end)
 
     def _leave(self) -> None:
-        self._scheduler.session.is_leaving = True
+        self._session.is_leaving = True
 
     def _expect(self) -> None:
-        session, rehearsal = self._scheduler.session, self._rehearsal
+        session, rehearsal = self._session, self._rehearsal
         if rehearsal is None or session.in_flight or not self._may_rehearse():
             return
         self._rehearsed_s = time.monotonic()
@@ -436,8 +441,8 @@ class Engine(GatewayEngine):
             return
         if self._rehearsal is not None:
             self._rehearsal.note(sequence)
-        if not self._scheduler.session.has_ended:
-            for cache_id in self._scheduler.session.draining:
+        if not self._session.has_ended:
+            for cache_id in self._session.draining:
                 self._keep_if_needed(cache_id, sequence)
 
     def _cancel(self, seq_id: int) -> None:
@@ -462,7 +467,7 @@ class Engine(GatewayEngine):
 
     def _detach(self, attachment: Attachment, end: AttachmentEnd) -> None:
         if self._is_present(attachment):
-            self._scheduler.session.has_ended, self._rehearsal = True, None
+            self._session.has_ended, self._rehearsal = True, None
             attachment.abort()  # lets launched steps run through
             attachment.close()  # at once, because the next attachment may need the memory
             for observer in (*self._observers, self._scheduler.drafting):
@@ -471,7 +476,7 @@ class Engine(GatewayEngine):
 
     def _is_present(self, attachment: Attachment) -> bool:
         """Whether it has not ended."""
-        return self._scheduler.session.attachment is attachment and not self._scheduler.session.has_ended
+        return self._session.attachment is attachment and not self._session.has_ended
 
     def _add_cache(
         self,
@@ -488,7 +493,7 @@ class Engine(GatewayEngine):
         log.info("one more attention worker", cache_id=cache.cache_id, num_blocks=cache.num_blocks)
 
     def _give_up_cache(self, attachment: Attachment, cache_id: int, is_given_up: bool) -> None:
-        if self._is_present(attachment) and cache_id in self._scheduler.session.ledgers:
+        if self._is_present(attachment) and cache_id in self._session.ledgers:
             self._scheduler.give_up_cache(cache_id, is_given_up)
             if is_given_up:
                 self._keep_if_needed(cache_id)
@@ -499,12 +504,12 @@ class Engine(GatewayEngine):
         With `new`: whether it must for this sequence, which has just been added.
         """
         if (reason := self._scheduler.why_needed(new)) is not None:
-            self._attention.keep(self._scheduler.session.attachment, cache_id, reason)
+            self._attention.keep(self._session.attachment, cache_id, reason)
         return reason is not None
 
     def _lose_cache(self, attachment: Attachment, cache_id: int, end: AttachmentEnd) -> None:
         """Known already if a step found it first."""
-        ledgers = self._scheduler.session.ledgers
+        ledgers = self._session.ledgers
         if not self._is_present(attachment) or cache_id not in ledgers:
             return
         if len(ledgers) == 1:
@@ -521,7 +526,7 @@ class Engine(GatewayEngine):
         try:
             if isinstance(answer, PlanAccepted):
                 outputs = self._scheduler.accepted(answer)
-            elif answer.cache_id in self._scheduler.session.ledgers:
+            elif answer.cache_id in self._session.ledgers:
                 outputs = self._opened(answer)
             else:  # its worker is known to be gone
                 outputs = []
@@ -531,7 +536,7 @@ class Engine(GatewayEngine):
         self._deliver_outputs(outputs)
 
     def _opened(self, answer: SequenceOpened) -> list[SequenceOutput]:
-        opening = self._scheduler.session.openings.get(answer.seq_id)
+        opening = self._session.openings.get(answer.seq_id)
         output = self._scheduler.opened(answer)
         if answer.error is None and opening is not None:
             self._runner.open(opening.state)

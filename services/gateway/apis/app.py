@@ -46,8 +46,7 @@ from services.gateway.apis.server.page_routes import page_routes
 from services.gateway.apis.server.routes import server_routes
 from services.gateway.apis.server.weight_routes import weight_routes
 from services.gateway.apis.sglang.routes import generate_routes
-from services.gateway.apis.sglang.session_routes import session_routes
-from services.gateway.apis.sglang.sessions import Sessions
+from services.gateway.apis.sglang.sessions import Sessions, session_routes
 from services.gateway.apis.sglang.vertex_routes import vertex_routes
 from services.gateway.apis.tgi.errors import TGI
 from services.gateway.apis.tgi.routes import text_generation_routes

@@ -1,4 +1,4 @@
-"""`Sessions`: the requests of SGLang's sessions, in which a client sends what is new, and names what precedes it.
+"""SGLang's sessions: their routes, and `Sessions`, their requests. A client sends what is new after an earlier one.
 
 Each ended request of a session is kept as token ids, in the memory of one gateway process, by owner. Where a limit is
 reached the least recently used sessions are dropped: an owner's own, then any. The attention worker knows nothing of
@@ -14,9 +14,14 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
 from services.common.errors import InvalidRequest
 from services.common.shorten import quote
-from services.gateway.apis.sglang.schema import SessionParams
+from services.gateway.apis.sglang.schema import CloseSessionBody, OpenSessionBody, SessionParams
+from services.gateway.apis.shared.routes import json_router
+from services.gateway.core.request_service import RequestService
 from services.gateway.request.generation_request import Owner
 
 LIMIT = "gateway.max_session_bytes"
@@ -188,3 +193,23 @@ class Sessions:
         del self._by_use[owner, session_id]
         if not shelf:
             del self._shelves[owner]
+
+
+def session_routes(service: RequestService, sessions: Sessions) -> APIRouter:
+    """POST /open_session and /close_session, as SGLang has them; `/generate` takes `session_params`."""
+    router = json_router(service, "Generation")
+
+    @router.post("/open_session", responses={200: {"model": str}})
+    async def open_session(body: OpenSessionBody, request: Request) -> Response:
+        """Opens a session; the answer is its id."""
+        service.count_requests(1, request.state.caller)
+        return JSONResponse(sessions.open(request.state.caller.owner, body.session_id))
+
+    @router.post("/close_session", response_class=Response)
+    async def close_session(body: CloseSessionBody, request: Request) -> Response:
+        """Forgets a session."""
+        service.count_requests(1, request.state.caller)
+        sessions.close(request.state.caller.owner, body.session_id)
+        return Response()
+
+    return router
